@@ -23,6 +23,7 @@ from strop.bench import models, timer
 from strop.debug.explain import report_of
 from strop.dispatch.dispatcher import Dispatcher
 from strop.runtime.loop.denoise_loop import Loop
+from strop.wording import counted
 
 STEPS = 20  # of a loop
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,7 +85,7 @@ def measure(name: str, config: Any, side: int, rounds: int) -> None:
             f" {far:.1e} from none"
         )
         row = report_of({"unet": one.dispatcher}).components[0]
-        print(f"  {row.num_launches} launches a step; {row.hoisted or 'nothing hoisted'}")
+        print(f"  {counted(row.num_launches, 'launch')} a step; {row.hoisted or 'nothing hoisted'}")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.build import compilers as builds
 from strop.runtime.build import cubin
+from strop.wording import counted
 
 WORKERS = 2
 F16 = torch.float16
@@ -183,7 +184,9 @@ def collect(names: Sequence[str], console: Console) -> dict[KernelSource, list[s
             for source in sources:
                 found.setdefault(source, []).append(model)
             seconds = time.perf_counter() - start
-            console.print(f"{model}: {len(sources)} distinct kernels, captured in {seconds:.1f} s")
+            console.print(
+                f"{model}: {counted(len(sources), 'distinct kernel')}, captured in {seconds:.1f} s"
+            )
     return found
 
 

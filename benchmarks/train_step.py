@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from strop.bench import environment, models
 from strop.bench.timer import timing_of
 from strop.train import EMASchedule, FusedAdamW
+from strop.wording import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING_GBS = 2980.0  # a copy on an H100 80GB
@@ -250,7 +251,10 @@ def sweep(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     found = list(candidates())
     begin = time.perf_counter()
     stepper.prepare([tunings for _, tunings in found])
-    print(f"{len(found)} tunings compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+    print(
+        f"{counted(len(found), 'tuning')} compiled in {time.perf_counter() - begin:.1f} s",
+        flush=True,
+    )
     rows = []
     for _, (kind, tunings) in itertools.product(range(args.rounds), found):
         stepper.tune(tunings)

@@ -14,6 +14,7 @@ from strop.bench import environment, timer
 from strop.bench.report import write_json
 from strop.ir.source import KernelSource
 from strop.runtime.build.loader import KernelLoader, kernel_loader
+from strop.wording import counted
 
 CALLS = 24  # of one graph
 Call = Callable[[], object]
@@ -62,7 +63,7 @@ def hold(
     start = time.monotonic()
     library, wanted = kernel_loader("cuda", 0, "", 0), list(dict.fromkeys(sources))
     library.build(wanted)
-    print(f"{len(wanted)} kernels built in {time.monotonic() - start:.1f} s", flush=True)
+    print(f"{counted(len(wanted), 'kernel')} built in {time.monotonic() - start:.1f} s", flush=True)
     end = start + args.seconds
     write(name, args, {"rows": _rows(shapes, lambda shape: measure(shape, library), end)})
 

@@ -18,7 +18,7 @@ from strop.fusion.stitch import stitches
 from strop.ir.device import Device
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Schedule
-from strop.ir.ops import KERNEL_DTYPES, Kind
+from strop.ir.ops import KERNEL_DTYPES, Kind, planned_on
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
 from strop.kernels import library
@@ -40,19 +40,12 @@ class Builder(Protocol):
     def begin(self, sources: Sequence[KernelSource]) -> None: ...
 
 
-PLANNED = frozenset(
-    {  # library calls that write where they are told
-        "linear",
-        "linear_add",
-        "matmul",
-    }
-)
 TARGETS = {
-    "cpu": Target("cpu", cpp.emit, PLANNED),
+    "cpu": Target("cpu", cpp.emit, planned_on("cpu")),
     "cuda": Target(
         "cuda",
         triton.emit,
-        PLANNED | {"conv2d", "geglu", "folded_taps", "upsampled_conv2d"},
+        planned_on("cuda"),
         triton.stitched,
         triton.emit_at,
         triton.stitched_at,

@@ -1,13 +1,15 @@
-"""``restore`` leaves nothing behind, and pipelines that nobody optimised run diffusers' own code."""
+"""``restore`` leaves nothing behind, and other pipelines run diffusers' own code."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import inspect
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from diffusers.hooks import group_offloading
+from diffusers.hooks import HookRegistry, group_offloading
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models import modeling_utils
 from diffusers.modular_pipelines import FluxAutoBlocks
@@ -25,11 +27,13 @@ from torch import Tensor, nn
 
 import strop
 from strop.api import dispatchers_of
-from strop.diffusion import noise, offloading
+from strop.diffusion import denoise_loops, noise, offloading
 from strop.diffusion.optimised import is_optimised
 from strop.diffusion.pipeline import SHARED
+from strop.diffusion.scheduler import host_timesteps
 from strop.diffusion.stand_ins import StandIn
 from strop.dispatch import dispatcher
+from strop.testing import psnr
 from tests.e2e import controls, dits, tiny
 
 Table = dict[tuple[str, str], Any]  # owner and name -> value
@@ -39,18 +43,21 @@ OPTIONS = tiny.options()
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """A process in which no pipeline is optimised: those of earlier tests step aside."""
-    gc.collect()
+    if SHARED._holders:
+        gc.collect()
     held = {id(d): d for d in list(dispatcher._ALL) if id(d) in SHARED._holders}
     for each in list(SHARED._holders):
         SHARED._release(each)
     assert not any(isinstance(v, StandIn) for v in of_diffusers().values())
     yield
-    gc.collect()
     for each in held:
         SHARED._enter(each)
 
 
 # snapshots
+
+
+MEMO = "__slotnames__"  # which Python notes in a class when it copies an object of it
 
 
 def of_diffusers() -> Table:
@@ -62,13 +69,14 @@ def of_diffusers() -> Table:
             for owner in owners:
                 label = name if owner is module else f"{owner.__module__}.{owner.__qualname__}"
                 if label.partition(".")[0] == "diffusers":
-                    found |= {(label, key): value for key, value in list(vars(owner).items())}
+                    table = list(vars(owner).items())
+                    found |= {(label, key): value for key, value in table if key != MEMO}
     return found
 
 
 def of_pipeline(pipe: Any) -> Table:
     """Every attribute of a pipeline, and of everything in it that has attributes."""
-    held = {"": pipe, **{name: value for name, value in vars(pipe).items()}, **pipe.components}
+    held = {"": pipe, **vars(pipe), **pipe.components}
     for name, component in list(held.items()):
         if isinstance(component, nn.Module):
             held |= {f"{name}.{path}": part for path, part in component.named_modules()}
@@ -79,10 +87,11 @@ def of_pipeline(pipe: Any) -> Table:
     }
 
 
-def different(before: Table, after: Table, *, is_loaded_later: bool = False) -> list[str]:
-    """The attributes that are not the very same objects. ``is_loaded_later``: more modules of
-    diffusers may have been loaded, with attributes of their own."""
-    names = before.keys() if is_loaded_later else before.keys() | after.keys()
+def different(before: Table, after: Table) -> list[str]:
+    """The attributes that are not the very same objects, of what was there before. A module of
+    diffusers that loads its parts when they are asked for may have more of these."""
+    owners = {label for label, _ in before}
+    names = before.keys() | {key for key in after if key[0] in owners and not _is_lazy(key)}
     return sorted(
         ".".join(key)
         for key in names
@@ -90,16 +99,20 @@ def different(before: Table, after: Table, *, is_loaded_later: bool = False) -> 
     )
 
 
+def _is_lazy(key: tuple[str, str]) -> bool:
+    return type(sys.modules.get(key[0])).__name__ == "_LazyModule"
+
+
 _different = object()
 
 
 @contextmanager
-def nothing_remains(pipe: Any) -> Iterator[None]:
-    """Behind this everything is as it was."""
+def nothing_remains(pipe: Any, but: Collection[str] = ()) -> Iterator[None]:
+    """Behind this everything is as it was. ``but``: what diffusers itself has changed."""
     diffusers, own = of_diffusers(), of_pipeline(pipe)
     yield
-    found = different(diffusers, of_diffusers(), is_loaded_later=True)
-    assert not found + different(own, of_pipeline(pipe))
+    found = different(diffusers, of_diffusers())
+    assert not found + [n for n in different(own, of_pipeline(pipe)) if n not in but]
     assert not any(isinstance(v, StandIn) for v in of_diffusers().values())
 
 
@@ -249,11 +262,21 @@ BETWEEN = [
 ]
 
 
+def left_by(act: Callable[[Any], Any]) -> list[str]:
+    """The attributes that are others behind it in a pipeline that Strop has not seen."""
+    plain = tiny.pipeline()
+    before = of_pipeline(plain)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("optimize", "restore"):
+            patch.setattr(strop, name, lambda pipe, **_: pipe)
+        act(plain)
+    return different(before, of_pipeline(plain))
+
+
 @pytest.mark.parametrize("act", BETWEEN, ids=lambda act: act.__name__.strip("_"))
 def test_everything_is_as_it_was_whatever_happened(act: Callable[[Any], None]) -> None:
     pipe = tiny.pipeline()
-    controls.picture(pipe, 16, 16)  # which leaves attributes of diffusers' own
-    with nothing_remains(pipe):
+    with nothing_remains(pipe, but=left_by(act)):
         strop.optimize(pipe, options=OPTIONS)
         act(pipe)
         strop.restore(pipe)
@@ -279,7 +302,7 @@ def test_diffusers_is_as_it_was_when_the_pipeline_is_gone(name: str) -> None:
     assert different(before, of_diffusers())
     del pipe
     gc.collect()
-    assert not different(before, of_diffusers(), is_loaded_later=True)
+    assert not different(before, of_diffusers())
 
 
 def test_modules_that_diffusers_loads_in_the_meantime() -> None:
@@ -298,35 +321,32 @@ def test_modules_that_diffusers_loads_in_the_meantime() -> None:
 # pipelines beside each other
 
 
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Calls of diffusers' own functions, by their code."""
-    codes = {
-        torch_utils.randn_tensor.__code__: "randn_tensor",
-        torch_utils.get_module_execution_device.__code__: "get_module_execution_device",
-        modeling_utils.get_parameter_dtype.__code__: "get_parameter_dtype",
-        group_offloading._get_top_level_group_offload_hook.__code__: "hook",
-        StableDiffusionPipeline.progress_bar.__code__: "progress_bar",
-        StableDiffusionPipeline.__setattr__.__code__: "__setattr__",
-        VaeImageProcessor.postprocess.__code__: "postprocess",
-        VaeImageProcessor.pt_to_numpy.__code__: "pt_to_numpy",
-    }
+@pytest.fixture(scope="module")
+def codes() -> dict[Any, str]:
+    """diffusers' own functions, by their code."""
+    places = (torch_utils.randn_tensor, modeling_utils.get_parameter_dtype)
+    search = group_offloading._get_top_level_group_offload_hook
+    bar, setting = StableDiffusionPipeline.progress_bar, StableDiffusionPipeline.__setattr__
+    picture = VaeImageProcessor.postprocess
+    functions = [inspect.unwrap(f) for f in (*places, search, bar, setting, picture)]
+    own = [getattr(f, "own", f) for f in functions]  # of ours, where they are another test's
+    return {function.__code__: function.__name__ for function in own}
+
+
+def calls_in(run: Callable[[], Any], codes: dict[Any, str]) -> tuple[Counter[str], Any]:
+    """How often each of these functions is called, and the result."""
     calls = Counter[str]()
 
     def seen(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code in codes:
             calls[codes[frame.f_code]] += 1
 
-    @contextmanager
-    def counting() -> Iterator[Counter[str]]:
-        calls.clear()
-        sys.setprofile(seen)
-        try:
-            yield calls
-        finally:
-            sys.setprofile(None)
-
-    yield counting  # type: ignore[misc]
+    sys.setprofile(seen)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(None)
+    return calls, result
 
 
 def drawn(pipe: Any, **more: Any) -> Tensor:
@@ -361,23 +381,306 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return answers
 
 
-def test_others_run_diffusers_own_code(answered: list[str]) -> None:
+def test_others_run_diffusers_own_code(answered: list[str], codes: dict[Any, str]) -> None:
     plain: Any = tiny.pipeline()
-    with counted() as counting:
-        plain.set_progress_bar_config(disable=True)
-        drawn(plain)  # which leaves attributes of diffusers' own
-        with counting() as calls:  # type: ignore[operator]
-            wanted = drawn(plain)
-        before = dict(calls)
-        assert len(before) == 6, before  # nobody asks for the device of inputs; one keeps pictures
-        fast = strop.optimize(tiny.pipeline(), options=OPTIONS)
-        with counting() as calls:  # type: ignore[operator]
-            found = drawn(plain)
-        assert dict(calls) == before
+    drawn(plain)  # which leaves attributes of diffusers' own
+    before, wanted = calls_in(lambda: drawn(plain), codes)
+    assert set(before) == {*codes.values()}
+    fast = strop.optimize(tiny.pipeline(), options=OPTIONS)
+    calls, found = calls_in(lambda: drawn(plain), codes)
+    assert calls == before
     assert torch.equal(found, wanted)
     assert not answered
     assert not is_optimised(plain)
     own = {name: vars(part) for name, part in plain.components.items() if part is not None}
     assert not any("forward" in each or "step" in each for each in own.values())
     drawn(fast)
-    assert {*answered} >= {"Unwaited", "Search", "FloatingType"}
+    assert {*answered} == {"Unwaited", "Search", "FloatingType"}
+
+
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_each_within_the_other_runs_its_own(is_outer: bool, answered: list[str]) -> None:
+    """A callback of one pipeline runs another one."""
+    plain, fast = tiny.pipeline(), strop.optimize(tiny.pipeline(), options=OPTIONS)
+    wanted, inside = drawn(plain), list[list[str]]()
+
+    def callback(pipe: Any, step: int, timestep: Any, now: dict[str, Any]) -> dict[str, Any]:
+        so_far = len(answered)
+        inner = drawn(plain if is_outer else fast)
+        assert torch.equal(inner, wanted) or not is_outer
+        inside.append(answered[so_far:])
+        return {}
+
+    drawn(fast if is_outer else plain, callback_on_step_end=callback)
+    assert len(inside) == 2
+    assert all(("Unwaited" in each) is not is_outer for each in inside)
+    assert all(bool(each) is not is_outer for each in inside)
+    assert bool(answered[: -len(inside[-1]) or None]) or not is_outer
+
+
+def test_a_module_that_was_optimised_by_itself_makes_no_optimised_pipeline(
+    answered: list[str],
+) -> None:
+    pipe, other = tiny.pipeline(), tiny.pipeline()
+    strop.optimize(other, options=OPTIONS)
+    strop.optimize(pipe.unet, options=OPTIONS)
+    drawn(pipe)
+    assert not answered
+    pipe.unet = tiny.unet(seed=5)  # nobody has asked for it
+    assert not dispatchers_of(pipe)
+
+
+def test_one_of_two_is_restored(answered: list[str]) -> None:
+    one, other = (tiny.pipeline() for _ in range(2))
+    wanted = drawn(one)
+    with nothing_remains(other, but=left_by(drawn)):
+        strop.optimize(other, options=OPTIONS)
+        before = of_diffusers()
+        strop.optimize(one, options=OPTIONS)
+        strop.restore(one)
+        strop.restore(one)
+        assert not different(before, of_diffusers())
+        assert torch.equal(drawn(one), wanted)
+        assert not answered
+        assert sorted(dispatchers_of(other)) == ["unet", "vae.decoder", "vae.encoder"]
+        found = drawn(other)
+        assert (found.int() - wanted.int()).abs().max() <= 1
+        assert other.unet.forward.counters.hoisted.num_reuses == 1  # its loop is marked
+        assert {*answered} == {"Unwaited", "Search", "FloatingType"}
+        strop.restore(other)
+    assert torch.equal(drawn(other), wanted)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_shared_components_stay_until_both_are_restored(is_reversed: bool) -> None:
+    one: Any = tiny.pipeline()
+    pipes = [one, StableDiffusionImg2ImgPipeline(**one.components, requires_safety_checker=False)]
+    with nothing_remains(one), nothing_remains(pipes[1]):
+        for pipe in pipes:
+            strop.optimize(pipe, options=OPTIONS)
+        first, second = reversed(pipes) if is_reversed else pipes
+        strop.restore(first)
+        assert "postprocess" not in vars(first.image_processor)
+        assert sorted(dispatchers_of(second)) == ["unet", "vae.decoder", "vae.encoder"]
+        assert denoise_loops.loops_of(second)
+        strop.restore(second)
+
+
+def test_a_pipeline_made_of_an_optimised_one_is_restored_at_once(answered: list[str]) -> None:
+    one: Any = tiny.pipeline()
+    with nothing_remains(one, but=left_by(drawn)):
+        strop.optimize(one, options=OPTIONS)
+        other: Any = StableDiffusionPipeline(**one.components, requires_safety_checker=False)
+        drawn(other)
+        assert {*answered} == {"Unwaited", "Search", "FloatingType"}
+        strop.restore(other)
+        assert not dispatchers_of(one)
+        strop.restore(one)
+
+
+# what others have put there
+
+
+def places() -> dict[str, tuple[Any, str]]:
+    """Every attribute of diffusers that ``optimize`` sets: of the modules that have one thing under
+    the same name, the one that defines it."""
+    before, pipe = of_diffusers(), tiny.pipeline()
+    strop.optimize(pipe, options=OPTIONS)
+    after = of_diffusers()
+    found = different(before, after)
+    strop.restore(pipe)
+    named = {}
+    for label, name in after:
+        value = before.get((label, name))
+        if f"{label}.{name}" in found and label.startswith(getattr(value, "__module__", "")):
+            module, _, kind = label.rpartition(".")
+            is_class = label not in sys.modules
+            owner = vars(sys.modules[module])[kind] if is_class else sys.modules[label]
+            named[f"{owner.__name__}.{name}"] = owner, name
+    return named
+
+
+PLACES = (
+    "DiffusionPipeline.__setattr__",
+    "DiffusionPipeline.progress_bar",
+    "HookRegistry.__init__",
+    "LoopSequentialPipelineBlocks.progress_bar",
+    "ModularPipeline.__call__",
+    "ModularPipeline.__setattr__",
+    "diffusers.hooks.group_offloading._get_top_level_group_offload_hook",
+    "diffusers.models.modeling_utils.get_parameter_dtype",
+    "diffusers.utils.torch_utils.get_module_execution_device",
+    "diffusers.utils.torch_utils.randn_tensor",
+)
+
+
+def test_these_are_the_places() -> None:
+    assert {*places()} == {*PLACES}
+
+
+@pytest.mark.parametrize(
+    ("place", "is_marked"),
+    [(place, True) for place in PLACES]
+    + [(place, False) for place in PLACES if place.endswith(("bar", "randn_tensor"))],
+)
+def test_what_others_put_around_ours_stays(
+    place: str, is_marked: bool, answered: list[str]
+) -> None:
+    """``is_marked``: by ``functools.wraps``, which copies the attributes of what is wrapped."""
+    plain = tiny.pipeline()
+    before, wanted = of_diffusers(), drawn(plain)
+    (owner, name), pipe = places()[place], tiny.pipeline()
+    strop.optimize(pipe, options=OPTIONS)
+    ours, calls = vars(owner)[name], list[str]()
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return ours(*args, **kwargs)
+
+    theirs = functools.wraps(ours)(around) if is_marked else around
+    setattr(owner, name, theirs)
+    for _ in range(2):
+        strop.restore(pipe)
+        assert vars(owner)[name] is theirs
+        found = different(before, of_diffusers())
+        assert {key.rpartition(".")[2] for key in found} == {name}
+        assert torch.equal(drawn(pipe), wanted)  # ours does what the original does
+        assert not answered
+        strop.optimize(pipe, options=OPTIONS)
+        with pipe.progress_bar(total=1):
+            assert pipe.unet.forward.loop.is_running
+        pipe.vae = tiny.vae()
+        assert "forward" in vars(pipe.vae.decoder)
+    strop.restore(pipe)
+    setattr(owner, name, ours)  # as a patch is taken away
+    strop.optimize(pipe, options=OPTIONS)
+    strop.restore(pipe)
+    assert not different(before, of_diffusers())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_others_put_instead_of_ours_stays(place: str) -> None:
+    before, (owner, name) = of_diffusers(), places()[place]
+    original, pipe = getattr(owner, name), tiny.pipeline()
+    had = name in vars(owner)
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    strop.optimize(pipe, options=OPTIONS)
+    setattr(owner, name, theirs)
+    strop.restore(pipe)
+    assert vars(owner)[name] is theirs
+    setattr(owner, name, original)
+    if not had:
+        delattr(owner, name)
+    assert not different(before, of_diffusers())
+
+
+def test_a_bar_that_somebody_has_put_into_a_pipeline() -> None:
+    pipe: Any = with_an_own_bar()
+    own = pipe.progress_bar = functools.partial(OwnBar.progress_bar, pipe)
+    with nothing_remains(pipe):
+        strop.optimize(pipe, options=OPTIONS)
+        ours = pipe.progress_bar
+        assert ours is not own
+        strop.restore(pipe)
+        assert pipe.progress_bar is own
+    strop.optimize(pipe, options=OPTIONS)
+    kept, loop = pipe.progress_bar, pipe.unet.forward.loop
+    pipe.progress_bar = theirs = lambda *args, **kwargs: kept(*args, **kwargs)
+    strop.restore(pipe)
+    assert pipe.progress_bar is theirs
+    with theirs(total=2):
+        assert not loop.is_running
+
+
+# in the midst of a loop
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers hear timesteps from the host, as on a GPU."""
+    there = functools.partial(host_timesteps, host="elsewhere")
+    monkeypatch.setattr(denoise_loops, "host_timesteps", there)
+
+
+def test_restored_in_a_callback(elsewhere: None) -> None:
+    plain, pipe = tiny.pipeline(), tiny.pipeline()
+    wanted, seen = controls.picture(plain, 16, 16), list[bool]()
+
+    def callback(pipe: Any, step: int, timestep: Any, now: dict[str, Any]) -> dict[str, Any]:
+        seen.append("step" in vars(pipe.scheduler))
+        if step == 0:
+            strop.restore(pipe)
+            seen.append("step" in vars(pipe.scheduler))
+        return {}
+
+    with nothing_remains(pipe, but=left_by(_drawn)):
+        strop.optimize(pipe, options=OPTIONS)
+        found = controls.picture(pipe, 16, 16, callback_on_step_end=callback)
+    assert seen == [True, False, False, False]
+    assert psnr(found, wanted) >= 60
+
+
+def test_a_step_that_somebody_puts_there_in_a_loop_stays(elsewhere: None) -> None:
+    plain, pipe = tiny.pipeline(), strop.optimize(tiny.pipeline(), options=OPTIONS)
+    wanted, calls = controls.picture(plain, 16, 16), list[Any]()
+
+    def callback(pipe: Any, step: int, timestep: Any, now: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            ours = pipe.scheduler.step
+            pipe.scheduler.step = lambda *args, **how: calls.append(args) or ours(*args, **how)
+        return {}
+
+    found = controls.picture(pipe, 16, 16, callback_on_step_end=callback)
+    assert psnr(found, wanted) >= 60
+    assert len(calls) == 2
+    theirs = pipe.scheduler.step
+    strop.restore(pipe)
+    assert pipe.scheduler.step is theirs
+    assert torch.equal(controls.picture(pipe, 16, 16), wanted)
+    assert len(calls) == 5
+
+
+# threads
+
+
+def test_threads_optimise_and_restore_at_once() -> None:
+    before, failures = of_diffusers(), list[BaseException]()
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        try:
+            start.wait()
+            for number in range(15):
+                pipe = Unhashable(Denoiser())
+                strop.optimize(pipe, options=OPTIONS)
+                assert isinstance(torch_utils.randn_tensor, StandIn)
+                assert isinstance(modeling_utils.get_parameter_dtype, StandIn)
+                if number % 3:
+                    strop.restore(pipe)
+                del pipe
+        except BaseException as failure:
+            failures.append(failure)
+            raise
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    gc.collect()
+    assert not different(before, of_diffusers())
+
+
+def test_registries_are_counted_from_the_beginning_again() -> None:
+    """One that is made while nobody looks is found by the next pipeline that is optimised."""
+    pipe: Any = tiny.pipeline()
+    strop.restore(strop.optimize(pipe, options=OPTIONS))
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.vae)
+    strop.optimize(pipe, options=OPTIONS)
+    search: Any = group_offloading._get_top_level_group_offload_hook
+    assert search.registries.may_exist
+    assert registry is pipe.vae._diffusers_hook

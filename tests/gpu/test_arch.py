@@ -180,18 +180,21 @@ def gradients(net: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
 def test_a_training_step(
     arch: int, launches: Launches, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, backward and the fused optimizer, which reads the environment."""
-    monkeypatch.setenv("STROP_ARCH", str(arch))
+    """Forward, backward and the fused optimizer, which reads the environment. Gradients are as near
+    fp64 as those of the card's own kernels; other tests judge these beside eager's."""
     monkeypatch.setenv("STROP_CACHE_DIR", str(folder))
     config = models.TINY_UNET | {"block_out_channels": (40, 80), "attention_head_dim": 1}
     made = models.unet_workload(config, tokens=7)(torch.device("cuda"), torch.float32)
     eager, given = made.target.requires_grad_(True).train(), made.inputs((64, 96), 2)
-    exact, ours = copy.deepcopy(eager).double(), strop.optimize(copy.deepcopy(eager), train=True)
-    found, plain = gradients(ours, given), gradients(eager, given)
-    true = gradients(exact, widened(given))
-    assert found.keys() == plain.keys() == true.keys()
+    exact = copy.deepcopy(eager).double()
+    native = gradients(strop.optimize(copy.deepcopy(eager), train=True), given)
+    launches.seen.clear()
+    monkeypatch.setenv("STROP_ARCH", str(arch))
+    ours = strop.optimize(copy.deepcopy(eager), train=True)
+    found, true = gradients(ours, given), gradients(exact, widened(given))
+    assert found.keys() == native.keys() == true.keys()
     assert ours.forward.trained_calls == 1
-    assert_as_accurate_together([(found[name], plain[name], true[name]) for name in true])
+    assert_as_accurate_together([(found[name], native[name], true[name]) for name in true])
 
     for name, p in eager.named_parameters():  # of equal gradients, the same step
         p.grad = found[name].clone()

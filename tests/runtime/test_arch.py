@@ -260,3 +260,13 @@ def test_a_stored_plan_says_its_architecture_and_is_for_no_other(tmp_path: Path)
     cache = DiskCache(tmp_path)
     plans = [json.loads(cache.read("plan", p.name) or b"") for p in (tmp_path / "plan").iterdir()]
     assert sorted(plan["arch"] for plan in plans) == [0, 80, 86]
+
+
+def test_files_of_measurements_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from strop.bench import environment
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    for arch, label in (("0", "h100"), ("86", "h100-as-sm86")):
+        monkeypatch.setenv("STROP_ARCH", arch)
+        assert environment.device_label(torch.device("cuda")) == label
+    assert environment.switches()["arch"] == 86

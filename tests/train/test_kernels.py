@@ -11,27 +11,31 @@ from torch import nn
 from strop import train
 from strop.runtime.build.cubin import compile_cubin
 from strop.train import sources
-from strop.train.sources import Form, Tunings
+from strop.train.sources import TensorForm, Tunings
 from tests.codegen.test_triton_compile import disassemble, resources
 from tests.train import interpreted
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FORMS = {
-    "fp32": Form(F32, F32, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=True),
-    "shadow": Form(
+    "fp32": TensorForm(
+        F32, F32, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=True
+    ),
+    "shadow": TensorForm(
         BF16, F32, 2, ema=True, shadow=BF16, random=False, aligned=True, grad_aligned=True
     ),
-    "random": Form(
+    "random": TensorForm(
         BF16, BF16, 2, ema=True, shadow=None, random=True, aligned=True, grad_aligned=True
     ),
-    "fp16": Form(
+    "fp16": TensorForm(
         F16, F16, 1, ema=False, shadow=None, random=False, aligned=True, grad_aligned=True
     ),
-    "fp64": Form(F64, F64, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=True),
-    "bucket": Form(
+    "fp64": TensorForm(
+        F64, F64, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=True
+    ),
+    "bucket": TensorForm(
         F32, F32, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=False
     ),
-    "8bit": Form(
+    "8bit": TensorForm(
         F32,
         F32,
         2,
@@ -42,7 +46,7 @@ FORMS = {
         grad_aligned=True,
         quantized=True,
     ),
-    "8bit_random": Form(
+    "8bit_random": TensorForm(
         BF16,
         BF16,
         2,
@@ -53,7 +57,7 @@ FORMS = {
         grad_aligned=True,
         quantized=True,
     ),
-    "unaligned": Form(
+    "unaligned": TensorForm(
         F32, F32, 0, ema=False, shadow=F16, random=False, aligned=False, grad_aligned=True
     ),
 }

@@ -69,12 +69,13 @@ def switches() -> dict[str, Any]:
 
 
 def device_label(device: torch.device) -> str:
-    """Return a short name for files: "h100", "cpu"."""
+    """Return a short name for files: "h100", "cpu", or "h100-as-sm86" with STROP_ARCH."""
     if device.type != "cuda":
         return device.type
     words = torch.cuda.get_device_name(device).lower().split()
     plain = [w for w in words if w not in ("nvidia", "geforce", "tesla", "80gb", "hbm3", "pcie")]
-    return "-".join(plain) or "gpu"
+    arch = strop.Options.from_environment().arch
+    return ("-".join(plain) or "gpu") + (f"-as-sm{arch}" if arch else "")
 
 
 def version_of(package: str) -> str:

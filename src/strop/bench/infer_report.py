@@ -14,7 +14,7 @@ from strop.errors import OptionError
 from strop.wording import counted
 
 Result = Mapping[str, Any]
-# What of a row takes a process of its own, and the part that only a whole run has.
+# These take a process of their own; each has the part that only a whole run has.
 APART = {"random": "summary", "switches": "switches"}
 MOST_S = 0.5  # that no call of a step may take once its shape has run
 HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", "launches", "note")

@@ -126,8 +126,8 @@ FITTED: Mapping[str, frozenset[Shape]] = {
     "attn_tma": frozenset(h100.ATTENTION_SHAPES),
     "attn_wgmma": frozenset(h100.ATTENTION_SHAPES),
 }
-# Of products, whose rules are fitted to all other shapes that were measured: layers of Stable
-# Diffusion at batches and pictures that were drawn by lot.
+# The rules for products are fitted to all other shapes that were measured. These are layers of
+# Stable Diffusion at batches and pictures that were drawn by lot.
 HELD_OUT: Mapping[str, frozenset[Shape]] = {
     "conv_wgmma": frozenset(
         (*each, 3, 1)

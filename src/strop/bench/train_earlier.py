@@ -13,7 +13,7 @@ from strop.bench.train_rows import Row, row_named
 from strop.errors import OptionError
 
 Result = dict[str, Any]
-# What numbers side by side have in common. A checkout may be at another commit: each says its own.
+# Numbers side by side have these in common. A checkout may be at another commit: each says its own.
 SAME = ("gpu", "cpu", "strop", "torch", "triton", "diffusers", "driver_version")
 
 

@@ -18,7 +18,8 @@ from strop.bench.train_rows import Setup, Work
 from strop.options import Options
 
 SCALE = 0.18215  # of latents
-# In the order of a step; "other" is noise, timesteps, reading the loss, freeing gradients.
+# These follow the order of a step; "other" is noise, timesteps, reading the loss, freeing
+# gradients.
 PARTS = (
     "data",
     "VAE",

@@ -31,8 +31,8 @@ from strop.bench.train_rows import (
 from strop.debug.explain import explain
 from strop.options import Options
 
-# How far the first loss may lie from eager's in fp32, relatively: what rounding of latents,
-# weights and products costs a mean over the whole batch.
+# The first loss may lie so far from eager's in fp32, relatively: rounding of latents, weights and
+# products costs a mean over the whole batch that much.
 LOSS_TOLERANCE = {"tf32": 1e-3, "fp16": 5e-3, "bf16": 1e-2}
 SHARE_OF_TIME = 0.4  # of what the budget leaves that one series of samples may take
 SPLIT_STEPS = 5

@@ -1,4 +1,4 @@
-"""The zoo's networks of diffusion models: UNets, transformers, autoencoders."""
+"""List the zoo's networks of diffusion models: UNets, transformers, autoencoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row of the zoo, and the builders of its models."""
+"""Describe one row of the zoo, and build its models."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ZooModel:
-    """One architecture. ``build`` needs no argument, ``inputs`` a shape; both draw from torch's
-    generator."""
+    """Describe one architecture. ``build`` needs no argument, ``inputs`` a shape; both draw from
+    torch's generator."""
 
     name: str
     family: str
@@ -40,7 +40,7 @@ class ZooModel:
 
 
 def hf(kind: str, **config: Any) -> Callable[[], nn.Module]:
-    """A class of transformers from its own config class."""
+    """Return a builder of a class of transformers from its own config class."""
 
     def build() -> nn.Module:
         model = getattr(importlib.import_module("transformers"), kind)
@@ -51,7 +51,8 @@ def hf(kind: str, **config: Any) -> Callable[[], nn.Module]:
 
 
 def cached(kind: str, **config: Any) -> Callable[[], nn.Module]:
-    """With keys and values of the past as plain tensors, in and out."""
+    """Return a builder of a model that takes and gives keys and values of the past as plain
+    tensors."""
     build = hf(kind, **config)
     return lambda: own.WithCache(build())
 

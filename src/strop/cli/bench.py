@@ -347,11 +347,8 @@ def batches(
         result["file"] = str(report.write_json(result, out))
     header, *rows = bench_batches.rows_of(result)
     show(header, rows, result)
-    counts = result["counts"]
-    print(
-        f"strop: {counted(counts['num_graphs'], 'graph')},"
-        f" {counted(counts['num_recompiles'], 'recompile')}"
-    )
+    graphs, again = (result["counts"][name] for name in ("num_graphs", "num_recompiles"))
+    print(f"strop: {counted(graphs, 'graph')}, {counted(again, 'recompile')}")
 
 
 def _kernels(

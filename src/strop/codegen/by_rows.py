@@ -12,10 +12,7 @@ from collections.abc import Collection, Sequence
 
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
-from strop.ir.ops import Kind
-
-# Pointwise, but the first dim of a result is not that of its operands.
-ELSEWHERE = frozenset({"take", "iota", "uniform"})
+from strop.ir.ops import OPS, Kind
 
 
 def made_by_rows(nodes: Sequence[Node], stored: Collection[Node]) -> set[Node]:
@@ -45,20 +42,7 @@ def _is_steady(node: Node, steady: Collection[Node]) -> bool:
 
 def _keeps_rows(node: Node) -> bool:
     """Tell whether its rows are made of the same rows of what it reads, if that has as many."""
-    if not _has_rows(node):
-        return False
-    dim = node.attrs.get("dim", -1) % len(node.shape)
-    if node.kind is Kind.POINTWISE:
-        return node.op not in ELSEWHERE and not (node.op == "cat" and dim == 0)
-    if node.kind is Kind.VIEW:
-        stays = {
-            "reshape": True,
-            "expand": True,
-            "slice": dim != 0,
-            "permute": node.attrs.get("dims", (1,))[0] == 0,
-        }
-        return bool(stays.get(node.op))
-    return node.op == "linear"
+    return _has_rows(node) and OPS[node.op].keeps_rows(node.attrs, len(node.shape))
 
 
 def _is_aligned(place: int, reader: Node) -> bool:

@@ -32,7 +32,7 @@ from strop.ir.ops import OPS, Op
 
 ONE, ZERO = const(1), const(0)
 
-# What a value costs to compute again, in vector instructions; a kept value costs a store and loads.
+# Computing a value again costs vector instructions; keeping it costs a store and loads.
 _DIVIDING = ("/", "sqrt")  # in the C++ of a row
 _KEEP_FROM = 3
 

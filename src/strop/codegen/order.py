@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from strop.ir.ops import OPS
 from strop.ir.program import CallStep, KernelStep, Program, Step
 
-MOVABLE = ("conv2d", "linear")  # calls that draw no numbers and write to nothing but their result
 Order = tuple[int, ...]  # positions of the steps as they were
 
 
@@ -53,7 +53,7 @@ def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterat
     first, last = memory.ranges(order)
     for place in range(peak, len(order)):
         step = program.steps[order[place]]
-        if not isinstance(step, CallStep) or step.op not in MOVABLE:
+        if not isinstance(step, CallStep) or not OPS[step.op].anchor.is_movable:
             continue
         operands = {ref.buffer for ref in step.inputs}
         kept = {n for n in operands if last.get(n) == place and first[n] <= peak}

@@ -45,8 +45,8 @@ from strop.ir.source import Scratch, Split
 
 STAGED_BYTES = 16 * 1024  # above this a pipeline, which holds two tiles more, is not worth its room
 MAX_ELEMENTS = 32  # of a tile, for each thread
-# Of a thread. Without a ceiling ptxas aims at an occupancy of its own choice and spills for it:
-# 8 bytes in 6 kernels that then used 72 to 96 registers.
+# This is the ceiling for a thread. Without one ptxas aims at an occupancy of its own choice and
+# spills for it: 8 bytes in 6 kernels that then used 72 to 96 registers.
 MAX_REGISTERS = 255
 
 
@@ -68,15 +68,15 @@ class Tiling:
 # Statistics of groups between convolutions, us of a block (on an H100; see the log of 2026-11-24):
 # 2 x 64 x 64 x 640 took 117.9 by the tiling of others, by its own 104.7; 64 x 64 x 320
 # beside another picture 49.2 and 43.5. Merged at once, 66 programs need no second pass of 64.
-# Behind several loads a tile has few rows: more stages are for these.
+# A tile behind several loads has few rows, which is what more stages are for.
 TILING = Tiling(8 << 10, 4, 3, 8, 2 << 10, 64)
 TILING_OF_GROUPS = Tiling(16 << 10, 8, 3, 4, 8 << 10, 256)
 TILING_OF_GROUPS_OF_SEVERAL = Tiling(8 << 10, 8, 5, 8, 8 << 10, 256)
 BLOCKED_COLS = 256  # of a tile when the cols are not known
-# Of a tile when the cols are many and all kept: 128 bytes of fp16 a row, and enough programs
-# without cutting few rows into slabs, which costs a second pass.
+# A tile has so many cols when the cols are many and all kept: 128 bytes of fp16 a row, and enough
+# programs without cutting few rows into slabs, which costs a second pass.
 NARROW_COLS = 64
-# Where the reduced rows are few, for each of some others, only the cols make programs: a mean of
+# Only the cols make programs where the reduced rows are few, for each of some others: a mean of
 # 7x7 pixels took 3.1 us on an H100 in 32 programs of 64 cols, and Inductor's 2.3 in 64 of 32.
 FEW_ROWS, FEW_ROWS_COLS = 64, 32
 MOST_STEPS = 24  # of statistics of groups, above which two programs share a multiprocessor

@@ -33,8 +33,9 @@ POINTWISE_COLS = 64  # 128 bytes of fp16, and short vectors along the cols are c
 FLAT_ELEMENTS, UNALIGNED_ELEMENTS = 1024, 512
 TRANSPOSE_SIDE = 64  # rows and cols of a tile that is contiguous along both
 NO_LIMIT = 2**62
-# Where each tile reads something once for all of its rows: enough rows to share it, and warps that
-# lie above each other. GroupNorm's second half at 2x320x128x128: 17.8 us, 26.4 with (64, 64, 8).
+# These are for tiles that read something once for all of their rows: they have enough rows to
+# share it, and warps that lie above each other. GroupNorm's second half at 2x320x128x128 takes
+# 17.8 us, and 26.4 with (64, 64, 8).
 REPEATED_FEW = (32, 32, 4)
 REPEATED = (32, 64, 2)
 # Elements and warps of a tile of one long line without regard to rows, for many and for few: no

@@ -56,7 +56,7 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 def _compiled(request: dict[str, Any]) -> tuple[Any, bytes]:
-    """What Triton makes of the text for ``arch``, and the machine code of it."""
+    """Return what Triton makes of the text for ``arch``, and the machine code of it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -88,7 +88,7 @@ def _ported(request: dict[str, Any], runs_on: int) -> tuple[Any, bytes]:
 
 
 def _assembled(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """The same of PTX, by Triton's assembler. It says which memory the launch gives it."""
+    """Assemble PTX by Triton's assembler. The request says which memory the launch gives it."""
     cubin = _machine_code(request["text"], request["arch"], f"sm_{request['arch']}a")
     header = {
         "entry": request["name"],

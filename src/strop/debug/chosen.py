@@ -1,4 +1,4 @@
-"""Which kernel of the library runs each call of a program, what it beat, and who cannot."""
+"""Tell which kernel of the library runs each call of a program, what it beat, and who cannot."""
 
 from __future__ import annotations
 

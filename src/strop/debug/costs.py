@@ -17,13 +17,11 @@ from strop.fusion.plan import Group
 from strop.ir.device import Device
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
-from strop.ir.ops import OF_ROWS, Kind
+from strop.ir.ops import OPS, Kind
 from strop.ir.program import CallStep, KernelStep, Program, Step
 
 Sizes = Mapping[str, int]
 HALF = (torch.float16, torch.bfloat16)
-# Operations that only move or rename values.
-_MOVES = {"cast", "copy", "cat", "constant", "iota", "where", "take"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,32 +99,10 @@ def group_flops(group: Group, sizes: Sizes) -> int:
 def _node_flops(node: Node, sizes: Sizes) -> int:
     if node.kind is Kind.REDUCTION:
         return node.inputs[0].numel.eval(sizes)
-    return 0 if node.op in _MOVES else node.numel.eval(sizes)
+    return 0 if OPS[node.op].only_moves else node.numel.eval(sizes)
 
 
 def call_flops(step: CallStep, sizes: Sizes) -> int:
     """Count the multiplications and additions of an anchor; 0 for calls that nobody has counted."""
     shapes = [[size.eval(sizes) for size in ref.shape] for ref in step.inputs]
-    if step.op in (*OF_ROWS, "matmul"):
-        width = shapes[1][-1] if step.op == "matmul" else shapes[1][0]
-        return 2 * math.prod(shapes[0]) * width
-    if step.op == "conv2d":
-        return 2 * _conv_outputs(step, shapes) * math.prod(shapes[1][1:])
-    if step.op == "upsampled_conv2d":  # each of four windows at each pixel of the operand
-        return 2 * math.prod(shapes[1]) * math.prod(shapes[0]) // shapes[0][1]
-    if step.op == "attention":
-        (b, h, s, d), keys, values = shapes[0], shapes[1][2], shapes[2][3]
-        return 2 * b * h * s * keys * (d + values)
-    return 0
-
-
-def _conv_outputs(step: CallStep, shapes: list[list[int]]) -> int:
-    attrs = dict(step.attrs)
-    (batch, _, *image), (out, _, *window) = shapes[0], shapes[1]
-    sides: list[int] = [
-        (side + 2 * pad - dilation * (size - 1) - 1) // stride + 1
-        for side, size, pad, stride, dilation in zip(
-            image, window, attrs["padding"], attrs["stride"], attrs["dilation"], strict=True
-        )
-    ]
-    return batch * out * math.prod(sides)
+    return OPS[step.op].anchor.flops(shapes, dict(step.attrs))

@@ -17,7 +17,7 @@ from strop.debug.reference import evaluate, input_values, is_random
 from strop.errors import OptionError, StropError
 from strop.ir.graph import Node, Ref
 
-# What a compiler with a bug in it raises. Wrong machine code may also end the process.
+# A compiler with a bug in it raises these. Wrong machine code may also end the process.
 CRASHES = (
     StropError,
     AssertionError,

@@ -101,7 +101,7 @@ def _graph(g: GraphRow) -> str:
 
 
 def _choices(g: GraphRow) -> str:
-    """Which kernel runs each call, what it beat, and who cannot."""
+    """List which kernel runs each call, what it beat, and who cannot."""
     if not g.choices:
         return ""
     rows = (

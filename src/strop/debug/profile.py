@@ -19,13 +19,14 @@ from strop.debug import ceilings
 from strop.debug.costs import machine
 from strop.debug.explain import explain
 from strop.debug.report import Report
-from strop.debug.roofline import KINDS, OTHER, Cost, ProfileRow, Times, profile_row
+from strop.debug.roofline import Cost, ProfileRow, Times, profile_row
 from strop.debug.step_times import Subject, cpu_times, gpu_times, whole_us
 from strop.debug.steps import step_rows
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.signature import Skeleton, flatten, is_looked_into, rebuild
 from strop.errors import OptionError, UnsupportedError
 from strop.ir.device import CPU
+from strop.ir.ops import OPS
 from strop.ir.program import KernelStep
 from strop.options import Options
 
@@ -165,7 +166,7 @@ def _costs(subject: Subject) -> tuple[Cost, ...]:
             title = program.sources[step.kernel].name  # of the form that runs at these sizes
             kind = f"{title.partition('_')[0]} kernel"  # lowering puts the schedule first
         else:
-            title, kind = row.title, KINDS.get(step.op, OTHER)
+            title, kind = row.title, OPS[step.op].anchor.category
         unit = ceilings.unit_of(program, step)
         costs.append(
             Cost(

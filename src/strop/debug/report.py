@@ -348,7 +348,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
 
 
 def _kernels_of_calls(g: GraphRow) -> list[str]:
-    """How many calls each row of the kernel library runs."""
+    """Count how many calls each row of the kernel library runs."""
     counts: Counter[str] = Counter()
     for row in g.choices:
         counts[row.kernel] += row.count

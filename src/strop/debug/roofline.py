@@ -17,16 +17,6 @@ METHODS = {
     EVENTS: "CUDA events around each step, medians of {}, as the profiler attributed no kernel"
     " to any: what the device waits for the host is in these times",
 }
-KINDS = {
-    "conv2d": "convolution",
-    "upsampled_conv2d": "convolution",
-    "linear": "GEMM",
-    "linear_add": "GEMM",
-    "geglu": "GEMM",
-    "matmul": "GEMM",
-    "attention": "attention",
-}
-OTHER = "other calls"
 ABOVE = (
     "a share above 100 % beats a ceiling: operands that lie in a cache do not come from memory, and"
     " a call of a library may do with fewer operations than are counted"

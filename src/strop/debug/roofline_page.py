@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from strop.debug.roofline import ABOVE, METHODS, OTHER, ProfileRow, TimedStep, summary
+from strop.debug.roofline import ABOVE, METHODS, ProfileRow, TimedStep, summary
+from strop.ir.op import OTHER
 from strop.wording import counted
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 440, 64, 150, 14, 40

@@ -37,16 +37,15 @@ class Change:
         self.holders: set[Changes] = set()
 
     def undo(self) -> None:
-        """Put ``before`` back wherever ``ours`` still stands, also in modules that have imported it
-        in the meantime."""
+        """Put ``before`` back wherever ``ours`` still stands."""
         for owner in self.owners:
             if _standing(owner, self.name) is self.ours:
                 _put(owner, self.name, self.before)
-        if any(isinstance(owner, ModuleType) for owner in self.owners):
-            for module in _modules():
-                for name, value in list(vars(module).items()):
-                    if value is self.ours:
-                        setattr(module, name, self.before)
+
+    @property
+    def is_of_module(self) -> bool:
+        """Whether other modules may have imported ``ours`` in the meantime."""
+        return any(isinstance(owner, ModuleType) for owner in self.owners)
 
 
 class Changes:
@@ -76,11 +75,14 @@ class Changes:
     def undo(self) -> None:
         """Undo what nobody else holds. Doing so again does nothing."""
         with LOCK:
-            for change in list(self._made):
+            made = list(self._made)
+            self._made.clear()
+            for change in made:
                 change.holders.discard(self)
-                self._made.discard(change)
-                if not change.holders:
-                    change.undo()
+            undone = [change for change in made if not change.holders]
+            for change in undone:
+                change.undo()
+            _undo_imports([change for change in undone if change.is_of_module])
 
     def _hold(self, change: Change) -> None:
         change.holders.add(self)
@@ -182,5 +184,12 @@ def _put(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _modules() -> list[ModuleType]:
-    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+def _undo_imports(changes: Sequence[Change]) -> None:
+    """Put back what stood there in modules that have imported ours, under whatever name."""
+    known = {id(change.ours): change.before for change in changes}
+    for module in list(sys.modules.values()) if known else ():
+        table = vars(module) if isinstance(module, ModuleType) else {}
+        if not known.keys().isdisjoint(map(id, list(table.values()))):
+            for name, value in list(table.items()):
+                if id(value) in known:
+                    setattr(module, name, known[id(value)])

@@ -52,7 +52,7 @@ def watch_pipelines(changes: Changes, compile_like: CompileLike) -> None:
 
 
 def is_watched(pipe: Any) -> bool:
-    """Whether the bar of a pipeline is one of those that are marked."""
+    """Tell whether the bar of a pipeline is one of those that are marked."""
     pipelines, _ = kinds()
     bar = getattr(type(pipe), "progress_bar", None)
     return isinstance(pipe, tuple(pipelines)) and (bar is None or is_around(bar))

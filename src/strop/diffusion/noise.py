@@ -22,7 +22,7 @@ from strop.diffusion.optimised import is_called_by_optimised
 from strop.diffusion.stand_ins import StandIn, put_in_place
 
 PLACE, NAME = "diffusers.utils.torch_utils", "randn_tensor"
-# What it asks in the editions of diffusers whose answer is known.
+# It asks for these names in the editions of diffusers whose answer is known.
 ASKED = frozenset(
     (
         "isinstance",
@@ -74,7 +74,7 @@ class Unwaited(StandIn):
 
 
 def sent(noise: Tensor, device: Any) -> Tensor:
-    """Noise on its way to a GPU."""
+    """Send noise on its way to a GPU."""
     return noise.pin_memory().to(device, non_blocking=True)
 
 

@@ -33,7 +33,8 @@ class Registries:
         self.kind, self.may_exist = kind, True
 
     def watch(self, registry: Any, changes: Changes) -> None:
-        """There are none until the first object of this class is made, if there is none yet."""
+        """Note when the first object of this class is made, if there is none yet; until then there
+        are no hooks."""
         if not isinstance(registry, type):
             return
         mend(registry, "__init__")
@@ -46,7 +47,8 @@ class Registries:
 
         self.may_exist = False
         changes.put([registry], "__init__", made)
-        if any(issubclass(type(each), registry) for each in gc.get_objects()):
+        kinds = set(map(type, gc.get_objects()))
+        if any(issubclass(kind, registry) for kind in kinds):
             self.may_exist = True
 
 

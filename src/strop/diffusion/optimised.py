@@ -1,4 +1,4 @@
-"""Which pipelines are optimised, and what belongs to them.
+"""Know which pipelines are optimised, and what belongs to them.
 
 A pipeline is optimised if ``optimize`` was given it, or if it has components that were compiled for
 one that was (``from_pipe``, ``Img2Img(**pipe.components)``).
@@ -20,9 +20,9 @@ from strop.diffusion.parts import COMPONENTS, parts_of, pipelines_dispatcher
 
 
 class Record:
-    """What was done for one pipeline that ``optimize`` was given. ``compiled``: the modules that
-    were compiled for it, ``components``: all modules that it has had since. Whatever the pipeline
-    does not need any more may be collected."""
+    """Hold what was done for one pipeline that ``optimize`` was given. ``compiled``: the modules
+    that were compiled for it, ``components``: all modules that it has had since. Whatever the
+    pipeline does not need any more may be collected."""
 
     def __init__(self, pipe: Any) -> None:
         self.changes = Changes()
@@ -60,7 +60,7 @@ def new_record(pipe: Any) -> Record | None:
 
 
 def is_claimed(module: nn.Module) -> bool:
-    """Whether a module was compiled for a pipeline that is optimised still."""
+    """Tell whether a module was compiled for a pipeline that is optimised still."""
     return any(module in record.compiled for record in list(_RECORDS.values()))
 
 
@@ -73,7 +73,7 @@ def is_optimised(pipe: Any) -> bool:
 
 
 def belongs(component: Any) -> bool:
-    """Whether a module is a component of an optimised pipeline."""
+    """Tell whether a module is a component of an optimised pipeline."""
     if not isinstance(component, nn.Module):
         return False
     if any(component in record.components for record in list(_RECORDS.values())):
@@ -83,8 +83,8 @@ def belongs(component: Any) -> bool:
 
 
 def is_called_by_optimised() -> bool:
-    """Whether the innermost pipeline whose method runs now is optimised. A callback of one may run
-    another."""
+    """Tell whether the innermost pipeline whose method runs now is optimised. A callback of one may
+    run another."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):

@@ -1,4 +1,4 @@
-"""Which modules of a pipeline are compiled, and which dispatchers a pipeline has."""
+"""Find which modules of a pipeline are compiled, and which dispatchers a pipeline has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
 
 
 def parts_of(component: Any, name: str) -> dict[str, nn.Module]:
-    """The modules of a component that are compiled, by the path a user would write."""
+    """Return the modules of a component that are compiled, by the path a user would write."""
     found = {}
     for part in COMPONENTS.get(name, ()) if isinstance(component, nn.Module) else ():
         module = getattr(component, part, None) if part else component
@@ -33,7 +33,7 @@ def parts_of(component: Any, name: str) -> dict[str, nn.Module]:
 
 
 def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
-    """The modules of a pipeline that are compiled, by the path a user would write."""
+    """Return the modules of a pipeline that are compiled, by the path a user would write."""
     held = pipe.components
     return {
         path: module

@@ -89,6 +89,6 @@ def convert_on_device(pipe: Any, changes: Changes) -> bool:
 
 
 def _is_of_class(processor: Any, own: Any) -> bool:
-    """Whether the function in a processor is that of its class, as copies have it."""
+    """Tell whether the function in a processor is that of its class, as copies have it."""
     is_bound = getattr(own, "__self__", None) is processor
     return is_bound and getattr(own, "__func__", None) is getattr(type(processor), NAME)

@@ -133,7 +133,7 @@ class _MarkedBar:
         self.original, self.loop, self.pipe = original, loop, pipe
 
     def __call__(self, iterable: Any = None, total: int | None = None, **more: Any) -> Any:
-        """``more``: arguments that its class adds, such as Marigold's ``desc``."""
+        """Draw. ``more`` are arguments that the class adds, such as Marigold's ``desc``."""
         if iterable is not None or not in_force(self):
             return self.original(iterable, total, **more)
         bar = functools.partial(self.original, total=total, **more)
@@ -153,7 +153,7 @@ def _import_diffusers() -> None:
 
 
 def _change_diffusers(changes: Changes) -> None:
-    """What is there for all optimised pipelines of a process."""
+    """Set what is there for all optimised pipelines of a process."""
     search_quickly(changes)
     draw_without_waiting(changes)
     watch_pipelines(changes, _compile_like)

@@ -24,8 +24,9 @@ from strop.runtime.loop.denoise_loop import place_among
 # among all timesteps there, which waits as well; the others count their steps.
 ASKING = ("DDIMScheduler", "PNDMScheduler")
 
-# In which those look up what belongs to a timestep. ``add_noise``, with which a picture from a
-# picture begins, leaves it in GPU memory for good: each step is some twenty kernels more then.
+# Those schedulers look up in this table what belongs to a timestep. ``add_noise``, with which a
+# picture from a picture begins, leaves it in GPU memory for good: each step then has some twenty
+# more kernels.
 TABLE = "alphas_cumprod"
 
 

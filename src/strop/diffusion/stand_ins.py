@@ -20,7 +20,7 @@ from strop.diffusion.changes import Changes, in_force, original
 
 
 class StandIn(ABC):
-    """``own``: the function that it stands for."""
+    """Stand in for a function of diffusers, which is ``own``."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
@@ -32,11 +32,11 @@ class StandIn(ABC):
 
     @abstractmethod
     def is_for(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the call is an optimised pipeline's, and may be answered in another way."""
+        """Tell whether the call is an optimised pipeline's, and may be answered in another way."""
 
     @abstractmethod
     def answer(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``own`` answers, in less time."""
+        """Return what ``own`` answers, in less time."""
 
 
 def put_in_place(

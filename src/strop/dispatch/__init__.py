@@ -1,1 +1,1 @@
-"""From a call of a module to the program that serves it: guards, variants, training steps."""
+"""Lead from a call of a module to the program that serves it: guards, variants, training steps."""

@@ -1,4 +1,4 @@
-"""What the dispatcher asks about the arguments of one kind of module."""
+"""Answer what the dispatcher asks about the arguments of one kind of module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.dispatch.signature import Shapes, Skeleton, default_shapes
 
 
 class Adapter:
-    """What a kind of module needs at its door. The default serves any module."""
+    """Say what a kind of module needs at its door. The default serves any module."""
 
     def normalise(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -24,7 +24,8 @@ class AliasOfArgument:
     given: Sequence[int]  # strides of the argument
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """In the memory of the caller's own tensor; None where a copy of it had to do."""
+        """Return the view in the memory of the caller's own tensor; None where a copy of it had to
+        do."""
         if self.is_whole:
             return tensor.detach()
         if not is_laid_out(tensor, self.given):

@@ -1,4 +1,4 @@
-"""Arguments on their way into a program, and its results on their way out."""
+"""Prepare arguments on their way into a program, and its results on their way out."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list
 
 
 def wants_none(tensors: Sequence[Tensor]) -> bool:
-    """Whether no argument requires a gradient."""
+    """Tell whether no argument requires a gradient."""
     return not any(tensor.requires_grad for tensor in tensors)
 
 
 def are_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
-    """Whether all lie as they have been traced, at the beginning of their memory."""
+    """Tell whether all lie as they have been traced, at the beginning of their memory."""
     return all(s.lies_so(t) and not t.storage_offset() for t, s in zip(tensors, specs, strict=True))
 
 
@@ -42,8 +42,8 @@ def returned(
     tensors: Sequence[Tensor],
     state: Sequence[Tensor],
 ) -> Any:
-    """What the module gives back. Arguments among it are the caller's own, not the dense copies
-    that kernels read or what a CUDA graph keeps; weights are the module's."""
+    """Return what the module gives back. Arguments among it are the caller's own, not the dense
+    copies that kernels read or what a CUDA graph keeps; weights are the module's."""
     for alias in aliases:
         own = alias.of(tensors[alias.argument])
         if own is not None and own.dtype == results[alias.place].dtype:
@@ -55,7 +55,8 @@ def returned(
 
 
 def structured(spec: pytree.TreeSpec, count: int) -> Callable[[list[Any]], Any]:
-    """``tree_unflatten`` of so many results; of one alone, or of a tuple, without its detours."""
+    """Return ``tree_unflatten`` of so many results; of one alone, or of a tuple, without its
+    detours."""
     probe = [object() for _ in range(count)]
     found = pytree.tree_unflatten(probe, spec)
     if count == 1 and found is probe[0]:

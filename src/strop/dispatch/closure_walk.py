@@ -1,4 +1,4 @@
-"""What the forward of a module reaches: names, functions, and objects that can change.
+"""Find what the forward of a module reaches: names, functions, and objects that can change.
 
 Code is followed through byte code: through methods, functions, classes, objects and modules that
 it names. Names are taken too many rather than too few. What is found is plain data; who compares
@@ -77,7 +77,7 @@ class Content:
 
 
 class Cell:
-    """A variable of an enclosing function, as a table of one entry."""
+    """Show a variable of an enclosing function as a table of one entry."""
 
     def __init__(self, cell: CellType) -> None:
         self.cell = cell
@@ -107,8 +107,9 @@ class Unbound:
 
 
 class ClosureWalk:
-    """``places``, ``contents``, and ``owners``: (label, object, its dictionary) for all whose
-    number of attributes counts. ``consulted``: names that code reads, but to count on."""
+    """Walk over what code reaches. It collects ``places``, ``contents``, and ``owners``: (label,
+    object, its dictionary) for all whose number of attributes counts. ``consulted``: names that
+    code reads, but to count on."""
 
     def __init__(self, module: nn.Module) -> None:
         self.places: dict[tuple[int, str], Place] = {}
@@ -156,7 +157,7 @@ class ClosureWalk:
         return before != (len(self.places), len(self.names), len(self._held))
 
     def _part(self, path: str, part: nn.Module) -> None:
-        """A module: its class, and its attributes."""
+        """Walk over a module: its class, and its attributes."""
         self.modules.append(part)
         reached = self._members(type(part), _ENTRY)
         is_own = _root(type(part).__module__) not in LIBRARIES
@@ -181,7 +182,7 @@ class ClosureWalk:
         is_own: bool = True,
         is_setting: bool = False,
     ) -> bool:
-        """Whether it is a new one."""
+        """Watch a place, and tell whether it is a new one."""
         place = (id(owner), key)
         if place in self.places:
             return False
@@ -313,7 +314,7 @@ class ClosureWalk:
             self._object(label, value, names)
 
     def _of_module(self, value: ModuleType, names: frozenset[str]) -> None:
-        """What is named of a module; of torch and the like functions alone."""
+        """Return what is named of a module; of torch and the like functions alone."""
         root, table = _root(value.__name__), vars(value)
         if root in UNWATCHED and root != "torch":
             return
@@ -343,7 +344,7 @@ class ClosureWalk:
                 self._value(f"{label}[{key!r}]", item, names, is_own)
 
     def _object(self, label: str, value: Any, names: frozenset[str]) -> None:
-        """An object of a class of the user's or of a framework's."""
+        """Walk over an object of a class of the user's or of a framework's."""
         kind, root = type(value), _root(type(value).__module__)
         if id(value) in self.owners or (root in UNWATCHED and not isinstance(value, _NAMESPACES)):
             return
@@ -359,7 +360,7 @@ class ClosureWalk:
         self._held.append((label, value))
 
     def _attributes(self, label: str, value: Any, names: frozenset[str]) -> None:
-        """What of an object is read."""
+        """Walk over the attributes of an object that are read."""
         kind, held = type(value), getattr(value, "__dict__", {})
         is_own = _root(kind.__module__) not in FRAMEWORKS
         reached = self._members(kind, names) | frozenset(getattr(kind, "attribute_map", None) or ())
@@ -381,7 +382,7 @@ _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether a container takes no other items: diffusers' configurations do not either."""
+    """Tell whether a container takes no other items: diffusers' configurations do not either."""
     kind = type(value)
     is_config = kind.__name__ == "FrozenDict" and _root(kind.__module__) in FRAMEWORKS
     return is_config or isinstance(value, tuple | frozenset)
@@ -395,7 +396,7 @@ def _root(module: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _is_installed(module: str) -> bool:
-    """Whether it belongs to a package that is neither the user's own nor one of FRAMEWORKS."""
+    """Tell whether it belongs to a package that is neither the user's own nor one of FRAMEWORKS."""
     root = _root(module)
     place = getattr(sys.modules.get(root), "__file__", None) or ""
     return root not in FRAMEWORKS and root != "torch" and "-packages" in place
@@ -454,7 +455,8 @@ def _made_names(classes: tuple[type, ...]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _globals(code: CodeType) -> frozenset[str]:
-    """Without attributes: the ``x`` of a script's loop is not that of ``self.x``."""
+    """Return the global names that code reads, without attributes: the ``x`` of a script's loop is
+    not that of ``self.x``."""
     return _named_by(code, _LOADS)
 
 
@@ -487,7 +489,7 @@ def _consulted(code: CodeType) -> frozenset[str]:
 
 
 def _counts_on(name: str, steps: list[dis.Instruction]) -> bool:
-    """Whether a constant is added, and the sum goes back to the same name."""
+    """Tell whether a constant is added, and the sum goes back to the same name."""
     if len(steps) < 3 or steps[0].opname not in ("LOAD_CONST", "LOAD_SMALL_INT"):
         return False
     is_stored = steps[2].opname.startswith("STORE_") and steps[2].argval == name

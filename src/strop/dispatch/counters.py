@@ -1,4 +1,4 @@
-"""What has happened to the calls of one module."""
+"""Count what has happened to the calls of one module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from strop.runtime.loop.hoisting import Tally
 
 @dataclass
 class Counters:
-    """What has happened; ``explain`` prints it."""
+    """Count what has happened; ``explain`` prints it."""
 
     calls: int = 0
     eager_calls: int = 0

@@ -34,7 +34,7 @@ Short = Callable[[tuple[Any, ...]], Any]
 
 
 class Served(Protocol):
-    """What the short way needs to know of a dispatcher, and tells it."""
+    """Say what the fast path needs to know of a dispatcher, and tells it."""
 
     module: nn.Module
     counters: Counters
@@ -57,7 +57,8 @@ def prepared(
     is_unchanged: Callable[[], bool],
     drop: Callable[[], Any],
 ) -> Short:
-    """For calls that look like this one. ``drop``: to be called when ``run`` is of no use more."""
+    """Prepare the fast path for calls that look like this one. ``drop`` is to be called when
+    ``run`` is of no use more."""
     fits = _looks_like(tensors)
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
     is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
@@ -89,16 +90,18 @@ def prepared(
 
 
 def _looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether so many tensors have the class, shape, strides, dtype and device of these, and need
-    gradients as they do; and whether inference mode, autocast for their device, torch.jit.trace
-    and the transforms of torch.func are on or off as now. Dispatch modes are another question."""
+    """Tell whether so many tensors have the class, shape, strides, dtype and device of these, and
+    need gradients as they do; and whether inference mode, autocast for their device,
+    torch.jit.trace and the transforms of torch.func are on or off as now. Dispatch modes are
+    another question."""
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     check: Callable[..., bool] = guards.check
     return check
 
 
 def plain_key(args: tuple[Any, ...]) -> Hashable:
-    """How a call of plain dense tensors looks, with their strides; None for any other call."""
+    """Return how a call of plain dense tensors looks, with their strides; None for any other
+    call."""
     key: tuple[Any, ...] = ()
     try:
         for arg in args:
@@ -111,7 +114,8 @@ def plain_key(args: tuple[Any, ...]) -> Hashable:
 
 
 def _entrance(served: Served) -> Callable[..., Any]:
-    """What a module's ``__call__`` takes for compiled code, and calls instead of ``_call_impl``.
+    """Return what a module's ``__call__`` takes for compiled code, and calls instead of
+    ``_call_impl``.
 
     Looks for hooks as that does, and calls it wherever the short way is not to be taken.
     """
@@ -146,8 +150,8 @@ _PLACE = "_compiled_call_impl"
 
 
 def reserve_entrance(module: nn.Module) -> None:
-    """From now on the module has as many attributes with an entrance as without: they are counted,
-    and a new one would be a change."""
+    """Give the module as many attributes with an entrance as without: they are counted, and a new
+    one would be a change."""
     module.__dict__.setdefault(_PLACE, None)
 
 

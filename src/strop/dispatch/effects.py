@@ -1,4 +1,4 @@
-"""What a trace does to objects besides computing, which compiled code would not do again.
+"""Find what a trace does to objects besides computing, which compiled code would not do again.
 
 Attention processors that count their calls, controllers that keep maps, counters outside of the
 module: a call that changes them is refused, and eager serves it. Whatever a trace has changed is
@@ -69,7 +69,7 @@ class Effects:
 
 
 def _new(change: Change) -> Any:
-    """What a change has brought."""
+    """Return what a change has brought."""
     if isinstance(change.now, list) and isinstance(change.before, list):
         known = set(map(id, change.before))
         return [item for item in change.now if id(item) not in known]
@@ -89,8 +89,8 @@ def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def _any_from(tensors: Iterator[Tensor], arguments: Sequence[Tensor]) -> bool:
-    """Whether one of the tensors comes of an argument, by the graph that is being traced. One that
-    the graph does not know may."""
+    """Tell whether one of the tensors comes of an argument, by the graph that is being traced. One
+    that the graph does not know may."""
     given = {_node_of(argument) for argument in arguments}
     for tensor in tensors:
         node = _node_of(tensor)

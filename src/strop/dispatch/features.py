@@ -1,5 +1,6 @@
-"""Which feature has put a function of its own in the place of a module's forward, and what a user
-can do about it. Compiled code would leave that function out, so such a module runs in eager."""
+"""Find which feature has put a function of its own in the place of a module's forward, and what a
+user can do about it. Compiled code would leave that function out, so such a module runs in
+eager."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def feature_of(module: nn.Module) -> str:
 
 
 def replacement_in(part: nn.Module, path: str) -> str:
-    """Why a module cannot be compiled in which the forward of a part is not its class's."""
+    """Say why a module cannot be compiled in which the forward of a part is not its class's."""
     where = f"{path} ({type(part).__name__})" if path else f"the {type(part).__name__}"
     if feature := feature_of(part):
         return f"{feature} (it is in front of {where})"
@@ -98,7 +99,7 @@ def take_out(forward: Any, module: nn.Module, plain: Any, *, is_own: bool) -> No
 
 
 def replaced_part(module: nn.Module) -> str:
-    """The reason for the first such part of a module, or nothing."""
+    """Return the reason for the first such part of a module, or nothing."""
     for path, part in module.named_modules():
         if part is not module and has_other_forward(part):
             return replacement_in(part, path)
@@ -106,7 +107,7 @@ def replaced_part(module: nn.Module) -> str:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether a hook of accelerate takes weights to another device, and back."""
+    """Tell whether a hook of accelerate takes weights to another device, and back."""
     hook = module.__dict__.get("_hf_hook")
     return hook is not None and _offloads(hook)
 
@@ -117,7 +118,7 @@ def _offloads(hook: Any) -> bool:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions that a callable consists of, from the outside."""
+    """Yield the functions that a callable consists of, from the outside."""
     if isinstance(value, functools.partial):
         yield from _functions(value.func)
     elif isinstance(value, MethodType):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def not_finite(name: str, results: Sequence[Any], tensors: Sequence[Tensor]) -> str:
-    """What to say of the first results at a shape, or nothing."""
+    """Return what to say of the first results at a shape, or nothing."""
     floats = [r for r in results if isinstance(r, Tensor) and _has_fractions(r)]
     if not floats or bool(torch.stack([torch.isfinite(r).all() for r in floats]).all()):
         return ""

@@ -18,7 +18,8 @@ _was_enabled = False
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Nests, also across threads: the last one out turns collection on again if it was on."""
+    """Pause garbage collection. Pauses nest, also across threads: the last one out turns collection
+    on again if it was on."""
     global _pauses, _was_enabled
     with _lock:
         if _pauses == 0:

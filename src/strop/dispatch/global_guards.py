@@ -1,4 +1,4 @@
-"""What the code of a module reads besides arguments and weights, watched: settings, names, class
+"""Watch what the code of a module reads besides arguments and weights: settings, names, class
 attributes, closures, functions in force, and objects that are no modules, such as attention
 processors. A trace keeps their values, so another value is another graph.
 
@@ -45,7 +45,7 @@ class Change:
 
 
 class GlobalGuards:
-    """What one module reads, as it was when last looked at."""
+    """Hold what one module reads, as it was when last looked at."""
 
     def __init__(self, module: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
         reach = ClosureWalk(module)
@@ -159,7 +159,7 @@ class GlobalGuards:
 
 
 def is_private(label: str) -> bool:
-    """Whether a name is a cache by custom."""
+    """Tell whether a name is a cache by custom."""
     return label.rpartition(".")[2].startswith("_")
 
 
@@ -178,12 +178,12 @@ def _is_told(value: Any) -> bool:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Whether both are the same object, or numbers and texts that look the same."""
+    """Tell whether both are the same object, or numbers and texts that look the same."""
     return a is b or (isinstance(a, CONSTANTS) and type(a) is type(b) and text_of(a) == text_of(b))
 
 
 def _items(value: Any) -> Any:
-    """To compare with later: what it holds, by identity, or the bytes of an array."""
+    """Return, to compare with later, what it holds, by identity, or the bytes of an array."""
     return value.copy() if isinstance(value, np.ndarray) else list(_parts(value))
 
 
@@ -192,7 +192,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _has(content: Content, known: Any) -> bool:
-    """Whether a container holds these items."""
+    """Tell whether a container holds these items."""
     value = content.value
     if isinstance(value, np.ndarray):
         is_like = value.shape == known.shape and value.dtype == known.dtype

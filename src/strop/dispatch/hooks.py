@@ -40,8 +40,8 @@ def is_untraced(registered: Mapping[int, Any]) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether somebody else than a trace of ours, in another thread, has registered some, or has
-    replaced what runs them: torch's tracer would take the function that it knows."""
+    """Tell whether somebody else than a trace of ours, in another thread, has registered some, or
+    has replaced what runs them: torch's tracer would take the function that it knows."""
     if not (nn.Module.__call__.__module__ or "").startswith("torch."):
         return True
     if not (  # each call asks, and a loop would take longer

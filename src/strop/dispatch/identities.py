@@ -1,4 +1,4 @@
-"""Whether names stand for the same objects as before: thousands of names in microseconds."""
+"""Tell whether names stand for the same objects as before: thousands of names in microseconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Identities:
         self._addresses = addresses(self.values, len(self.values))
 
     def now(self) -> Iterable[Any]:
-        """What they stand for at present."""
+        """Return what they stand for at present."""
         return map(getitem, self._tables, self._keys)
 
     def again(self) -> Identities:
@@ -30,7 +30,7 @@ class Identities:
         return Identities(self._tables, self._keys)
 
     def hold(self) -> bool:
-        """Whether they stand for the same objects. KeyError where an entry is gone, ValueError
+        """Tell whether they stand for the same objects. KeyError where an entry is gone, ValueError
         where a variable of an enclosing function has no value."""
         return addresses(self.now(), len(self.values)) == self._addresses
 

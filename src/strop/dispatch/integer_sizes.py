@@ -31,7 +31,7 @@ _MOST_TENSORS = 256  # kept, of the values of one module's sizes
 
 
 class WholeNumbers:
-    """Which whole numbers of one module's calls are sizes."""
+    """Know which whole numbers of one module's calls are sizes."""
 
     def __init__(self) -> None:
         self._constant: set[Skeleton] = set()  # calls whose code needs the numbers themselves
@@ -59,7 +59,8 @@ class WholeNumbers:
         return _constant(skeleton, tensors)
 
     def _tensor(self, value: int, device: torch.device) -> Tensor:
-        """The same one for the same value: what depends on it alone is kept through a loop."""
+        """Return the same tensor for the same value: what depends on it alone is kept through a
+        loop."""
         key = value, device
         made = self._made.get(key)
         if made is None:
@@ -71,8 +72,8 @@ class WholeNumbers:
 
 
 def _runs(values: Sequence[int], sizes: Collection[int]) -> list[range]:
-    """Which consecutive numbers multiply to a size, long runs first. A single one is a size only
-    beside a run of several: by itself, it may be anything."""
+    """Find which consecutive numbers multiply to a size, long runs first. A single one is a size
+    only beside a run of several: by itself, it may be anything."""
     count, found = len(values), list[range]()
     for length in range(count, 0, -1):
         for start in range(count - length + 1):
@@ -117,7 +118,7 @@ def with_sizes(shapes: Shapes, tensors: Sequence[Tensor], count: int) -> Shapes:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> set[int]:
-    """But for batches, and dims that others are broadcast along."""
+    """Return the sizes, but for batches, and dims that others are broadcast along."""
     return {size for t in tensors for size in t.shape[1:] if size > 1}
 
 

@@ -21,6 +21,7 @@ from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.capture import state_places
 from strop.frontend.stable_text import is_plain
+from strop.ir.ops import OPS
 from strop.ir.program import Program
 
 _DATA_PTR = Tensor.data_ptr
@@ -274,8 +275,8 @@ def _steps_like(tensor: Tensor, strides: Sequence[int]) -> bool:
 
 
 def _convolution_weights(program: Program) -> set[int]:
-    place = {"conv2d": 1, "folded_taps": 0}
-    refs = [s.inputs[place[s.op]] for s in program.call_steps if s.op in place]
+    places = [(step, OPS[step.op].anchor.weight) for step in program.call_steps]
+    refs = [step.inputs[place] for step, place in places if place is not None]
     buffers = [program.buffers[ref.buffer] for ref in refs]
     return {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
 

@@ -1,4 +1,4 @@
-"""Which values of a training step the forward keeps, and which the backward computes again.
+"""Decide which values of a training step the forward keeps, and which the backward computes again.
 
 The choice is torch's min-cut over a joint graph in which norms are statistics and arithmetic
 (``frontend.joint``): what is cheap to compute from something that has to be kept anyway is not
@@ -49,7 +49,7 @@ class Joint:
     def partition(
         self, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **keywords: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """``partition_fn`` of AOTAutograd."""
+        """Serve as ``partition_fn`` of AOTAutograd."""
         self.num_results = num_fwd_outputs
         keep_less(joint)
         budget = max(self.budget, LEAST_BUDGET)
@@ -67,8 +67,8 @@ class Joint:
         return sum(isinstance(item.meta.get("val"), Tensor) for item in self._kept(forward))
 
     def note(self, forward: GraphModule, program: Program) -> None:
-        """How the plan of the forward has laid out what it keeps. None of it is overwritten, so
-        that a backward may run twice."""
+        """Note how the plan of the forward has laid out what it keeps. None of it is overwritten,
+        so that a backward may run twice."""
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = []

@@ -1,4 +1,5 @@
-"""How a call looks: its tensors, everything else as a hashable skeleton, and its symbolic sizes."""
+"""Describe how a call looks: its tensors, everything else as a hashable skeleton, and its symbolic
+sizes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Shapes:
 
 @dataclass(slots=True)
 class Beside:
-    """What else a call has among its arguments: floats, and generators of random numbers."""
+    """Hold what else a call has among its arguments: floats, and generators of random numbers."""
 
     floats: list[float] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
@@ -115,8 +116,8 @@ _TRACING_MODES = (
 
 
 def is_looked_into() -> bool:
-    """Whether torch.compile, torch.export, torch.jit.trace, forward-mode AD or a transform such as
-    vmap wants the operators. A dispatch mode of a user's own sees what is run."""
+    """Tell whether torch.compile, torch.export, torch.jit.trace, forward-mode AD or a transform
+    such as vmap wants the operators. A dispatch mode of a user's own sees what is run."""
     return (
         torch.compiler.is_dynamo_compiling()
         or torch._C._get_tracing_state() is not None
@@ -130,12 +131,12 @@ def is_looked_into() -> bool:
 
 
 def is_foreign(t: Tensor) -> bool:
-    """Whether a tensor has no strided elements that a kernel could read."""
+    """Tell whether a tensor has no strided elements that a kernel could read."""
     return t.layout is not torch.strided or t.is_nested or t.is_quantized
 
 
 def described(t: Tensor) -> str:
-    """What is unusual about a tensor."""
+    """Say what is unusual about a tensor."""
     if type(t) not in (Tensor, Parameter):
         return f"a {type(t).__name__}, a class of tensors of its own"
     if t.is_nested:
@@ -189,7 +190,7 @@ def with_floats(skeleton: Skeleton, floats: Sequence[Skeleton]) -> Skeleton:
 
 
 def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
-    """The inverse of ``flatten``. ``tensors``: and behind them the numbers that are inputs."""
+    """Undo ``flatten``. ``tensors`` are followed by the numbers that are inputs."""
     if isinstance(skeleton, Ref | NumberRef | SizeRef):
         found = tensors[skeleton.index]
         return found.shape[0] if isinstance(skeleton, SizeRef) else found
@@ -215,14 +216,14 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
 
 
 def count_numbers(skeleton: Skeleton) -> int:
-    """How many floats of a call are inputs."""
+    """Count how many floats of a call are inputs."""
     if isinstance(skeleton, tuple):
         return sum(map(count_numbers, skeleton))
     return int(isinstance(skeleton, NumberRef))
 
 
 def without_numbers(skeleton: Skeleton) -> Skeleton:
-    """What calls have in common that differ in whole numbers and floats alone."""
+    """Return what calls have in common that differ in whole numbers and floats alone."""
     if isinstance(skeleton, NumberRef):
         return ("float",)
     if isinstance(skeleton, SizeRef):
@@ -234,7 +235,7 @@ def without_numbers(skeleton: Skeleton) -> Skeleton:
 
 
 def tensor_numbers(skeleton: Skeleton) -> Iterator[int]:
-    """Which tensors of a call are in this part of it."""
+    """Return which tensors of a call are in this part of it."""
     if isinstance(skeleton, Ref):
         yield skeleton.index
     elif isinstance(skeleton, tuple):
@@ -261,8 +262,8 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
 
 
 def _shapes(tensors: Sequence[Tensor], batch: str, batch_of_one: str = "") -> Shapes:
-    """``batch``: the root of all first sizes, ``batch_of_one`` that of those that are 1. Without a
-    name, each has a root of its own, and a size 1 has none."""
+    """Name the sizes. ``batch`` is the root of all first sizes, ``batch_of_one`` that of those that
+    are 1. Without a name, each has a root of its own, and a size 1 has none."""
     hints: dict[str, int] = {}
     specs = []
     for number, t in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""``strop.optimize(module, train=True)``: what an inference program cannot serve is compiled too.
+"""Compile also what an inference program cannot serve: ``strop.optimize(module, train=True)``.
 
 Calls without gradients take the dispatcher's way. Of all others Strop traces a step itself: a
 forward and a backward graph, with the weights as arguments, so that nothing is stale after a step
@@ -71,7 +71,7 @@ class TrainingDispatcher(Dispatcher):
         self.traced_by_torch: dict[str, int] = {}  # calls, by the reason
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Not in eager: in graphs that have gradients."""
+        """Run, instead of eager, graphs that have gradients."""
         if hooks.has_global_hooks():  # of which Dynamo asks nothing
             return super()._run_eager(hooks.REASON, args, kwargs)
         refusal = ""
@@ -154,7 +154,7 @@ class TrainingDispatcher(Dispatcher):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """In eager, whose own exception comes first: it says more than that tracing failed."""
+        """Run in eager, whose own exception comes first: it says more than that tracing failed."""
         if has_begun:  # effects of its first graphs would happen twice
             raise failure
         result = self.eager(*args, **kwargs)
@@ -166,6 +166,6 @@ class TrainingDispatcher(Dispatcher):
         return result
 
     def _num_runs(self) -> int:
-        """Of compiled graphs."""
+        """Count the runs of compiled graphs."""
         runners = [record.runner for record in self.log.records]
         return sum(runner.num_calls for runner in runners if runner is not None)

@@ -1,4 +1,4 @@
-"""Which parts of a module act otherwise in training mode, and whether one of them is in it."""
+"""Find which parts of a module act otherwise in training mode, and whether one of them is in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of which the result depends on their own flag ``training``.
+    """Return the parts whose result depends on their own flag ``training``.
 
     Dropout without a probability does nothing in either mode; peft leaves such layers in training.
     """
@@ -19,7 +19,8 @@ def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def is_in_training(modules: Sequence[nn.Module], sensitive: Sequence[nn.Module]) -> bool:
-    """``modules``: all of one model, the outermost first. ``sensitive``: its ``sensitive_parts``.
+    """Tell whether a part is in training mode. ``modules``: all of one model, the outermost first.
+    ``sensitive``: its ``sensitive_parts``.
 
     A wrapper that was made around parts in evaluation is in training mode by name alone.
     """
@@ -38,7 +39,7 @@ def _acts_on_training(module: nn.Module, known: dict[type, bool]) -> bool:
 
 
 def _reads_flag(kind: type) -> bool:
-    """Whether the forward of a class, or a method that it may call, names the flag."""
+    """Tell whether the forward of a class, or a method that it may call, names the flag."""
     reached = set[str]()
     new = {"forward"}
     while new and "training" not in new:

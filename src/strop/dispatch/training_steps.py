@@ -47,7 +47,7 @@ MOST_STEPS = 16  # pairs that differ in sizes alone
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Where the backward graph has an argument from: ``kind`` is "argument" or "result" of the
+    """Say where the backward graph has an argument from: ``kind`` is "argument" or "result" of the
     forward, "tangent", or "size"."""
 
     kind: str
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether gradients depend on more than the gradients of the results."""
+        """Tell whether gradients depend on more than the gradients of the results."""
         return any(given.kind in ("argument", "result") for given in self.given)
 
     def env(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
@@ -335,7 +335,7 @@ def _looks(specs: Sequence[TensorSpec]) -> Hashable:
 
 
 def _modes(state: ModuleState) -> Hashable:
-    """What a trace depends on besides the module's structure."""
+    """Return what a trace depends on besides the module's structure."""
     casts = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")

@@ -1,4 +1,4 @@
-"""Why an inference program cannot serve a call."""
+"""Say why an inference program cannot serve a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.dispatch.training_mode import is_in_training
 
 
 def unfit_call(module: nn.Module) -> str:
-    """In the mode that torch is in; nothing where it can."""
+    """Say why not, in the mode that torch is in; nothing where it can."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
         return "gradients are enabled: call under torch.no_grad() or inference_mode()"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
@@ -20,7 +20,7 @@ def unfit_call(module: nn.Module) -> str:
 
 
 def unfit_module(state: ModuleState) -> str:
-    """As the module is now; nothing where it can."""
+    """Say why not, as the module is now; nothing where it can."""
     if is_in_training(state.modules, state.train_sensitive):
         return "the module, or a part of it, is in training mode: call .eval()"
     if any(state.hooks) and any(map(hooks.is_untraced, state.hooks)):

@@ -57,8 +57,8 @@ class Call:
 
 
 class Turned:
-    """Which floats of one module's calls are inputs, by the bare skeleton of the call; and which
-    whole numbers are sizes."""
+    """Know which floats of one module's calls are inputs, by the bare skeleton of the call; and
+    which whole numbers are sizes."""
 
     def __init__(self) -> None:
         self._wholes = WholeNumbers()
@@ -70,7 +70,7 @@ class Turned:
         self._made: dict[tuple[str, torch.device], Tensor] = {}
 
     def flattened(self, arguments: Any, tensors: list[Tensor], beside: Beside) -> Skeleton:
-        """As ``flatten``, with whole numbers that are sizes among the tensors."""
+        """Flatten as ``flatten`` does, with whole numbers that are sizes among the tensors."""
         skeleton = flatten(arguments, tensors, beside)
         if beside.num_wholes:
             return self._wholes.as_sizes(skeleton, tensors, beside)
@@ -103,8 +103,8 @@ class Turned:
         return Call(self._skeletons[key], given, bare, beside, numbers, inputs)
 
     def note(self, call: Call) -> bool:
-        """That a graph is looked for. Whether a float has another value than when one was first
-        looked for, and has become an input by that."""
+        """Note that a graph is looked for. Tell whether a float has another value than when one was
+        first looked for, and has become an input by that."""
         floats = call.beside.floats
         first = self._first.setdefault(call.bare, tuple(floats))
         known = self._turned.get(call.bare, frozenset())
@@ -127,17 +127,18 @@ class Turned:
         return call.bare, call.plain, call.beside
 
     def learn(self, call: Call, guards: Sequence[NumberGuard]) -> None:
-        """What graphs for such calls ask about their numbers."""
+        """Note what graphs for such calls ask about their numbers."""
         known = self._guards.get(call.skeleton, ())
         self._guards[call.skeleton] = tuple(dict.fromkeys((*known, *guards)))
 
     def outcomes(self, call: Call) -> tuple[bool, ...]:
-        """What those guards say of this call."""
+        """Return what those guards say of this call."""
         guards = self._guards.get(call.skeleton, ())
         return tuple(guard.holds(call.numbers) for guard in guards)
 
     def _tensor(self, value: float, device: torch.device) -> Tensor:
-        """The same one for the same value: what depends on it alone is kept through a loop."""
+        """Return the same tensor for the same value: what depends on it alone is kept through a
+        loop."""
         key = value.hex(), device  # -0.0 is not 0.0
         made = self._made.get(key)
         if made is None:

@@ -56,12 +56,13 @@ class TurnedSettings:
             self._groups, self._latest = [], ([], (), [])
 
     def form_of(self, path: str, name: str) -> Skeleton:
-        """What a turned setting looks like besides its floats; None for any other setting."""
+        """Return what a turned setting looks like besides its floats; None for any other
+        setting."""
         return self._seen[path, name][0] if (path, name) in self.names else None
 
     @property
     def labels(self) -> frozenset[str]:
-        """As ``global_guards`` names them."""
+        """Return the labels as ``global_guards`` names them."""
         root = type(self.module).__qualname__
         return frozenset(f"{path or root}.{name}" for path, name in self.names)
 
@@ -121,7 +122,7 @@ def _settings_with_floats(module: nn.Module) -> Iterator[tuple[Name, tuple[Skele
 
 
 def _formed(value: Any) -> tuple[Skeleton, list[float]] | None:
-    """A plain value without its floats, and these."""
+    """Split a plain value into what is left without its floats, and these."""
     if type(value) is float:
         return NumberRef(0), [value]
     if type(value) not in _CONTAINERS or not is_plain(value):

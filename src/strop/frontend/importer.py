@@ -433,7 +433,7 @@ def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:
     return importer.builder.make("copy", (value,), value.shape, value.dtype)
 
 
-# Of a contiguous matrix these decompose the transposed one, which their gradient has to know.
+# These decompose the transpose of a contiguous matrix, which their gradient has to know.
 BY_CONTIGUITY = {
     torch.ops.aten._linalg_det.default,
     torch.ops.aten._linalg_slogdet.default,

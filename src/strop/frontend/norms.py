@@ -108,7 +108,9 @@ def _group_moments(b: Builder, x: Node, groups: int, eps: float) -> tuple[Node, 
     batch, channels, *rest = x.shape
     width = channels.exact_div(const(groups))
     if width is None:
-        raise ShapeError(f"group_norm: {channels} channels do not divide into {groups} groups")
+        raise ShapeError(
+            f"group_norm: the channels, {channels}, do not divide into {groups} groups"
+        )
     return _moments(b, b.reshape(x, (batch, groups, width, product(rest))), (2, 3), eps)
 
 

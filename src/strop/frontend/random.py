@@ -33,7 +33,7 @@ def _seed(im: Importer, fx: FxNode) -> Node:
 
 
 def _drawn(im: Importer, shape: tuple[int, ...], device: torch.device, tag: str) -> Node:
-    """Seeds by torch's generator."""
+    """Draw seeds by torch's generator."""
     return im.builder.make(
         "aten",
         (),

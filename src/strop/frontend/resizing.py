@@ -22,7 +22,7 @@ from strop.frontend.layouts import as_pictures, call_reshape
 _library = torch.library.Library("strop", "FRAGMENT")
 _MOST_PARTS = 64  # of a factor by which sizes stay polynomials
 
-# By mode: the name of ATen's operators, and the number of dims that they resize.
+# Each mode has the name of ATen's operators, and the numbers of dims that they resize.
 RESIZING = {
     "nearest": ("upsample_nearest{}d", (1, 2, 3)),
     "nearest-exact": ("_upsample_nearest_exact{}d", (1, 2, 3)),

@@ -18,7 +18,7 @@ from strop.frontend.functional import storage_of, view_root
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node, Ref, Shape, dense_strides, memory_order
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
@@ -160,7 +160,7 @@ def _in_place(importer: Importer, item: FxNode, value: Node, number: int) -> Nod
 
 def _is_all_of(base: Node, value: Node) -> bool:
     """Tell whether ``value`` has each element of ``base`` once."""
-    while value is not base and value.op in ("reshape", "permute"):
+    while value is not base and OPS[value.op].has_all_once:
         value = value.inputs[0]
     return value is base
 

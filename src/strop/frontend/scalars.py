@@ -91,7 +91,7 @@ def of_sizes(b: Builder, symbols: Symbols, e: Any, dtype: torch.dtype) -> Node:
     return reduce(lambda x, y: binary(b, operator, x, y, dtype), parts)
 
 
-# As Python computes them. A power or a quotient with a number below may raise an error in Python.
+# These compute as Python does. A power or a quotient with a number below may raise in Python.
 _BINARY: dict[Any, str] = {
     operator.mul: "mul",
     operator.add: "add",

@@ -22,7 +22,7 @@ Turns = tuple[tuple[int, ...], ...]  # permutations between a member and the oth
 
 
 @dataclass(eq=False)
-class Draft:
+class DraftGroup:
     """Hold a group while it grows. ``domain`` is the element count of one full sweep."""
 
     schedule: Schedule
@@ -128,7 +128,7 @@ def loop_of(node: Node, hints: Mapping[str, int]) -> object | None:
     return x.shape, dims, view.dims
 
 
-def refusal(node: Node, draft: Draft, schedules: Schedules) -> str | None:
+def refusal(node: Node, draft: DraftGroup, schedules: Schedules) -> str | None:
     """Return why ``node`` cannot join ``draft``, or None when it can."""
     if node.kind is Kind.REDUCTION:
         return _refuse_reduction(node, draft, schedules)
@@ -153,7 +153,7 @@ def refusal(node: Node, draft: Draft, schedules: Schedules) -> str | None:
     return "beside a column reduction, not before it"
 
 
-def _refuse_reduction(node: Node, draft: Draft, schedules: Schedules) -> str | None:
+def _refuse_reduction(node: Node, draft: DraftGroup, schedules: Schedules) -> str | None:
     operand = base_of(node.inputs[0])
     schedule = schedules[node]
     if schedule is None:
@@ -175,7 +175,7 @@ def _refuse_reduction(node: Node, draft: Draft, schedules: Schedules) -> str | N
     return None
 
 
-def _turns(node: Node, draft: Draft) -> set[Turns]:
+def _turns(node: Node, draft: DraftGroup) -> set[Turns]:
     """Return the orders, relative to the draft's first members, in which ``node`` reads members."""
     members, found = set(draft.nodes), set()
     for operand in node.inputs:
@@ -197,7 +197,7 @@ def _permutations(view: Node) -> Turns:
     return tuple(reversed(found))
 
 
-def _stays_in_row(node: Node, draft: Draft) -> bool:
+def _stays_in_row(node: Node, draft: DraftGroup) -> bool:
     """Tell whether results of reductions stand along kept dims only: ``x + x.sum(-1)`` is a
     transpose when x is square."""
     assert draft.first is not None
@@ -225,7 +225,7 @@ def _reduces_last(x: Node, dims: tuple[int, ...]) -> bool:
     return flags == sorted(flags)
 
 
-def _all_before(operand: Node, draft: Draft) -> bool:
+def _all_before(operand: Node, draft: DraftGroup) -> bool:
     """Tell whether every member is the operand or feeds it."""
     seen, stack = {operand}, [operand]
     first = min(member.serial for member in draft.nodes)
@@ -238,7 +238,7 @@ def _all_before(operand: Node, draft: Draft) -> bool:
     return all(member in seen for member in draft.nodes)
 
 
-def join(node: Node, draft: Draft, schedules: Schedules) -> None:
+def join(node: Node, draft: DraftGroup, schedules: Schedules) -> None:
     """Add a node for which ``refusal`` is None."""
     turns = _turns(node, draft) or {()}
     draft.turns[node] = min(turns, key=len)

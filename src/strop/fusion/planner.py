@@ -12,7 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from strop.fusion.cost import is_cheaper_again
-from strop.fusion.legality import Draft, is_fusible, join, loop_of, reduction_schedules, refusal
+from strop.fusion.legality import (
+    DraftGroup,
+    is_fusible,
+    join,
+    loop_of,
+    reduction_schedules,
+    refusal,
+)
 from strop.fusion.plan import FusionPlan, Group, Refusal
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
@@ -43,14 +50,14 @@ class _Grouping:
     def __init__(self, graph: Graph, apart: Set[Node]) -> None:
         self.graph, self.apart = graph, apart
         self.home: dict[Node, int] = {}
-        self.drafts: list[Draft | None] = []  # None: a call
+        self.drafts: list[DraftGroup | None] = []  # None: a call
         self.before: list[int] = []
         self.needed = 0  # steps on which others depend
         self.refusals: list[Refusal] = []
         self.schedules, self.users = reduction_schedules(graph), graph.users()
         self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
 
-    def run(self) -> tuple[list[Draft], list[Refusal]]:
+    def run(self) -> tuple[list[DraftGroup], list[Refusal]]:
         for node in self.graph.nodes:
             if is_fusible(node):
                 self._place(node)
@@ -124,8 +131,8 @@ class _Grouping:
             self.refusals.append(Refusal(producer, node, reason))
         self._open(node, self._new_draft(node))
 
-    def _new_draft(self, node: Node) -> Draft:
-        draft = Draft(Schedule.POINTWISE, node.numel)
+    def _new_draft(self, node: Node) -> DraftGroup:
+        draft = DraftGroup(Schedule.POINTWISE, node.numel)
         if node.kind is Kind.REDUCTION:
             draft.domain = node.inputs[0].numel
             if self.schedules[node] is None:
@@ -133,7 +140,7 @@ class _Grouping:
         join(node, draft, self.schedules)
         return draft
 
-    def _open(self, node: Node, draft: Draft | None) -> None:
+    def _open(self, node: Node, draft: DraftGroup | None) -> None:
         self.drafts.append(draft)
         self.before.append(0)
         self._enter(node, len(self.drafts) - 1)
@@ -171,7 +178,7 @@ def computed_by(group: Group, stored: Set[Node]) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
+def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Node]:
     """Return the fusible values that some kernel writes to memory."""
     home = {node: draft for draft in drafts for node in draft.nodes}
     readers = _readers(graph)
@@ -199,15 +206,15 @@ def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
 
 
 def _ends(
-    drafts: Iterable[Draft],
-    home: Mapping[Node, Draft],
+    drafts: Iterable[DraftGroup],
+    home: Mapping[Node, DraftGroup],
     readers: Mapping[Node, Sequence[Node]],
     stored: Set[Node],
     hints: Mapping[str, int],
-) -> dict[int, Draft]:
+) -> dict[int, DraftGroup]:
     """Return the draft whose kernel computes what a draft has: another one, if that alone reads it
     and is no larger. The latest come first, as readers come later."""
-    ends: dict[int, Draft] = {}
+    ends: dict[int, DraftGroup] = {}
     for draft in reversed(list(drafts)):
         outside = {
             id(ends.get(id(home[r]), home[r])): home[r]
@@ -233,7 +240,7 @@ def _readers(graph: Graph) -> dict[Node, list[Node]]:
     return readers
 
 
-def _groups(drafts: Iterable[Draft], stored: set[Node]) -> list[Group]:
+def _groups(drafts: Iterable[DraftGroup], stored: set[Node]) -> list[Group]:
     groups = []
     claimed: set[Node] = set()
     for draft in drafts:
@@ -246,7 +253,7 @@ def _groups(drafts: Iterable[Draft], stored: set[Node]) -> list[Group]:
     return groups
 
 
-def _trimmed(draft: Draft, stores: tuple[Node, ...]) -> Group:
+def _trimmed(draft: DraftGroup, stores: tuple[Node, ...]) -> Group:
     """Drop members that no store needs (their readers compute them)."""
     live = set(stores)
     for node in reversed(draft.nodes):

@@ -46,7 +46,7 @@ RATES: Mapping[int, tuple[int, int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class GpuTarget:
-    """What kernels are compiled for: they use the features of ``arch`` alone, and their machine
+    """Say what kernels are compiled for: they use the features of ``arch`` alone, and their machine
     code is that of ``runs_on``, an architecture which is as new or newer; 0 stands for ``arch``."""
 
     arch: int
@@ -57,7 +57,7 @@ class GpuTarget:
 
     @property
     def is_native(self) -> bool:
-        """Whether the machine code is that of the architecture whose features it uses."""
+        """Tell whether the machine code is that of the architecture whose features it uses."""
         return self.runs_on == self.arch
 
     @property
@@ -80,7 +80,7 @@ class GpuTarget:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or the CPU, whose numbers are all 0.
+    """Describe a GPU, or the CPU, whose numbers are all 0.
 
     ``arch`` is the compute capability as one number, 90 for 9.0. ``shared_bytes`` is the most
     shared memory that one block can ask for. ``memory_bandwidth`` is that of the memory's clock and
@@ -100,13 +100,13 @@ class Device:
 
     @property
     def target(self) -> GpuTarget:
-        """What the kernels of this device are compiled for."""
+        """Return what the kernels of this device are compiled for."""
         return GpuTarget(self.arch, self.runs_on)
 
     def as_arch(self, arch: int) -> Device:
-        """The same card, restricted to an older architecture: that one's features and no more
-        shared memory than it has. 0 and the card's own architecture restrict nothing, and neither
-        does any architecture a CPU.
+        """Restrict the card to an older architecture: that one's features and no more shared memory
+        than it has. 0 and the card's own architecture restrict nothing, and neither does any
+        architecture a CPU.
 
         Multiprocessors, clock, cache and memory stay those of the card, and so do the FLOP rates:
         libraries run natively on it, which makes its own peak the one that no call can exceed. On
@@ -136,17 +136,18 @@ class Device:
 
     @property
     def half_flops(self) -> float:
-        """FLOPs a second of dense products in fp16 or bf16; 0 where the architecture is unknown."""
+        """Return the FLOPs per second of dense products in fp16 or bf16; 0 where the architecture
+        is unknown."""
         return self._flops(0)
 
     @property
     def fp8_flops(self) -> float:
-        """FLOPs a second of dense products in fp8; 0 where there are none."""
+        """Return the FLOPs per second of dense products in fp8; 0 where there are none."""
         return self._flops(1)
 
     @property
     def single_flops(self) -> float:
-        """FLOPs a second in fp32 without tensor cores."""
+        """Return the FLOPs per second in fp32 without tensor cores."""
         return self._flops(2)
 
     def _flops(self, kind: int) -> float:
@@ -154,17 +155,17 @@ class Device:
 
     @property
     def has_tma(self) -> bool:
-        """Whether its kernels may use the tensor memory accelerator."""
+        """Tell whether its kernels may use the tensor memory accelerator."""
         return self.target.has_tma
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether its kernels may multiply by groups of four warps."""
+        """Tell whether its kernels may multiply by groups of four warps."""
         return self.target.has_wgmma
 
     @property
     def has_pdl(self) -> bool:
-        """Whether its kernels may start before the one before them has ended."""
+        """Tell whether its kernels may start before the one before them has ended."""
         return self.target.has_pdl
 
 

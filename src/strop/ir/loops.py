@@ -69,7 +69,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
+    """Load out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
 
     ``lookups`` are values that move the index: (int32 or int64 value, stride in elements) each.
     They are places of a Place, or in range by the way they were made.
@@ -85,7 +85,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """out = value (int64) as a place along a dim of ``size`` elements.
+    """Take out = value (int64) as a place along a dim of ``size`` elements.
 
     With ``wraps`` a negative one counts from the end. One outside of the dim becomes 0 and, unless
     ``guard`` is false, makes the kernel report a fault.
@@ -101,7 +101,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """out = value. An Expr is a size, known at launch."""
+    """Set out = value. An Expr is a size, known at launch."""
 
     out: str
     value: int | float | bool | Expr
@@ -110,7 +110,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """out = index, as an integer: arange, and the conditions of cat."""
+    """Set out = index, as an integer: arange, and the conditions of cat."""
 
     out: str
     index: Index
@@ -119,7 +119,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """out = a pointwise row of the operator table.
+    """Compute out by a pointwise row of the operator table.
 
     Operands already have the types that the row asks for, except for ``cast``, whose operand is
     in any compute type. ``dtype`` is the logical result type: ``cast`` rounds to it (a cast to
@@ -136,7 +136,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """outs = reduction of ``arg`` over the reduced axes.
+    """Compute outs as the reduction of ``arg`` over the reduced axes.
 
     kind "sum", "prod", "amax", "amin": one result, over nothing the identity. kind "moments":
     (mean, population variance) from deviations, never E[x^2] - E[x]^2. NaN propagates.
@@ -150,7 +150,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """params[param][index] = value, rounded once to the dtype of the param."""
+    """Store params[param][index] = value, rounded once to the dtype of the param."""
 
     param: int
     index: Index

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from typing import Any
@@ -75,6 +75,40 @@ class Types(Flag):
         return Types.FLOAT if dtype.is_floating_point else Types.INTEGER
 
 
+Shapes = Sequence[Sequence[int]]  # of operands
+OTHER = "other calls"  # the category of what nobody has sorted
+
+
+def no_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    """Return 0, as nobody has counted them."""
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Say what a call of a library, or of a kernel in its place, asks of others and costs.
+
+    ``category`` is its name in profiles. ``planned`` are the kinds of device on which it writes
+    where it is told, so that its result lies in the arena. ``rows`` operands are read as rows,
+    (..., N) as (prod(...), N), and the result is one of rows then. ``pictures`` operands are read
+    channels-last. ``order`` is how the result lies. ``weight`` is the operand that may be a user's
+    weight of a convolution, which is laid out channels-last for good. ``warm_up`` ranks how long a
+    library loads at its first call; 0 loads nothing. ``flops`` counts multiplications and
+    additions, by the sizes of the operands and the attributes.
+    """
+
+    category: str = OTHER
+    planned: frozenset[str] = frozenset()
+    rows: int = 0
+    pictures: int = 0
+    order: tuple[int, ...] | None = None
+    has_dense_ends: bool = False  # operands want elements of the last dim side by side
+    weight: int | None = None
+    is_movable: bool = False  # it draws no numbers and writes to nothing but its result
+    warm_up: int = 0
+    flops: Callable[[Shapes, Mapping[str, Any]], int] = no_flops
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     name: str
@@ -90,11 +124,25 @@ class Op:
     when: Callable[[Mapping[str, Any]], bool] = lambda attrs: True
     example: tuple[float, float] = (-3.0, 3.0)  # operand range that tests draw from
     attrs: Mapping[str, Any] = field(default_factory=dict)  # attribute values that tests use
+    commutes: bool = False  # its two operands may change places
+    only_moves: bool = False  # it computes nothing
+    has_all_once: bool = False  # a view of each element of its operand, once
+    is_elementwise: bool = True  # pointwise, and at each place from the same place of its operands
+    # Whether the first dim of a result is that of its operands, by attributes and number of dims.
+    # Without this, that of pointwise rows is, and no other.
+    rows_kept: Callable[[Mapping[str, Any], int], bool] | None = None
+    anchor: Anchor = Anchor()
 
     @property
     def arity(self) -> int:
         """Return how many operands a pointwise row has."""
         return sum(f"{{{place}}}" in self.cpp for place in range(3))
+
+    def keeps_rows(self, attrs: Mapping[str, Any], rank: int) -> bool:
+        """Tell whether row ``i`` of a result is made of the rows ``i`` of operands as long."""
+        if self.rows_kept is None:
+            return self.kind is Kind.POINTWISE
+        return self.rows_kept(attrs, rank)
 
     @property
     def is_heavy(self) -> bool:

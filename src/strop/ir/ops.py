@@ -1,6 +1,7 @@
 """Hold the operator table: one row per operator, for every stage that needs to know about it.
 
-The pointwise rows are in ``pointwise`` and what it imports; ``pointwise_row`` says how to read one,
+The pointwise rows are in ``pointwise`` and what it imports, what libraries compute in
+``contractions``; ``pointwise_row`` says how to read one,
 and ``op`` has the type of a row.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from strop.ir import philox
+from strop.ir.contractions import CONTRACTIONS
 from strop.ir.op import Kind, Op, Operands, Types, compute_dtype, of_nothing
 from strop.ir.pointwise import POINTWISE
 
@@ -25,6 +27,7 @@ __all__ = [
     "compute_dtype",
     "is_foreign",
     "of_nothing",
+    "planned_on",
     "rows_for",
 ]
 
@@ -41,19 +44,40 @@ REDUCTIONS: tuple[Op, ...] = (
     Op("amin", Kind.REDUCTION, (aten.amin.default, aten.min.default), reference=torch.amin),
 )
 
+
+def _always(attrs: Mapping[str, Any], rank: int) -> bool:
+    return True
+
+
+def _never(attrs: Mapping[str, Any], rank: int) -> bool:
+    return False
+
+
+def _along_others(attrs: Mapping[str, Any], rank: int) -> bool:
+    return bool(attrs["dim"] % rank != 0)
+
+
+def _if_first_stays(attrs: Mapping[str, Any], rank: int) -> bool:
+    return bool(attrs["dims"][0] == 0)
+
+
 # Graph-level operators: their ATen spellings differ too much for one overload a row, so
 # ``frontend.importer`` and ``frontend.decompositions`` build them.
 STRUCTURAL: tuple[Op, ...] = (
     Op("input", Kind.OPAQUE),
-    Op("constant", Kind.POINTWISE),  # attrs["value"]: number or Expr
-    Op("iota", Kind.POINTWISE),  # start + step * index along the only dim
-    Op("cat", Kind.POINTWISE),  # attrs["dim"]
+    # its value, a number or Expr, is attrs["value"]
+    Op("constant", Kind.POINTWISE, only_moves=True, is_elementwise=False),
+    # start + step * index along the only dim
+    Op("iota", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_never),
+    # along attrs["dim"]
+    Op("cat", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_along_others),
     # Elements of a source where indices say, inputs (source, index, ...); the indices broadcast to
     # the result. attrs["walks"]: for each dim of the source the dim of the result that runs along
     # it, or None where the next index looks it up. attrs["bounds"]: "wrapped" (negative ones count
     # from the end), "checked", or "known" to be inside. The source is always in memory.
-    Op("take", Kind.POINTWISE),
-    Op("copy", Kind.POINTWISE, triton="{0}", cpp="{0}"),  # the same values in another layout
+    Op("take", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_never),
+    # the same values in another layout
+    Op("copy", Kind.POINTWISE, triton="{0}", cpp="{0}", only_moves=True, is_elementwise=False),
     # seed and position, both int64, to a number in [0, 1): ``frontend.random``
     Op(
         "uniform",
@@ -64,25 +88,20 @@ STRUCTURAL: tuple[Op, ...] = (
         reference=philox.uniform,
         operands=Operands.PROMOTED,
         types=Types.FLOAT,
+        is_elementwise=False,
+        rows_kept=_never,
     ),
-    Op("reshape", Kind.VIEW),
-    Op("permute", Kind.VIEW),  # attrs["dims"]
-    Op("expand", Kind.VIEW),
-    Op("slice", Kind.VIEW),  # attrs["dim"], ["start"], ["step"], which may be negative
+    Op("reshape", Kind.VIEW, has_all_once=True, rows_kept=_always),
+    # by attrs["dims"]
+    Op(
+        "permute", Kind.VIEW, has_all_once=True, rows_kept=lambda attrs, rank: attrs["dims"][0] == 0
+    ),
+    Op("expand", Kind.VIEW, rows_kept=_always),
+    # along attrs["dim"], from ["start"] on, by ["step"], which may be negative
+    Op("slice", Kind.VIEW, rows_kept=_along_others),
     Op("diagonal", Kind.VIEW),  # attrs["dims"], two that become the last one, ["starts"] in them
     # attrs["strides"] from attrs["start"] on in the memory of a dense value: what only results are
     Op("window", Kind.VIEW),
-    Op("linear", Kind.CONTRACTION),  # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
-    # x (..., K), weight (N, K), addend (..., N) -> (..., N), rounded once
-    Op("linear_add", Kind.CONTRACTION),
-    # x (..., K), weight (2 N, K)[, bias (2 N,)] -> (..., N): a * gelu(b) of a linear's halves a, b
-    Op("geglu", Kind.CONTRACTION),
-    Op("matmul", Kind.CONTRACTION),  # a (..., M, K), b (..., K, N) -> (..., M, N)
-    Op("conv2d", Kind.CONTRACTION),  # x (N, C, H, W), weight (O, C/groups, KH, KW)[, bias]
-    # weight (O, C, 3, 3) -> (4 O, C, 2, 2), by ``passes.upsampled_conv``
-    Op("folded_taps", Kind.CONTRACTION),
-    Op("upsampled_conv2d", Kind.CONTRACTION),  # x (N, C, H, W), such taps -> (N, O, 2 H, 2 W)
-    Op("attention", Kind.CONTRACTION),  # q, k, v (B, H, S, D)[, mask] -> (B, H, S, D)
     Op("aten", Kind.OPAQUE),  # attrs["target"]: any other overload, run by torch
     Op("pattern", Kind.OPAQUE),  # attrs["key"]: the replacement that ``strop.patterns`` calls
     Op("item", Kind.OPAQUE),  # attrs["index"]: one output of a node that has several
@@ -261,7 +280,7 @@ def _index(rows: tuple[Op, ...]) -> dict[str, Op]:
     return table
 
 
-OPS: Mapping[str, Op] = _index(POINTWISE + REDUCTIONS + STRUCTURAL + LIBRARY)
+OPS: Mapping[str, Op] = _index(POINTWISE + REDUCTIONS + STRUCTURAL + CONTRACTIONS + LIBRARY)
 
 
 def rows_for(overload: Any) -> tuple[Op, ...]:
@@ -280,8 +299,14 @@ for _row in OPS.values():
         _BY_OVERLOAD[_overload] = (*_BY_OVERLOAD.get(_overload, ()), _row)
 _NAMES = frozenset(map(str, _BY_OVERLOAD))
 
-# How many operands of a contraction are read as rows, (..., N) as (prod(...), N); so is its result.
-OF_ROWS = {"linear": 2, "linear_add": 3, "geglu": 2}
+# How many operands of a contraction are read as rows.
+OF_ROWS: Mapping[str, int] = {row.name: row.anchor.rows for row in CONTRACTIONS if row.anchor.rows}
+
+
+def planned_on(device: str) -> frozenset[str]:
+    """Return the library calls that write where they are told on devices of this kind."""
+    return frozenset(row.name for row in CONTRACTIONS if device in row.anchor.planned)
+
 
 # The types that both code generators read and write.
 KERNEL_DTYPES = frozenset(

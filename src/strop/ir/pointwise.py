@@ -1,4 +1,5 @@
-"""The pointwise rows of the operator table: the numeric ones by family, and all of them together.
+"""List the pointwise rows of the operator table: the numeric ones by family, and all of them
+together.
 
 Adding a pointwise operator means adding a row to a family, and nothing else.
 """
@@ -36,10 +37,10 @@ def _mode(mode: str) -> dict[str, Any]:
 
 
 ARITHMETIC: tuple[Op, ...] = (
-    row("add", (aten.add.Tensor, aten.add.Scalar), "{0} + {alpha} * {1}", **ALPHA),
+    row("add", (aten.add.Tensor, aten.add.Scalar), "{0} + {alpha} * {1}", commutes=True, **ALPHA),
     row("sub", (aten.sub.Tensor, aten.sub.Scalar), "{0} - {alpha} * {1}", **ALPHA),
     row("rsub", (aten.rsub.Tensor, aten.rsub.Scalar), "{1} - {alpha} * {0}", **ALPHA),
-    row("mul", (aten.mul.Tensor, aten.mul.Scalar), "{0} * {1}", **NUMBER),
+    row("mul", (aten.mul.Tensor, aten.mul.Scalar), "{0} * {1}", commutes=True, **NUMBER),
     row("div", (aten.div.Tensor, aten.div.Scalar), "{0} / {1}", **POSITIVE),
     row("neg", (aten.neg.default,), "-{0}", **NUMBER),
     row("abs", (aten.abs.default,), "tl.abs({0})", "sp::abs({0})", **NUMBER),
@@ -66,7 +67,13 @@ ARITHMETIC: tuple[Op, ...] = (
         "tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}), {1} - ({1} - {0}) * (1.0 - {2}))",
         "(sp::abs({2}) < 0.5f ? {0} + {2} * ({1} - {0}) : {1} - ({1} - {0}) * (1 - {2}))",
     ),
-    row("hypot", (aten.hypot.default,), "libdevice.hypot({0}, {1})", "sp::hypot({0}, {1})"),
+    row(
+        "hypot",
+        (aten.hypot.default,),
+        "libdevice.hypot({0}, {1})",
+        "sp::hypot({0}, {1})",
+        commutes=True,
+    ),
     row(
         "copysign",
         (aten.copysign.Tensor, aten.copysign.Scalar),
@@ -204,6 +211,7 @@ EXPONENTIAL: tuple[Op, ...] = (
         " + libdevice.log1p(tl.exp(-tl.abs({0} - {1}))))",
         "({0} == {1} ? {0} + 0.6931471805599453f"
         " : sp::max({0}, {1}) + sp::log1p(sp::exp(-sp::abs({0} - {1}))))",
+        commutes=True,
     ),
     row(
         "logaddexp2",
@@ -212,6 +220,7 @@ EXPONENTIAL: tuple[Op, ...] = (
         " + 1.4426950408889634 * libdevice.log1p(tl.exp2(-tl.abs({0} - {1}))))",
         "({0} == {1} ? {0} + 1 : sp::max({0}, {1})"
         " + 1.4426950408889634f * sp::log1p(sp::exp2(-sp::abs({0} - {1}))))",
+        commutes=True,
     ),
     row(
         "xlogy",
@@ -270,6 +279,7 @@ EXTREMES: tuple[Op, ...] = (
         (aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor),
         triton_max("{0}", "{1}"),
         "sp::max({0}, {1})",
+        commutes=True,
         **NUMBER,
     ),
     row(
@@ -277,10 +287,25 @@ EXTREMES: tuple[Op, ...] = (
         (aten.minimum.default, aten.clamp_max.default, aten.clamp_max.Tensor),
         triton_min("{0}", "{1}"),
         "sp::min({0}, {1})",
+        commutes=True,
         **NUMBER,
     ),
-    row("fmax", (aten.fmax.default,), "tl.maximum({0}, {1})", "sp::fmax({0}, {1})", **NUMBER),
-    row("fmin", (aten.fmin.default,), "tl.minimum({0}, {1})", "sp::fmin({0}, {1})", **NUMBER),
+    row(
+        "fmax",
+        (aten.fmax.default,),
+        "tl.maximum({0}, {1})",
+        "sp::fmax({0}, {1})",
+        commutes=True,
+        **NUMBER,
+    ),
+    row(
+        "fmin",
+        (aten.fmin.default,),
+        "tl.minimum({0}, {1})",
+        "sp::fmin({0}, {1})",
+        commutes=True,
+        **NUMBER,
+    ),
     row(
         "clamp_min",
         (aten.clamp.Tensor, aten.clamp.default),
@@ -315,6 +340,7 @@ CAST = row(
     operands=Operands.OWN,
     types=Types.ANY,
     reference=lambda x: x,
+    only_moves=True,
 )
 
 POINTWISE: tuple[Op, ...] = (

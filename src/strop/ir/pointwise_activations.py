@@ -146,7 +146,7 @@ def _elu_gradient(is_result: bool) -> dict[str, Any]:
     }
 
 
-# What AOTAutograd leaves whole: {0} is the gradient of the result. Where {1} is NaN and a formula
+# AOTAutograd leaves these whole; {0} is the gradient of the result. Where {1} is NaN and a formula
 # compares it, eager's answer depends on the element's place: its vector and scalar loops differ.
 GRADIENTS: tuple[Op, ...] = (
     row(

@@ -1,4 +1,4 @@
-"""What the pointwise rows of the operator table are written with.
+"""Define what the pointwise rows of the operator table are written with.
 
 A row holds the ATen overloads it stands for, one scalar expression for each code generator, and
 the function that is its reference (the first overload, where it takes operands and attributes as

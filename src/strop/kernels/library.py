@@ -1,4 +1,5 @@
-"""The kernel library: one row for each kernel written by hand and for each library that is called.
+"""Hold the kernel library: one row for each kernel written by hand and for each library that is
+called.
 
 ``select`` is asked once for each call and each size. The first launch, the builds before it, those
 in the background, ``explain``, the roofline and ``strop bench select`` all read its answer.
@@ -47,7 +48,7 @@ BY_OP: Mapping[str, tuple[Kernel, ...]] = _by_op()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What runs a call at some sizes, and what it was compared with.
+    """Say what runs a call at some sizes, and what it was compared with.
 
     ``launches`` is None where a library is called. ``beaten``: the rows that support the call and
     cost more, with microseconds as ``cost_us`` gives them.
@@ -92,7 +93,7 @@ def select(call: Call, problem: Problem, device: Device, off: tuple[str, ...] = 
 def sources_of(
     node: Node, sizes: Mapping[str, int], device: Device, off: tuple[str, ...] = ()
 ) -> tuple[KernelSource, ...]:
-    """What ``select`` launches for a node at these sizes."""
+    """Return what ``select`` launches for a node at these sizes."""
     if node.op not in BY_OP or not device.arch:  # most nodes: their sizes need not be known
         return ()
     call = Call.of(node)
@@ -106,7 +107,7 @@ def forms(call: Call, device: Device, off: tuple[str, ...] = ()) -> Iterable[Ker
 
 
 def reasons(call: Call, device: Device, off: Collection[str] = ()) -> dict[str, str]:
-    """Why rows cannot do a call, by name, as clauses about the kernel."""
+    """Say why rows cannot do a call, by name, as clauses about the kernel."""
     found = {}
     for row in BY_OP.get(call.op, ()):
         reason = "is switched off" if row.name in off else row.supports(call, device)

@@ -1,4 +1,4 @@
-"""What kernels in PTX have in common: sizes that their products ask for, declarations, waits.
+"""Print what kernels in PTX have in common: sizes that their products ask for, declarations, waits.
 
 Instructions are those of the ISA's manual
 (https://docs.nvidia.com/cuda/parallel-thread-execution/), ``wgmma`` with its layouts among them.
@@ -43,9 +43,9 @@ def entry(
     programs: int = 1,
     cluster: int = 1,
 ) -> str:
-    """Of an entry, up to its first brace. Params as Triton declares them: behind a map, by its
-    rank, the tensor's sizes and strides; two pointers that are not used at the end. ``programs`` on
-    a processor, at least; ``cluster``: so many are one."""
+    """Print an entry, up to its first brace. Params are as Triton declares them: behind a map, by
+    its rank, the tensor's sizes and strides; two pointers that are not used at the end.
+    ``programs`` on a processor, at least; ``cluster``: so many are one."""
     params = []
     for tensor, rank in maps.items():
         params.append(f".param .align 64 .b8 {tensor}[128]")
@@ -61,7 +61,7 @@ def entry(
 
 
 def barriers(counts: Mapping[int, int | str]) -> str:
-    """Made by one thread, for all: how many arrive at each, by its place behind %base."""
+    """Make barriers by one thread, for all: how many arrive at each, by its place behind %base."""
     made = "".join(
         f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
         for at, count in counts.items()
@@ -92,7 +92,7 @@ def release(first: int, stage: str, scratch: str) -> str:
 
 
 def advance(stages: int, stage: str, phase: str) -> str:
-    """To the next stage; behind the last one comes the first, in the other phase."""
+    """Advance to the next stage; behind the last one comes the first, in the other phase."""
     return f"""\
     add.u32 {stage}, {stage}, 1;
     setp.eq.u32 %p, {stage}, {stages};

@@ -85,7 +85,7 @@ def _structure(group: Group, stored: Set[Node]) -> _Structure:
 
 
 class _Walk:
-    """Over what a group computes, from its nodes to what it reads."""
+    """Walk over what a group computes, from its nodes to what it reads."""
 
     def __init__(self, group: Group, stored: Set[Node]) -> None:
         self.number: dict[Node, int] = {}

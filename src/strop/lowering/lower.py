@@ -31,7 +31,7 @@ from strop.ir.loops import (
 )
 from strop.ir.ops import Kind
 from strop.lowering.generic import generic_split
-from strop.lowering.values import Draft, Values, whole
+from strop.lowering.values import DraftStatement, Values, whole
 
 MAX_COLS = 4096  # static inner axes are gathered into one inner level up to this many elements
 
@@ -140,7 +140,7 @@ class _Finish:
             self.params.append(Param(node.dtype, is_output))
         return self.buffers.index(node)
 
-    def _stmt(self, draft: Draft) -> Stmt:
+    def _stmt(self, draft: DraftStatement) -> Stmt:
         out = draft.outs[0] if draft.outs else ""
         if draft.kind == "literal":
             return Literal(out, draft.detail, draft.dtype)

@@ -52,7 +52,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftStatement:
     """Hold a statement before axes are final. ``kind`` names the loop IR statement it becomes."""
 
     kind: str
@@ -73,7 +73,7 @@ class Values:
 
     def __init__(self, stored: Set[Node], inside: Set[Node], domain: Expr) -> None:
         self.axes = AxisTable()
-        self.drafts: list[Draft] = []
+        self.drafts: list[DraftStatement] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self.reduced_axes: list[int] = []
         self._loaded = stored - inside
@@ -98,7 +98,7 @@ class Values:
     ) -> str:
         name = f"v{len(self.dtypes)}"
         self.dtypes[name] = compute_dtype(dtype)
-        self.drafts.append(Draft(kind, (name,), args, dtype, access, detail, attrs))
+        self.drafts.append(DraftStatement(kind, (name,), args, dtype, access, detail, attrs))
         return name
 
     def convert(self, name: str, dtype: torch.dtype) -> str:
@@ -455,7 +455,7 @@ class Values:
             names = tuple(f"v{len(self.dtypes) + i}" for i in range(count))
             self.dtypes.update(dict.fromkeys(names, compute_dtype(dtype)))
             computed = compute_dtype(dtype)  # halves are summed as fp32
-            self.drafts.append(Draft("reduce", names, (arg,), computed, None, kind))
+            self.drafts.append(DraftStatement("reduce", names, (arg,), computed, None, kind))
             self._memo[key] = names  # type: ignore[assignment]
         return self._memo[key]  # type: ignore[return-value]
 
@@ -465,7 +465,7 @@ class Values:
         for dim, size, stride in zip(index, node.shape, node.strides, strict=True):
             strides |= self.axes.match(dim.axes, [(size, stride)])
         access = Access(ZERO, tuple(strides.items()))
-        self.drafts.append(Draft("store", (), (name,), node.dtype, access, node))
+        self.drafts.append(DraftStatement("store", (), (name,), node.dtype, access, node))
 
 
 def _stretches(index: NodeIndex, shape: Sequence[Expr]) -> list[list[int]]:

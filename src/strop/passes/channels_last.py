@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from strop.ir.affine import Strided, merge, reduced_runs, strided
+from strop.ir.contractions import NHWC
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, Shape, dense_strides, finish
-from strop.ir.ops import OF_ROWS, Kind
+from strop.ir.op import Anchor
+from strop.ir.ops import OPS, Kind
 from strop.options import Options
 
 Order = tuple[int, ...] | None
-NHWC = (0, 2, 3, 1)
-OF_PICTURES = {"conv2d": 1, "upsampled_conv2d": 1, "folded_taps": 0}  # operands; weights lie so
-BSHD = (0, 2, 1, 3)  # attention results: (B, H, S, D) values laid out as (B, S, H, D)
 
 
 def channels_last(graph: Graph, options: Options) -> Graph:
@@ -60,17 +59,11 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     if node.op in ("input", "constant", "item"):
         return b.copy_of(node, inputs)
     order: Order = node.order
+    anchor = OPS[node.op].anchor
     if order is not None:
         pass  # the frontend knows what the user expects
-    elif node.op in OF_PICTURES:
-        order, count = NHWC, OF_PICTURES[node.op]
-        inputs = (*(_contiguous(b, x, NHWC) for x in inputs[:count]), *inputs[count:])
-    elif node.op in OF_ROWS:
-        count = OF_ROWS[node.op]
-        inputs = (*(_rows(b, x) for x in inputs[:count]), *inputs[count:])
-    elif node.op == "attention":
-        order = BSHD
-        inputs = tuple(_unit_last(b, x) for x in inputs)
+    elif anchor.order is not None or anchor.rows:
+        inputs, order = _for_anchor(b, anchor, inputs), anchor.order
     elif node.op == "pattern":
         inputs, order = _for_pattern(b, node, inputs, hints)
     elif "wants" in node.attrs:
@@ -85,6 +78,15 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
         largest = inputs[:1] if node.op == "take" else inputs
         order = order_of_largest(largest, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
+
+
+def _for_anchor(b: Builder, anchor: Anchor, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Operands as a library, or a kernel in its place, reads them."""
+    if anchor.has_dense_ends:
+        return tuple(_unit_last(b, x) for x in inputs)
+    count = anchor.rows or anchor.pictures
+    laid = (_rows(b, x) if anchor.rows else _contiguous(b, x, NHWC) for x in inputs[:count])
+    return (*laid, *inputs[count:])
 
 
 def _for_pattern(

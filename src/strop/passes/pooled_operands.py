@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, rewrite
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 from strop.options import Options
 
 MOST_READ = 2.5  # times that an element may be computed: windows of 3x3 in steps of 2, not of 1
-_FIXED = frozenset({"cat", "take", "iota", "constant", "copy", "uniform"})
 Users = Mapping[Node, Sequence[Node]]
 
 
@@ -125,7 +124,8 @@ def _chain(
 
 
 def _may_move(node: Node, last: Node, moved: frozenset[int]) -> bool:
-    if node.kind is not Kind.POINTWISE or node.op in _FIXED or node.shape != last.shape:
+    is_elementwise = node.kind is Kind.POINTWISE and OPS[node.op].is_elementwise
+    if not is_elementwise or node.shape != last.shape:
         return False
     rank = len(last.shape)
     others = [operand.shape for operand in node.inputs if operand.shape != last.shape]

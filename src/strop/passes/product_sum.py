@@ -17,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from strop.ir.graph import Builder, Graph, Node, rewrite
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 from strop.options import Options
 from strop.passes.gated_linear import fits_sum
 from strop.passes.linear_add import Users, is_biased, is_sum, readers_of, side_of
-
-VIEWS = ("reshape", "permute")
 
 
 def product_sum(graph: Graph, options: Options) -> Graph:
@@ -59,7 +57,7 @@ def _left(graph: Graph, users: Users, outputs: Collection[Node]) -> set[Node]:
 def _views(value: Node) -> list[Node]:
     """Return the views through which a value is seen, the last one first."""
     found = list[Node]()
-    while value.op in VIEWS:
+    while OPS[value.op].has_all_once:
         found.append(value)
         value = value.inputs[0]
     return found
@@ -89,7 +87,7 @@ def _made(b: Builder, node: Node, views: Sequence[Node], side: Node, other: Node
     backwards. ``side`` and ``other`` are the builder's twins."""
     for view in views:
         other = _undone(b, view, other)
-        side = side.inputs[0] if side.op in VIEWS else side
+        side = side.inputs[0] if OPS[side.op].has_all_once else side
     linear, bias = side.inputs
     total = b.make("linear_add", (*linear.inputs, other, bias), side.shape, node.dtype)
     for view in reversed(views):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.ir.graph import Builder, Graph, Node, finish
+from strop.ir.ops import OPS
 from strop.options import Options
 from strop.passes import PassRecord
 from strop.passes.canonicalize import canonicalize
@@ -123,7 +124,7 @@ def _call(b: Builder, match: Match, new: Mapping[Node, Node]) -> list[Node]:
 
 def _undone(b: Builder, result: Node, value: Node) -> Node:
     """Return what ``result`` is a view of, from ``value``, which has its shape."""
-    while result.op in ("reshape", "permute"):
+    while OPS[result.op].has_all_once:
         source = result.inputs[0]
         if result.op == "reshape":
             value = b.reshape(value, source.shape)

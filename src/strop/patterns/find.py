@@ -9,11 +9,11 @@ from typing import Any
 
 from strop.errors import PatternError, StropError
 from strop.ir.graph import Graph, Node, Shape, compute_nodes
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 from strop.patterns.match import (
     Bound,
-    Numbers,
     Skeleton,
+    ValueNumbers,
     choices,
     is_number,
     is_transparent,
@@ -69,7 +69,7 @@ class Finder:
     misses: dict[Node, Miss] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.numbers = Numbers(self.graph)
+        self.numbers = ValueNumbers(self.graph)
         self.users = self.graph.users()
         self.results = set(self.graph.outputs)
         self.match_of: dict[Node, Match] = {}  # of each node that it takes
@@ -340,7 +340,7 @@ def _origin(nodes: Iterable[Node], root: Node) -> str:
 
 def _unviewed(node: Node) -> Node:
     """Return what a result is all of, in another shape or order."""
-    while node.op in ("reshape", "permute"):
+    while OPS[node.op].has_all_once:
         node = node.inputs[0]
     return node
 

@@ -13,32 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from strop.ir.graph import Builder, Graph, Node
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 from strop.passes.canonicalize import simplify
 
-COMMUTATIVE = frozenset(
-    {
-        "add",
-        "mul",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-        "hypot",
-        "logaddexp",
-        "logaddexp2",
-        "eq",
-        "ne",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-        "or",
-        "and",
-    }
-)
 MOST_TRIES = 64  # ways to bind the arguments at one place
 Places = Mapping[tuple[Node, str], str]
 Bound = Mapping[Any, Any]  # argument of the skeleton -> candidates; name of a keyword -> number
@@ -64,10 +41,10 @@ def is_number(node: Node) -> bool:
 
 def swaps(node: Node) -> bool:
     """Tell whether its two operands may change places."""
-    return node.op in COMMUTATIVE and len(node.inputs) == 2 and node.attrs.get("alpha", 1) == 1
+    return OPS[node.op].commutes and len(node.inputs) == 2 and node.attrs.get("alpha", 1) == 1
 
 
-class Numbers:
+class ValueNumbers:
     """Number values: the numbers are equal for nodes that compute the same from the same."""
 
     def __init__(self, graph: Graph) -> None:

@@ -1,1 +1,1 @@
-"""Building machine code and running programs with it."""
+"""Build machine code, and run programs with it."""

@@ -23,7 +23,7 @@ from strop.runtime.build.loader import kernel_loader
 from strop.train import sources
 from strop.train.layout import Item, Layout
 from strop.train.rules import Rule
-from strop.train.sources import Form, Tuning, Tunings
+from strop.train.sources import TensorForm, Tuning, Tunings
 from strop.train.step import GROUP_NUMBERS, Memory, Request
 
 Numbers = npt.NDArray[np.int64]
@@ -119,7 +119,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class LaunchBatch:
     """Hold tensors of one form: a launch for each sweep."""
 
     gradient_sweep: KernelSource
@@ -131,11 +131,11 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class LaunchPlan:
     """Hold a layout in device memory."""
 
     layout: Layout
-    batches: tuple[Batch, ...]
+    batches: tuple[LaunchBatch, ...]
     arrays: Tensor  # addresses of all but the gradients
     numels: Tensor
     groups: Tensor
@@ -165,7 +165,7 @@ class CudaStep:
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._settings = Upload(torch.float64, device)
         self._addresses = Upload(torch.int64, device)
-        self._plan: Plan | None = None
+        self._plan: LaunchPlan | None = None
         self._is_loaded = False
 
     def load(self, request: Request) -> None:
@@ -220,7 +220,7 @@ class CudaStep:
             self._launch(batch.update_sweep, (*tensors, *numbers), sizes)
 
     def _settle(
-        self, plan: Plan, request: Request, scale: Tensor, found: Tensor, settings: Tensor
+        self, plan: LaunchPlan, request: Request, scale: Tensor, found: Tensor, settings: Tensor
     ) -> None:
         memory = self.memory
         inputs = (plan.partials, plan.flags, scale, found, settings, plan.groups, plan.slots)
@@ -257,7 +257,7 @@ class CudaStep:
             return default
         return value.to(device=self._device, dtype=torch.float32, non_blocking=True)
 
-    def _make_plan(self, layout: Layout, settle: KernelSource) -> Plan:
+    def _make_plan(self, layout: Layout, settle: KernelSource) -> LaunchPlan:
         if is_capturing(self._device):
             raise UnsupportedError(
                 "the set or the kind of gradients is new under graph capture: run one step with "
@@ -278,7 +278,7 @@ class CudaStep:
         batches, partials, flags = self._make_batches(self._forms_of(items), numels)
         kernels = [s for b in batches for s in (b.gradient_sweep, b.update_sweep)]
         self._launch.prepare([*kernels, settle])
-        return Plan(
+        return LaunchPlan(
             layout,
             batches,
             self._table(np.array(addresses or [0], dtype=np.int64)),
@@ -291,8 +291,8 @@ class CudaStep:
         )
 
     def _make_batches(
-        self, forms: dict[Form, list[int]], numels: Numbers
-    ) -> tuple[tuple[Batch, ...], Tensor, Tensor]:
+        self, forms: dict[TensorForm, list[int]], numels: Numbers
+    ) -> tuple[tuple[LaunchBatch, ...], Tensor, Tensor]:
         gradient, update_of = self._tunings.gradient, self._tunings.update_of
         blocks = [
             (form, blocks_of(places, numels, gradient), blocks_of(places, numels, update_of(form)))
@@ -309,22 +309,22 @@ class CudaStep:
             update = sources.update_sweep(form, update_of(form))
             kernels = sources.gradient_sweep(form, gradient), update
             tables = self._table(first), self._table(second)
-            batches.append(Batch(*kernels, *tables, partials[start:end], flags[start:end]))
+            batches.append(LaunchBatch(*kernels, *tables, partials[start:end], flags[start:end]))
             start = end
         return tuple(batches), partials, flags
 
-    def _forms_of(self, items: Sequence[Item]) -> dict[Form, list[int]]:
+    def _forms_of(self, items: Sequence[Item]) -> dict[TensorForm, list[int]]:
         """Return places of the items of each form."""
-        forms: dict[Form, list[int]] = {}
+        forms: dict[TensorForm, list[int]] = {}
         for place, item in enumerate(items):
             if item.param.numel():
                 forms.setdefault(self._form_of(item), []).append(place)
         return forms
 
-    def _form_of(self, item: Item) -> Form:
+    def _form_of(self, item: Item) -> TensorForm:
         arrays = [item.param, *item.states, *item.scales, item.average, item.shadow]
         addresses = [a.data_ptr() for a in arrays if a is not None]
-        return Form(
+        return TensorForm(
             item.grad_dtype,
             item.param.dtype,
             len(item.states),

@@ -11,7 +11,7 @@ FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The panel "Data" of ``strop train -h``."""
+    """Hold the panel "Data" of ``strop train -h``."""
 
     train_data_dir: str = setting(
         "",

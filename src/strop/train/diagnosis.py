@@ -33,7 +33,7 @@ _READS = {
 _COPIES = ("aten::_to_copy", "aten::copy_")
 
 
-class Watch(TorchDispatchMode):
+class WaitFinder(TorchDispatchMode):
     """Notes what waits for the device. A GPU says so itself; operators that always do are known."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Watch(TorchDispatchMode):
 
 def culprits(step: Callable[[], Any]) -> list[str]:
     """Run a step once more, plainly, and name each operation in it that waits for the device."""
-    watch = Watch()
+    watch = WaitFinder()
     try:
         with watch:
             step()

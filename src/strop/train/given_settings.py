@@ -21,7 +21,7 @@ IDLE = {
 
 
 def make(task: str, given: Mapping[str, Any]) -> Settings:
-    """Settings from names and values as YAML or a command line has them.
+    """Make settings from names and values as YAML or a command line has them.
 
     Raises OptionError for an unknown name or a value of the wrong kind, and UnsupportedError for
     a flag of diffusers that is not built.
@@ -48,7 +48,7 @@ def make(task: str, given: Mapping[str, Any]) -> Settings:
 
 
 def needless(given: Mapping[str, Any]) -> list[str]:
-    """What to tell of the flags among these that change nothing."""
+    """Return what to tell of the flags among these that change nothing."""
     found = {key.replace("-", "_"): value for key, value in given.items()}
     return [
         f"--{name} changes nothing: {reason}"
@@ -58,7 +58,7 @@ def needless(given: Mapping[str, Any]) -> list[str]:
 
 
 def idle(settings: Settings) -> list[str]:
-    """What to tell of settings that would need another one."""
+    """Return what to tell of settings that would need another one."""
     return [
         f"--{name} changes nothing without --{needed}"
         for name, needed in IDLE.items()
@@ -67,12 +67,12 @@ def idle(settings: Settings) -> list[str]:
 
 
 def _is_off(value: object) -> bool:
-    """As in a file that lists a script's defaults."""
+    """Tell whether a flag is off, as in a file that lists a script's defaults."""
     return value is None or value is False
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Names and values of a YAML file."""
+    """Read names and values of a YAML file."""
     try:
         import yaml
     except ImportError as error:
@@ -89,7 +89,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, metadata: Mapping[str, Any]) -> Any:
-    """YAML reads 1e-4 as text, 1 as an integer where a float is meant, and no as false."""
+    """Convert a value: YAML reads 1e-4 as text, 1 as an integer where a float is meant, and no as
+    false."""
     kind = metadata["kind"]
     if value is False and "no" in metadata["choices"]:
         return "no"

@@ -336,7 +336,8 @@ def store_moment(
 
 @triton.jit
 def update_quantized(first, second, coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
-    """Adam on moments in 8 bits. The parameter changes by what they are before they are coded."""
+    """Run Adam on moments in 8 bits. The parameter changes by what they are before they are
+    coded."""
     scales, row = coded
     first_scales, second_scales = scales
     a0, a1, a2, a3, a4, a5, a6, _ = numbers
@@ -390,7 +391,8 @@ def update_sgd(
 
 @triton.jit
 def update(arrays, coded, step, at, left, FULL: tl.constexpr, FORM: tl.constexpr):
-    """One tile of a tensor. ``step`` holds for all of it, ``FORM`` has the flags of the sweep."""
+    """Update one tile of a tensor. ``step`` holds for all of it, ``FORM`` has the flags of the
+    sweep."""
     grad, param, first, second, average, shadow = arrays
     numbers, skip, weight, key, position = step
     PARAM: tl.constexpr = FORM[0]

@@ -100,7 +100,7 @@ def _save_diffusers(settings: Settings, model: Model, folder: Path, dtype: torch
     arguments: dict[str, Any] = {}
     for name in settings.parts:
         layers = convert_state_dict_to_diffusers(_weights(model, name, dtype))
-        # Without the folder that the model was loaded from, and without dropout: diffusers leaves
+        # The file names no folder that the model was loaded from, and no dropout: diffusers leaves
         # the layers that it makes from this in training mode, and would drop while it draws.
         config = {
             **_adapter(model, name).to_dict(),

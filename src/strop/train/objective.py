@@ -23,7 +23,7 @@ def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
     capped = snr.clamp(max=gamma)
     if prediction == "sample":
         return capped
-    # Without any signal (zero terminal SNR) the first quotient is 0 / 0; its limit is 1.
+    # If no signal is left (zero terminal SNR) the first quotient is 0 / 0; its limit is 1.
     return (
         capped / (snr + 1.0)
         if prediction == "v_prediction"

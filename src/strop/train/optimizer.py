@@ -329,7 +329,7 @@ class FusedOptimizer(Optimizer):
         return grads
 
     def _average_idle(self, owners: Sequence[Tensor], weight: Tensor) -> None:
-        """Averages of parameters without a gradient, as EMAModel treats them."""
+        """Update averages of parameters without a gradient, as EMAModel does."""
         for owner in owners:
             average = self.average_of(owner)
             if owner.requires_grad:

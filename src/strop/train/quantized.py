@@ -42,7 +42,7 @@ def book(signed: bool, device: torch.device | str = "cpu") -> Tensor:
     """Return what the codes stand for, ascending. A decade has pieces 2^n to 2 * 2^n - 1."""
     bits = _bits(signed)
     pieces = [(q, q.bit_length() - 1) for q in range(1 << bits - _DECADES, 1 << bits)]
-    # In fp32 and in this order, as in the kernel.
+    # The kernel computes in fp32 and in this order, too.
     middles = torch.tensor([float(18 * q + 9 - (16 << n)) for q, n in pieces])
     middles = middles * torch.tensor([5.0**n for _, n in pieces]) * (0.5 * 10.0**-bits)
     negative = -middles.flip(0) if signed else middles[:0]

@@ -1,4 +1,4 @@
-"""What is said of one setting of a training: the metadata of a dataclass field."""
+"""Define one setting of a training: the metadata of a dataclass field."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def setting(
     fixed: bool = False,
     per_task: Mapping[str, Any] | None = None,
 ) -> Any:
-    """``fixed``: a resumed training must have the same value. ``least``: the smallest one;
-    ``above``: smaller than all."""
+    """Declare a setting. ``fixed``: a resumed training must have the same value. ``least`` is the
+    smallest value; ``above``: it is smaller than all."""
     metadata = {
         "kind": kind,
         "panel": panel,

@@ -17,7 +17,7 @@ from strop.train.training_settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The panel "Model" of ``strop train -h``."""
+    """Hold the panel "Model" of ``strop train -h``."""
 
     pretrained_model_name_or_path: str = setting(
         "",
@@ -63,7 +63,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """The panel "Output" of ``strop train -h``."""
+    """Hold the panel "Output" of ``strop train -h``."""
 
     output_dir: str = setting(
         "",
@@ -136,7 +136,7 @@ class OutputSettings:
 # The bases lie in the opposite order of their panels: fields start with those of the last base.
 @dataclass(frozen=True, kw_only=True)
 class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
-    """All settings of one training. ``None`` leaves a choice to the model or to the task."""
+    """Hold all settings of one training. ``None`` leaves a choice to the model or to the task."""
 
     task: str
 

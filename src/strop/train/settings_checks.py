@@ -1,4 +1,4 @@
-"""What is refused of the settings of a training: values out of range, and contradictions."""
+"""Refuse settings of a training: values out of range, and contradictions."""
 
 from __future__ import annotations
 

@@ -39,12 +39,12 @@ class Tunings:
     update: Tuning = Tuning(4096, 2048, 8)
     quantized: Tuning = Tuning(4096, 1024, 8)  # updates of 8-bit states: tiles of whole blocks
 
-    def update_of(self, form: Form) -> Tuning:
+    def update_of(self, form: TensorForm) -> Tuning:
         return self.quantized if form.quantized else self.update
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """Tell the kernels of two tensors apart."""
 
     grad: torch.dtype
@@ -63,7 +63,7 @@ class Form:
         return self.param == torch.float64
 
 
-def gradient_sweep(form: Form, tuning: Tuning) -> KernelSource:
+def gradient_sweep(form: TensorForm, tuning: Tuning) -> KernelSource:
     constants = {
         "BLOCK": tuning.block,
         "TILE": tuning.tile,
@@ -93,7 +93,7 @@ def settle(
     return _source("settle", types, 2, constants, 16, programs=1)
 
 
-def update_sweep(form: Form, tuning: Tuning) -> KernelSource:
+def update_sweep(form: TensorForm, tuning: Tuning) -> KernelSource:
     constants = {
         "BLOCK": tuning.block,
         "TILE": tuning.tile,

@@ -18,7 +18,7 @@ SCHEDULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """The panel "Training" of ``strop train -h``."""
+    """Hold the panel "Training" of ``strop train -h``."""
 
     train_batch_size: int = setting(
         16,

@@ -137,7 +137,7 @@ class WholeStep:
         return loss
 
     def report(self) -> StepReport:
-        """Counts so far."""
+        """Return the counts so far."""
         if self._device is not None:
             self._counts.graph = self._recorder is not None
         self._counts.buckets = len(self._buckets)

@@ -28,7 +28,7 @@ from strop.bench.pipelines import (
     actions_weights as weights,
 )
 
-# What an action applies to: a module of the pipeline, or the whole pipeline.
+# An action applies to one of these: a module of the pipeline, or the whole pipeline.
 DENOISER, UNET, VAE, TEXT, PIPE, STABLE = "denoiser", "unet", "vae", "text", "pipe", "stable"
 CACHED = "cached"  # the transformer of a pipeline whose class takes diffusers' caches
 DENOISERS = ("unet", "transformer", "prior", "decoder")

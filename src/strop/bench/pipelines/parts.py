@@ -103,7 +103,7 @@ def vae(**changes: Any) -> Any:
 
 
 def flow_vae(**changes: Any) -> Any:
-    """The autoencoder that pipelines of flow matching expect."""
+    """Build the autoencoder that pipelines of flow matching expect."""
     config = {
         "shift_factor": 0.06,
         "scaling_factor": 1.5,
@@ -121,7 +121,7 @@ def embeds(seed: int = 5) -> Tensor:
     return torch.randn(1, WORDS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-# For pipelines that clean prompts with a package that is not there: the prompt as embeddings
+# Pipelines that clean prompts with a package that is not there get the prompt as embeddings.
 EMBEDDED: dict[str, Any] = {
     "prompt": None,
     "negative_prompt": None,

@@ -1,1 +1,1 @@
-"""Attention kernels."""
+"""Hold the kernels of attention."""

@@ -1,4 +1,4 @@
-"""Attention to few keys in PTX, as to the words of a prompt: programs that keep keys and values.
+"""Compute attention to few keys in PTX, as to the words of a prompt: programs keep keys and values.
 
 All keys are one step, so weights need no rescaling. A program fetches keys and values of one head
 once, then goes through a share of its queries, tile by tile; each of its groups of four warps has
@@ -38,8 +38,9 @@ MASKED = 16  # keys at the end of the step that may be behind the last one
 
 @dataclass(frozen=True, slots=True)
 class KeysTile:
-    """``groups`` of 64 queries each; ``keys``: a multiple of 16, of which the last 16 may be none;
-    ``stages`` of queries on the way; ``programs`` on a processor, which bounds the registers."""
+    """Describe a tile of ``groups`` of 64 queries each; ``keys``: a multiple of 16, of which the
+    last 16 may be none; ``stages`` of queries on the way; ``programs`` on a processor, which bounds
+    the registers."""
 
     groups: int
     keys: int
@@ -50,7 +51,8 @@ class KeysTile:
         return self.keys - MASKED < keys <= self.keys
 
     def shares(self, batch_times_heads: int, queries: int, sms: int) -> tuple[int, int]:
-        """Programs of a head, and tiles of queries of a program: as many as run at a time."""
+        """Return the programs of a head, and the tiles of queries of a program: as many as run at a
+        time."""
         tiles = -(-queries // (ROWS * self.groups))
         wanted = max(sms * self.programs // batch_times_heads, 1)
         each = -(-tiles // min(wanted, tiles))
@@ -59,7 +61,7 @@ class KeysTile:
 
 @dataclass(frozen=True, slots=True)
 class Layout(moves.Laid):
-    """Stages of queries, keys, values, results, barriers."""
+    """Lay out stages of queries, keys, values, results, barriers."""
 
     tile: KeysTile
 
@@ -185,7 +187,8 @@ def _at_stage(layout: Layout) -> str:
 
 
 def _fetch(layout: Layout) -> Iterator[str]:
-    """One thread: the first queries, keys and values, then more queries as stages are free."""
+    """Fetch by one thread: the first queries, keys and values, then more queries as stages are
+    free."""
     tile = layout.tile
     yield f"""\
     setp.lt.u32 %p, %thread, {128 * tile.groups};
@@ -266,7 +269,7 @@ weigh:
 
 
 def _stored(layout: Layout, kind: str) -> Iterator[str]:
-    """When the results of the tile before have left."""
+    """Store results when those of the tile before have left."""
     yield moves.READ
     yield from rows.divided(layout, kind)
     yield advance(layout.tile.stages, "%stage", "%phase")

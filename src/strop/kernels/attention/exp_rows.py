@@ -1,4 +1,5 @@
-"""Softmax without its division: what stands between two matrix products of an attention."""
+"""Compute softmax without its division, which stands between two matrix products of an
+attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What attention in PTX moves: queries, keys and values into shared memory, and results out of it.
+"""Move what attention in PTX moves: queries, keys and values into shared memory, and results out of
+it.
 
 The tensor memory accelerator brings and takes boxes, whose lines of 128 bytes it mixes. Results
 leave by it, too: stores of the registers that they are in would be of 16 bytes of a row each, of
@@ -28,8 +29,8 @@ class Tiled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Laid(ABC):
-    """Where things lie in shared memory, in bytes. A head is cut into columns of 64, whose blocks
-    follow each other."""
+    """Say where things lie in shared memory, in bytes. A head is cut into columns of 64, whose
+    blocks follow each other."""
 
     head: int
     tile: Tiled
@@ -49,13 +50,13 @@ class Laid(ABC):
 
     @property
     def columns(self) -> int:
-        """Of the result, as products have them."""
+        """Return the columns of the result, as products have them."""
         return -(-self.head // 8) * 8
 
     @property
     @abstractmethod
     def results_at(self) -> int:
-        """Where results are on their way out."""
+        """Return where results are on their way out."""
 
 
 def boxed(layout: Laid, tensor: int, to: str, rows: int, at: str, barrier: str) -> str:

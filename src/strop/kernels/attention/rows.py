@@ -1,4 +1,4 @@
-"""The rows of attention with short heads: which tile computes one, by sizes alone.
+"""Choose the tile that computes attention with short heads, by sizes alone.
 
 What was measured on a card (``kernels.tuned``) says which tile, of all kinds, is the fastest at
 some sizes. Three rows share that answer: each runs where the tile is one of its own.
@@ -80,7 +80,7 @@ def source_of(head: int, scale: float, tile: AnyTile, dtype: torch.dtype) -> Ker
 def scalars_of(
     tile: AnyTile, batch: int, heads: int, queries: int, keys: int, sms: int
 ) -> tuple[int, ...]:
-    """What a launch passes on a GPU of so many multiprocessors."""
+    """Return what a launch passes on a GPU of so many multiprocessors."""
     sizes = queries, keys, heads, batch * heads
     if isinstance(tile, KeysTile):
         return *sizes, *tile.shares(batch * heads, queries, sms)
@@ -95,7 +95,8 @@ def scale_of(given: float | None, head: int) -> float:
 
 
 def is_plain(call: Call) -> str:
-    """Why a call is no attention without mask of half precision and one size of heads, or ""."""
+    """Say why a call is no attention without mask of half precision and one size of heads, or
+    ""."""
     if len(call.shapes) != 3 or call.attr("causal"):
         return "computes attention without a mask"
     if call.attr("scale") is not None and call.attr("scale") <= 0:
@@ -154,7 +155,7 @@ class _Kind:
 
 
 def _match(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
-    """Whether (B, H, S, D) have equal B, H and D, are not empty, and fit 32 bits."""
+    """Tell whether (B, H, S, D) have equal B, H and D, are not empty, and fit 32 bits."""
     return (
         k == v
         and (*k[:2], k[3]) == (*q[:2], q[3])
@@ -164,8 +165,8 @@ def _match(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
 
 
 def _us(problem: Problem, tile: AnyTile, device: Device) -> float:
-    """By the model of rounds where the library has one too; else the tile is the fastest that was
-    measured."""
+    """Return the time by the model of rounds where the library has one too; else the tile is the
+    fastest that was measured."""
     (batch, heads, queries, head), keys = problem.shapes[0], problem.shapes[1][2]
     times, of_all = tuned(device).attention, batch * heads
     if times.rule(head, of_all * queries * keys, keys) is not None:

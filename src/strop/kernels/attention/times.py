@@ -1,4 +1,4 @@
-"""How long attention takes on a device, by tile: the type of a fitted table."""
+"""Say how long attention takes on a device, by tile: the type of a fitted table."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTimes:
-    """By the size of a head. ``few`` holds for up to ``few_keys`` keys and ``many`` beyond: the
-    first rule that holds. Where none does, the least of ``in_rounds``. ``least_queries``: fewer
-    have not been measured, and heads that it lacks neither."""
+    """Hold the rules by the size of a head. ``few`` holds for up to ``few_keys`` keys and ``many``
+    beyond: the first rule that holds. Where none does, the least of ``in_rounds``.
+    ``least_queries``: fewer have not been measured, and heads that it lacks neither."""
 
     few_keys: int
     few: Mapping[int, tuple[Rule, ...]]

@@ -90,7 +90,7 @@ _TAIL = """\
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program has at once. ``stages``: steps whose keys and values are on the way."""
+    """Say what a program has at once. ``stages``: steps whose keys and values are on the way."""
 
     queries: int
     keys: int

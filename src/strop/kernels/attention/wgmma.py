@@ -1,4 +1,5 @@
-"""Attention in PTX: groups of four warps that have queries of their own and share keys and values.
+"""Compute attention in PTX: groups of four warps have queries of their own and share keys and
+values.
 
 As FlashAttention-3 (https://arxiv.org/abs/2407.08608): one thread fetches blocks of keys and values
 by the tensor memory accelerator, each group waits for a block and goes on by itself, so that one
@@ -51,7 +52,7 @@ MANY_GROUPS, WEIGHING, FETCHING = 4, 112, 24
 
 @dataclass(frozen=True, slots=True)
 class Layout(moves.Laid):
-    """Queries, keys, values, barriers."""
+    """Lay out queries, keys, values, barriers."""
 
     tile: WgmmaTile
 
@@ -83,7 +84,7 @@ class Layout(moves.Laid):
 
     @property
     def results_at(self) -> int:
-        """Where a warp's queries were, whose products it has waited for."""
+        """Return where a warp's queries were, whose products it has waited for."""
         return 0
 
     @property
@@ -92,13 +93,13 @@ class Layout(moves.Laid):
 
     @property
     def hands_over(self) -> bool:
-        """Whether warps that fetch leave registers to those that weigh."""
+        """Tell whether warps that fetch leave registers to those that weigh."""
         return self.tile.groups == MANY_GROUPS and not self.is_single
 
     @property
     def num_warps(self) -> int:
-        """Of a single step, a thread of the last group fetches. Registers change hands by four
-        warps."""
+        """Return the number of warps. In a single step, a thread of the last group fetches.
+        Registers change hands by four warps."""
         fetching = 0 if self.is_single else 4 if self.hands_over else 1
         return 4 * self.tile.groups + fetching
 
@@ -220,14 +221,15 @@ def _begin(layout: Layout) -> Iterator[str]:
 
 
 def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
-    """For a stage, by the place of the first stage's barrier."""
+    """Wait for a stage, by the place of the first stage's barrier."""
     return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + wait(
         label, "%bar", phase
     )
 
 
 def _fetch(layout: Layout) -> Iterator[str]:
-    """One thread: the queries, then keys and values, the last block first, as stages are free."""
+    """Fetch by one thread: the queries, then keys and values, the last block first, as stages are
+    free."""
     tile = layout.tile
     first, others = 128 * tile.groups, "done"
     if layout.is_single:
@@ -266,7 +268,7 @@ fetch:
 
 
 def _scores(layout: Layout, kind: str) -> Iterator[str]:
-    """Of this group's queries and the keys of stage %stage_k."""
+    """Multiply this group's queries and the keys of stage %stage_k."""
     yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
     yield from scores(layout, kind, "%low")
     yield "    wgmma.commit_group.sync.aligned;\n"
@@ -280,7 +282,7 @@ def _results(layout: Layout, kind: str) -> Iterator[str]:
 
 
 def scores(layout: moves.Laid, kind: str, keys: str) -> Iterator[str]:
-    """``keys``: where those begin."""
+    """Multiply queries and keys. ``keys`` says where those begin."""
     tile, line = layout.tile, LINE_BYTES // UNIT
     for n in range(-(-layout.head // DEPTH)):
         part, rest = divmod(n * DEPTH, LINE)
@@ -292,7 +294,8 @@ def scores(layout: moves.Laid, kind: str, keys: str) -> Iterator[str]:
 
 
 def weighed(layout: moves.Laid, kind: str, values: str, *, is_added: bool) -> Iterator[str]:
-    """``values``: where those begin, by the weights, to the results that are there, or not."""
+    """Multiply weights and values, and add the products to the results that are there, or not.
+    ``values`` says where those begin."""
     for n in range(layout.tile.keys // DEPTH):
         yield f"    add.u32 %low_b, {values}, {n * DEPTH * LINE_BYTES // UNIT};\n"
         yield "    mov.b64 %b, {%low_b, %high};\n"
@@ -301,7 +304,7 @@ def weighed(layout: moves.Laid, kind: str, values: str, *, is_added: bool) -> It
 
 
 def _results_read(layout: Layout, stage: str) -> str:
-    """Of the block whose values are in a stage."""
+    """Wait until the results of the block whose values are in a stage are read."""
     return "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, stage, "%x0")
 
 
@@ -431,7 +434,7 @@ def _of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
 
 
 def _of_neighbours(name: str, op: str) -> Iterator[str]:
-    """Four threads share a row."""
+    """Combine a row among the four threads that share it."""
     for distance in (1, 2):
         for row in (0, 1):
             yield f"    shfl.sync.bfly.b32 %f{row}, %{name}{row}, {distance}, 31, -1;\n"
@@ -439,14 +442,14 @@ def _of_neighbours(name: str, op: str) -> Iterator[str]:
 
 
 def maxima(keys: int, factor: str) -> Iterator[str]:
-    """%c: of rows, scaled."""
+    """Compute in %c the maxima of rows, scaled."""
     yield from _of_rows(keys, "max.NaN.f32", 4)
     yield from _of_neighbours("c", "max.NaN.f32")
     yield from (f"    mul.f32 %c{row}, %c{row}, {factor};\n" for row in (0, 1))
 
 
 def _if_sums_pass(most: float, found: str, otherwise: str) -> Iterator[str]:
-    """Where a sum in %c of this warp is greater, infinite ones among them."""
+    """Branch where a sum in %c of this warp is greater, infinite ones among them."""
     yield f"""\
     setp.gt.f32 %p, %c0, {f32(most)};
     setp.gt.or.f32 %p, %c1, {f32(most)}, %p;
@@ -456,8 +459,8 @@ def _if_sums_pass(most: float, found: str, otherwise: str) -> Iterator[str]:
 
 
 def _weights_scaled(layout: Layout) -> Iterator[str]:
-    """So that the greatest of a row is 1, where it is more: %m by as much higher, %e what was
-    weighed before is to be multiplied by, and %c the sums."""
+    """Scale so that the greatest weight of a row is 1, where it is more: %m gets by as much higher,
+    %e what was weighed before is to be multiplied by, and %c the sums."""
     yield from (f"    mov.f32 %n{row}, %c{row};\n" for row in (0, 1))
     yield from _of_rows(layout.tile.keys, "max.f32", 2)
     yield from _of_neighbours("c", "max.f32")
@@ -474,7 +477,8 @@ def _weights_scaled(layout: Layout) -> Iterator[str]:
 
 
 def _grown() -> Iterator[str]:
-    """%m: all maxima till now; %e: what was weighed before is to be multiplied by."""
+    """Update %m, all maxima till now, and %e, by which what was weighed before is to be
+    multiplied."""
     for row in (0, 1):
         yield f"""\
     max.NaN.f32 %c{row}, %c{row}, %m{row};
@@ -529,7 +533,8 @@ def _place(which: int, unit: int) -> str:
 
 
 def powers(keys: int, factor: str) -> Iterator[str]:
-    """Of all scores less their row's maximum, in their place; their sums in %c."""
+    """Compute the powers of all scores less their row's maximum, in their place, and their sums in
+    %c."""
     yield from (f"    neg.f32 %n{row}, %m{row};\n" for row in (0, 1))
     for n in range(keys // 2):
         yield f"    fma.rn.ftz.f32 %s{n}, %s{n}, {factor}, %n{_row(n)};\n"
@@ -538,7 +543,7 @@ def powers(keys: int, factor: str) -> Iterator[str]:
 
 
 def rounded(keys: int, kind: str) -> Iterator[str]:
-    """Weights: a product's sums lie as the next one's operand."""
+    """Round weights: a product's sums lie as the next one's operand."""
     for n in range(keys // 4):
         yield f"    cvt.rn.{kind}x2.f32 %w{n}, %s{2 * n + 1}, %s{2 * n};\n"
 
@@ -549,7 +554,7 @@ def _store(layout: Layout, kind: str) -> Iterator[str]:
 
 
 def divided(layout: moves.Laid, kind: str) -> Iterator[str]:
-    """By the sums of rows, on the way to the queries from %start on."""
+    """Divide by the sums of rows, on the way to the queries from %start on."""
     yield from _of_neighbours("l", "add.f32")
     yield from (f"    rcp.rn.f32 %l{row}, %l{row};\n" for row in (0, 1))
     yield "    mov.b64 %wide, result;\n    cvta.param.u64 %map3, %wide;\n"

@@ -1,4 +1,4 @@
-"""Tiles of attention by groups of warps, and how their programs share the queries."""
+"""List the tiles of attention by groups of warps, and how their programs share the queries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WgmmaTile:
     early: bool = False
 
     def shares(self, batch_times_heads: int, queries: int, keys: int, sms: int) -> Shares:
-        """What fills the last round of programs on so many multiprocessors best."""
+        """Return what fills the last round of programs on so many multiprocessors best."""
         whole = batch_times_heads * -(-queries // (ROWS * self.groups))
         steps = -(-keys // self.keys)
         full, rest = divmod(whole, sms)
@@ -43,7 +43,7 @@ class WgmmaTile:
 
     @property
     def is_shared(self) -> bool:
-        """Whether programs may share out the queries of one."""
+        """Tell whether programs may share out the queries of one."""
         return self.programs == 1 and self.stages > 1
 
 

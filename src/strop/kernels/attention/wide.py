@@ -1,4 +1,5 @@
-"""Attention with heads wider than any library's fast kernel: two products and rows between them.
+"""Compute attention with heads wider than any library's fast kernel: two products and rows between
+them.
 
 The VAE of Stable Diffusion has one head of 512. cuDNN and flash end at 256; what torch runs instead
 took 348 us at 64 x 64 latents on an H100, a tenth of what its tensor cores can do. The scores are
@@ -63,7 +64,7 @@ def cost_us(problem: Problem, device: Device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some queries of some heads: operands (H, S, D) are these parts of (B, H, S, D)."""
+    """Hold some queries of some heads: operands (H, S, D) are these parts of (B, H, S, D)."""
 
     heads: tuple[tuple[int, ...], ...]
     queries: tuple[int, int]
@@ -72,7 +73,7 @@ class _Piece:
         return Operand(number, Lies.ANYHOW, piece=self.heads)
 
     def some(self, number: int) -> Operand:
-        """The queries of the first input, or of the result."""
+        """Take the queries of the first input, or of the result."""
         return Operand(number, Lies.ANYHOW, piece=(*self.heads, (1, *self.queries)))
 
 
@@ -126,7 +127,7 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
 
 
 def chunk_of(queries: int, scores_a_query: int) -> int:
-    """How many queries at a time."""
+    """Return how many queries to take at a time."""
     most = SCORES_BYTES // (4 * scores_a_query) // QUERIES_MULTIPLE * QUERIES_MULTIPLE
     return min(max(most, QUERIES_MULTIPLE), queries)
 

@@ -48,10 +48,9 @@ def folded_taps(p0, p1, s0, CI: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def folded_taps(outs: int, ins: int, dtype: torch.dtype) -> KernelSource:
-    """From weights (CO, 3, 3, CI) to taps (2, 2, CO, 2, 2, CI): odd rows, odd columns, channel, and
-    place in the window. Both dense; CI a multiple of 16. Summed in fp32, rounded once. Scalars: CO
-    times CI.
-    """
+    """Turn weights (CO, 3, 3, CI) into taps (2, 2, CO, 2, 2, CI): odd rows, odd columns, channel,
+    and place in the window. Both are dense; CI is a multiple of 16. Sums are made in fp32, and
+    rounded once. The scalar is CO times CI."""
     return KernelSource(
         "folded_taps",
         "triton",

@@ -1,1 +1,2 @@
-"""Matrix products: linears, gated linears, and convolutions as implicit GEMMs."""
+"""Hold the kernels of matrix products: linears, gated linears, and convolutions as implicit
+GEMMs."""

@@ -1,4 +1,5 @@
-"""What becomes of a product's sums in PTX: added up, gated, rounded, and written in whole lines."""
+"""Do what becomes of a product's sums in PTX: they are added up, gated, rounded, and written in
+whole lines."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
 
 def _pixel(of: Product, row: str) -> str:
-    """%place: of the first channel of a row's result; %p, if it was true: it is in the picture."""
+    """Compute %place, the first channel of a row's result; %p, if it was true, says that it is in
+    the picture."""
     of_box = """\
     ld.param.u32 %place, [s7];
     setp.lt.and.u32 %p, %n3, %place, %p;
@@ -33,8 +35,8 @@ def _pixel(of: Product, row: str) -> str:
 
 
 def _divided(of: Product, by_what: str, rest: str, which: int) -> str:
-    """%n3 and ``rest``: by columns (0) or lines (1) of the box. Of numbers up to 256 a quotient is
-    exact by way of 2^16."""
+    """Divide by columns (0) or lines (1) of the box: %n3 and ``rest``. The quotient of numbers up
+    to 256 is exact by way of 2^16."""
     if not of.has_box:
         size = (of.rows, 1)[which]
         return f"    rem.u32 {rest}, {by_what}, {size};\n    div.u32 %n3, {by_what}, {size};\n"
@@ -50,7 +52,7 @@ def _divided(of: Product, by_what: str, rest: str, which: int) -> str:
 
 
 def _address(of: Product, row: str, col: str) -> str:
-    """%wide: in bytes from the beginning of the result; %p as above, and in its columns."""
+    """Compute %wide, in bytes from the beginning of the result; %p as above, and in its columns."""
     return (
         _pixel(of, row)
         + f"""\
@@ -113,7 +115,7 @@ _BIASES = """\
 
 
 def begun(of: Product, kind: str, coordinates: str) -> Iterator[str]:
-    """What sums begin with: zeros, or biases, the same in all rows."""
+    """Set what sums begin with: zeros, or biases, the same in all rows."""
     half = of.tile.cols // 2
     if not of.begins_with_biases:
         yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.blocks * half))
@@ -150,7 +152,7 @@ READ = "    @%is_handing cp.async.bulk.wait_group.read 0;\n"
 
 
 def handing(of: Product) -> str:
-    """%is_handing: one thread, which has the tensor memory accelerator take results."""
+    """Set %is_handing in one thread, which has the tensor memory accelerator take results."""
     return f"""\
     rem.u32 %n0, %thread, {32 * of.team};
     setp.eq.u32 %is_handing, %n0, 0;
@@ -167,7 +169,7 @@ def met(of: Product) -> str:
 
 
 def beyond(of: Product) -> str:
-    """To the stage behind those of another tile."""
+    """Advance to the stage behind those of another tile."""
     return f"""\
     add.u32 %stage, %stage, %steps;
     div.u32 %n0, %stage, {of.tile.stages};
@@ -185,8 +187,8 @@ _OF_WINDOW = """\
 
 
 def stored(of: Product, kind: str) -> Iterator[str]:
-    """By way of shared memory, mixed as the accelerator reads it; it leaves out what is not in the
-    picture, and adds to what is there if it is to."""
+    """Store by way of shared memory, mixed as the accelerator reads it; it leaves out what is not
+    in the picture, and adds to what is there if it is to."""
     box, op, what = of.rows * 2 * of.unit, "cp", ""
     if of.adds:
         op, what = "cp.reduce", ".add"
@@ -247,7 +249,7 @@ _TOGETHER = "    barrier.cluster.arrive;\n    barrier.cluster.wait;\n"
 
 
 def added(of: Product, kind: str) -> Iterator[str]:
-    """This program's part into its memory, then its share of all results."""
+    """Add up: write this program's part into its memory, then its share of all results."""
     tile = of.tile
     chunks = tile.cols // 4  # of 16 bytes
     share = -(-of.rows * chunks // tile.split)
@@ -285,7 +287,7 @@ def added(of: Product, kind: str) -> Iterator[str]:
 
 
 def _sum_of_parts(of: Product, kind: str) -> Iterator[str]:
-    """In their order, so that a result does not depend on who is first."""
+    """Add the parts in their order, so that a result does not depend on who is first."""
     for part in range(of.tile.split):
         into = "g" if part else "f"
         listed = ", ".join(f"%{into}{n}" for n in range(4))

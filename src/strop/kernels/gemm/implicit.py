@@ -1,4 +1,5 @@
-"""Sizes of convolutions, and the boxes of pixels that the tensor memory accelerator brings."""
+"""Compute sizes of convolutions, and the boxes of pixels that the tensor memory accelerator
+brings."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Picture:
 
     @property
     def windows(self) -> int:
-        """Of each place."""
+        """Return the number of windows of each place."""
         return windows_of(self.size)
 
     @property
@@ -45,12 +46,12 @@ class Picture:
 
     @property
     def pixels(self) -> int:
-        """Of the result, for each window."""
+        """Count the pixels of the result, for each window."""
         return self.batch * self.height * self.width
 
 
 def picture_of(x: Sequence[int], weight: Sequence[int], stride: int = 1) -> Picture:
-    """From the sizes (B, CI, H, W) and (CO, CI, size, size)."""
+    """Describe a picture from the sizes (B, CI, H, W) and (CO, CI, size, size)."""
     batch, ins, *sides = x
     height, width = (-(-side // stride) for side in sides)
     of = Picture(weight[2], ins, weight[0], batch, height, width, stride)
@@ -58,14 +59,14 @@ def picture_of(x: Sequence[int], weight: Sequence[int], stride: int = 1) -> Pict
 
 
 def boxes_along(box: Box, of: Picture) -> Box:
-    """How many lie side by side: of pictures, down, right."""
+    """Return how many boxes lie side by side: of pictures, down, right."""
     count, height, width = box
     return -(-of.batch // count), -(-of.height // height), -(-of.width // width)
 
 
 def box_of(rows: int, of: Picture) -> Box:
-    """Of no more pixels than rows: that which as few as possible cover all pictures with. Of such
-    ones with the fewest pictures, and then the widest."""
+    """Return the box, of no more pixels than rows, of which as few as possible cover all pictures;
+    among such boxes the one with the fewest pictures, and then the widest."""
     return _best(rows, (of.batch, of.height, of.width), of.stride)
 
 
@@ -81,8 +82,8 @@ def _best(rows: int, sizes: Box, stride: int) -> Box:
 
 
 def _boxes(rows: int, of: Picture) -> Iterator[Box]:
-    """For each number of boxes side by side the narrowest that are so many, as high as there is
-    room; where they are as high as pictures, of several."""
+    """Yield, for each number of boxes per line, the narrowest box that gives that count. It is as
+    high as there is room, and spans several pictures where it is as high as they are."""
     most = MOST_REACH // of.stride
     for right in range(1, of.width + 1):
         width = -(-of.width // right)

@@ -82,7 +82,7 @@ MOST_HALVES, MOST_REGISTERS = 80, 128  # of a thread: of weights, and in all
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of columns, each a row of weights, and the warps that share them."""
+    """Describe a tile of columns, each a row of weights, and the warps that share them."""
 
     cols: int
     num_warps: int
@@ -128,7 +128,7 @@ def chunk_of(depth: int) -> int:
 
 
 def tile_of(columns: int, depth: int, sms: int) -> Tile:
-    """As many columns as registers hold, in programs enough for all multiprocessors."""
+    """Choose as many columns as registers hold, in programs enough for all multiprocessors."""
     a_warp = min(4, MOST_HALVES * LANES // depth)
     a_warp = 1 << (a_warp.bit_length() - 1)
     warps = next((w for w in (8, 4) if columns >= 2 * sms * w * a_warp), 2)
@@ -156,7 +156,7 @@ def _most_rows(rows: int) -> int | None:
 
 
 def cost_us(problem: Problem, device: Device) -> float:
-    """As long as the weights take to come."""
+    """Return the microseconds that the weights take to come."""
     if _most_rows(math.prod(problem.shapes[0][:-1])) is None:
         return NEVER
     times = tuned(device).gemm.library

@@ -16,10 +16,10 @@ PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``groups`` of 64 rows, ``cols`` of the product, ``stages`` of 64 channels on the way. The sum
-    in ``split`` parts; or programs that ``keep_on``, one a processor, whose groups, two, may be
-    ``apart``: each has all rows of every second tile, and writes its results while the other
-    multiplies."""
+    """Describe a tile: ``groups`` of 64 rows, ``cols`` of the product, ``stages`` of 64 channels on
+    the way. The sum is in ``split`` parts; or programs ``keep_on``, one a processor, whose groups,
+    two, may be ``apart``: each has all rows of every second tile, and writes its results while the
+    other multiplies."""
 
     groups: int
     cols: int
@@ -31,11 +31,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``size`` of the window, 1 or odd: of one place, rows are a line; else pixels of a box, whose
-    sizes the launch tells. A size of 2: four windows, whose results lie between each other.
-    ``end``: one of ENDS; gates are the second half of the weights' rows. ``stride``: pixels of the
-    input from one of the result to the next.
-    """
+    """Describe a product. ``size`` of the window, 1 or odd: of one place, rows are a line; else
+    pixels of a box, whose sizes the launch tells. A size of 2: four windows, whose results lie
+    between each other. ``end``: one of ENDS; gates are the second half of the weights' rows.
+    ``stride``: pixels of the input from one of the result to the next."""
 
     tile: Tile
     size: int
@@ -64,7 +63,7 @@ class Product:
 
     @property
     def width(self) -> int:
-        """Columns of the result."""
+        """Return the columns of the result."""
         return self.tile.cols // 2 if self.gated else self.tile.cols
 
     @property
@@ -73,12 +72,12 @@ class Product:
 
     @property
     def threads(self) -> int:
-        """That multiply."""
+        """Count the threads that multiply."""
         return 2 * self.rows
 
     @property
     def blocks(self) -> int:
-        """Of 64 rows, of a group."""
+        """Count the blocks of 64 rows of a group."""
         return self.tile.groups if self.tile.apart else 1
 
     @property
@@ -103,7 +102,7 @@ class Product:
 
     @property
     def has_parts(self) -> bool:
-        """Whether programs share a sum."""
+        """Tell whether programs share a sum."""
         return self.tile.split > 1
 
     @property
@@ -113,12 +112,13 @@ class Product:
 
     @property
     def part_row(self) -> int:
-        """Bytes of a row of a part: four rows of 32 bytes meet no bank twice."""
+        """Return the bytes of a row of a part: four rows of 32 bytes meet no bank twice."""
         return 4 * self.tile.cols + (32 if self.tile.cols % 16 == 0 else 0)
 
     @property
     def results_at(self) -> int:
-        """Where results are on their way out: where operands were, unless others come there."""
+        """Return where results are on their way out: where operands were, unless others come
+        there."""
         end = self.barriers + 16 * self.tile.stages
         return -(-end // MIXED) * MIXED if self.tile.keeps_on else 0
 

@@ -1,4 +1,4 @@
-"""How long GEMMs take on a device, by tile and by library: the type of a fitted table.
+"""Say how long GEMMs take on a device, by tile and by library: the type of a fitted table.
 
 A table is fitted on one card (``kernels.tuned``). Another card of the same architecture runs the
 same steps at its own clock, reads weights at its own bandwidth, and has its own number of
@@ -16,8 +16,8 @@ from strop.kernels.gemm.tile import Tile
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of a tile: to begin and end, of every further round of programs but its steps,
-    and of a step of 64 channels."""
+    """Hold the microseconds of a tile: to begin and end, of every further round of programs but its
+    steps, and of a step of 64 channels."""
 
     begin: float
     again: float
@@ -29,8 +29,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class LibraryTimes:
-    """What cuDNN, cuBLAS and the kernels around them reach: operations and bytes a microsecond,
-    and microseconds to begin."""
+    """Hold what cuDNN, cuBLAS and the kernels around them reach: operations and bytes a
+    microsecond, and microseconds to begin."""
 
     conv_ops: float
     conv_bytes: float
@@ -48,8 +48,8 @@ class LibraryTimes:
 
 @dataclass(frozen=True, slots=True)
 class GemmTimes:
-    """``tiles``: by the kind of GEMM, see ``rows.kind_of``. ``clusters``: how many clusters of so
-    many programs, one a multiprocessor, the driver runs at a time."""
+    """Hold the times of GEMMs. ``tiles``: by the kind of GEMM, see ``rows.kind_of``. ``clusters``:
+    how many clusters of so many programs, one a multiprocessor, the driver runs at a time."""
 
     tiles: Mapping[str, Mapping[Tile, Cost]]
     clusters: Mapping[int, int]

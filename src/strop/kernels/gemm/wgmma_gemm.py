@@ -180,8 +180,8 @@ def _shortened(of: Product) -> Iterator[str]:
 
 
 def _coordinates(of: Product) -> str:
-    """Of tile %id. The last columns may be some of the tile's before, too, which come out the same:
-    loads are slow where a tensor ends."""
+    """Compute the coordinates of tile %id. The last columns may be some of the tile's before, too,
+    which come out the same: loads are slow where a tensor ends."""
     windows = _OF_WINDOWS if of.has_four_windows else ""
     return (_OF_BOXES if of.has_box else _OF_A_LINE).format(of=of, windows=windows)
 
@@ -237,7 +237,8 @@ _OF_A_LINE = f"""\
 
 
 def _first_place(of: Product) -> str:
-    """Of step %first: places of the window in their order, all channels of one before the next."""
+    """Compute the place of step %first: places of the window in their order, all channels of one
+    before the next."""
     around, stride = of.size // 2, of.stride
     further = f"    mul.lo.u32 %left, %left, {stride};\n    mul.lo.u32 %top, %top, {stride};\n"
     moved = _MOVED if of.has_four_windows else ""
@@ -268,7 +269,7 @@ _MOVED = """\
 
 
 def _stage_bytes(of: Product) -> str:
-    """Of a box, whose sizes are in %n1 to %n3, and of weights."""
+    """Compute the bytes of a box, whose sizes are in %n1 to %n3, and of weights."""
     return f"""\
     mul.lo.u32 %bytes, %n1, %n2;
     mad.lo.u32 %bytes, %bytes, %n3, {of.tile.cols};
@@ -285,7 +286,7 @@ def _at_stage(of: Product) -> str:
 
 
 def _weights(of: Product) -> Iterator[str]:
-    """Of step %k, into stage %at; those of gates behind those of values."""
+    """Fetch the weights of step %k into stage %at; those of gates behind those of values."""
     for n in range(2 if of.gated else 1):
         yield f"    add.u32 %to, %at, {(of.rows + n * of.width) * LINE_BYTES};\n"
         share = "%window" if of.has_four_windows else n
@@ -315,7 +316,7 @@ def _registers(of: Product, op: str, count: int) -> str:
 
 
 def _fetch(of: Product) -> Iterator[str]:
-    """One thread. A stage that was never used is free: its barrier is behind phase 1."""
+    """Fetch by one thread. A stage that was never used is free: its barrier is behind phase 1."""
     size = "%bytes" if of.has_box else of.stage
     expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};\n"
     weights = "".join(_weights(of))

@@ -11,7 +11,7 @@ from strop.kernels.gemm.times import GemmTimes
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was measured on one card, whose record it keeps."""
+    """Hold what was measured on one card, whose record it keeps."""
 
     device: Device
     gemm: GemmTimes

@@ -1,1 +1,1 @@
-"""Machine code: compilers, the disk cache, the driver, and builds in the background."""
+"""Make machine code: compilers, the disk cache, the driver, and builds in the background."""

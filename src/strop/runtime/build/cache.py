@@ -62,7 +62,7 @@ class DiskCache:
             _make_private(root)
 
     def path(self, kind: str, key: str) -> Path:
-        """Where an entry lies, whether it exists or not."""
+        """Return where an entry lies, whether it exists or not."""
         for name, is_known in ((kind, kind in KINDS), (key, _KEY.fullmatch(key))):
             if not is_known:
                 raise CacheError(f"not a cache kind or key: {name!r}")
@@ -101,7 +101,7 @@ class DiskCache:
             ) from error
 
     def entries(self) -> list[Entry]:
-        """What is stored, the entry not used for longest first."""
+        """List what is stored, the entry not used for longest first."""
         found = []
         for path in self._files("*"):
             with contextlib.suppress(FileNotFoundError):
@@ -154,7 +154,7 @@ class DiskCache:
 
 @dataclass
 class _Spare:
-    """Where entries go that no disk takes: one folder for this process, which ends with it."""
+    """Keep entries that no disk takes: one folder for this process, which ends with it."""
 
     folder: Path | None = None
     told: set[Path] = field(default_factory=set)

@@ -42,13 +42,13 @@ _BOX_WIDTHS = {number: dtype.itemsize for dtype, number in BOX_TYPES.items()}
 
 
 class _Attribute(Structure):
-    """CUlaunchAttribute with a value of one int."""
+    """Declare CUlaunchAttribute with a value of one int."""
 
     _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15))
 
 
 class _Config(Structure):
-    """CUlaunchConfig."""
+    """Declare CUlaunchConfig."""
 
     _fields_ = (
         ("grid", c_uint * 3),
@@ -141,7 +141,7 @@ def _check(code: int, what: str) -> None:
 
 
 class TensorMap:
-    """A CUtensorMap: a tensor whose boxes the tensor memory accelerator moves
+    """Hold a CUtensorMap: a tensor whose boxes the tensor memory accelerator moves
     (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html). Boxes begin
     anywhere; outside of the tensor they read zeros and write nothing."""
 
@@ -178,7 +178,8 @@ class TensorMap:
 
     @property
     def value(self) -> int:
-        """Where the tensor lies; may be set, as that of the pointer which this stands for."""
+        """Return where the tensor lies; this may be set, as that of the pointer which it stands
+        for."""
         return self._pointer
 
     @value.setter
@@ -189,7 +190,7 @@ class TensorMap:
 
 
 class CudaFunction:
-    """One kernel in the memory of one device."""
+    """Hold one kernel in the memory of one device."""
 
     __slots__ = ("_handle", "_module", "cubin")
 
@@ -208,7 +209,7 @@ class CudaFunction:
 
     @property
     def spilled_bytes(self) -> int:
-        """Local memory of a thread: spills and stack."""
+        """Return the local memory of a thread: spills and stack."""
         return self._attribute(_LOCAL_BYTES)
 
     def _attribute(self, which: int) -> int:

@@ -27,7 +27,8 @@ Begin = Callable[[Sequence[KernelSource]], None]
 
 
 class EarlyBuild(TorchFunctionMode):
-    """Within: ``begin`` gets the kernels that calls of torch's functions will run, once each."""
+    """Give ``begin``, within the body, the kernels that calls of torch's functions will run, once
+    each."""
 
     def __init__(self, begin: Begin, device: Device, off: tuple[str, ...]) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Node |
 
 
 def _called(op: str, operands: Sequence[Tensor], attrs: dict[str, Any]) -> Node | None:
-    """At the sizes of the trace; None where these are not known."""
+    """Return the call at the sizes of the trace; None where these are not known."""
     inputs = []
     for x in operands:
         sizes = [s.node.hint if isinstance(s, torch.SymInt) else s for s in x.shape]

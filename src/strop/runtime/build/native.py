@@ -54,7 +54,8 @@ def target_flags() -> tuple[str, ...]:
 
 
 class BoundKernel:
-    """A kernel with its arguments in place. ``pointers[i] = address`` redirects one of them."""
+    """Hold a kernel with its arguments in place. ``pointers[i] = address`` redirects one of
+    them."""
 
     __slots__ = ("call", "pointers", "scalars")
 
@@ -84,7 +85,8 @@ class NativeFunction:
         self._function.restype = None
 
     def bind(self, pointers: Sequence[int], scalars: Sequence[int]) -> BoundKernel:
-        """``pointers``: addresses of params, then of scratch; ``scalars``: s0, s1, ..."""
+        """Bind a kernel. ``pointers``: addresses of params, then of scratch; ``scalars``: s0, s1,
+        ..."""
         return BoundKernel(self._function, pointers, scalars)
 
 
@@ -200,7 +202,7 @@ def _sha256(*texts: str) -> str:
 
 
 def _split(sources: Sequence[KernelSource], num_groups: int) -> list[list[KernelSource]]:
-    """Groups of about equal text, the longest kernels placed first."""
+    """Split kernels into groups of about equal text, the longest kernels placed first."""
     groups: list[list[KernelSource]] = [[] for _ in range(min(num_groups, len(sources)))]
     sizes = [0] * len(groups)
     for source in sorted(sources, key=lambda s: -len(s.text)):

@@ -1,1 +1,1 @@
-"""What the steps of a denoise loop share."""
+"""Share work between the steps of a denoise loop."""

@@ -1,4 +1,4 @@
-"""A denoise loop: what its steps share."""
+"""Describe a denoise loop: what its steps share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOPS = itertools.count(1)
 
 @dataclass
 class Loop:
-    """Between ``begin`` and ``end`` what depends on the prompt or on the timestep alone is kept.
+    """Keep what depends on the prompt or on the timestep alone between ``begin`` and ``end``.
     ``timesteps`` (n,): those of its steps, if somebody knows them. ``has_user_code``: whether code
     that is no library's may run between two steps, and change the model."""
 
@@ -50,7 +50,7 @@ def moment_of(timesteps: Tensor | None, timestep: Tensor, stamp: Stamp | None) -
 
 
 def place_among(timesteps: Tensor, timestep: Tensor) -> int | None:
-    """Where ``timestep`` lies in the memory of ``timesteps`` (n,), as iteration gives them."""
+    """Find where ``timestep`` lies in the memory of ``timesteps`` (n,), as iteration gives them."""
     if timestep.dtype != timesteps.dtype:
         return None
     if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():

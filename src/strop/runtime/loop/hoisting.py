@@ -1,5 +1,6 @@
-"""Step-invariant hoisting: what depends on nothing but weights and the prompt runs once a loop, and
-what depends on the timestep as well runs for all timesteps at once (``timetable.py``).
+"""Hoist what does not change from step to step: what depends on nothing but weights and the prompt
+runs once a loop, and what depends on the timestep as well runs for all timesteps at once
+(``timetable.py``).
 
 The steps of a program that read only such arguments, its prologue, come first and leave their
 results in memory that outlives the run. Later runs start behind them, as long as a ``Stamp`` says
@@ -41,8 +42,8 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What steady arguments are at a call: the caller's own tensors, their versions, and aliases,
-    which keep the memory, so that no other tensor gets its address meanwhile."""
+    """Hold what steady arguments are at a call: the caller's own tensors, their versions, and
+    aliases, which keep the memory, so that no other tensor gets its address meanwhile."""
 
     loop: int
     tensors: tuple[Tensor, ...]
@@ -50,7 +51,7 @@ class Stamp:
     versions: tuple[int, ...]
 
     def beside(self, other: Stamp) -> Stamp:
-        """Of the tensors of both."""
+        """Return the stamp of the tensors of both."""
         return Stamp(
             self.loop,
             self.tensors + other.tensors,
@@ -59,7 +60,7 @@ class Stamp:
         )
 
     def equals(self, other: Stamp) -> bool:
-        """Whether both are of one loop, and of the same tensors with the same content."""
+        """Tell whether both are of one loop, and of the same tensors with the same content."""
         places = zip(self.aliases, other.aliases, strict=True)
         return (
             (self.loop, self.versions) == (other.loop, other.versions)
@@ -70,8 +71,8 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Which of a loop's timesteps (n,) a call is at. ``stamp``: of these timesteps, ``steady``: of
-    steady arguments."""
+    """Say which of a loop's timesteps (n,) a call is at. ``stamp``: of these timesteps, ``steady``:
+    of steady arguments."""
 
     place: int
     timesteps: Tensor
@@ -81,7 +82,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Whose results lie in memory, and what they came from. Where only one's can, ``holder`` is
+    """Say whose results lie in memory, and what they came from. Where only one's can, ``holder`` is
     None."""
 
     holder: Hoisted | None
@@ -109,8 +110,8 @@ class Kept:
 
 @dataclass
 class Tally:
-    """How many prologues have run, and how many runs of the rest did without. How many timetables
-    were made, and how many runs found their timestep there."""
+    """Count how many prologues have run, and how many runs of the rest did without; how many
+    timetables were made, and how many runs found their timestep there."""
 
     num_runs: int = 0
     num_reuses: int = 0
@@ -143,7 +144,7 @@ class Hoisted:
         self._next: Held | None = None  # what the prologue is about to leave
 
     def linked(self, size_bytes: int) -> Tensor:
-        """Memory for the results. It grows; others are bound to the old one then."""
+        """Return memory for the results. It grows; others are bound to the old one then."""
         if self._place.memory.numel() < size_bytes:
             device = self._place.memory.device
             self._place.held = None
@@ -156,8 +157,8 @@ class Hoisted:
         return self._memory is not self._place.memory
 
     def is_there(self, stamp: Stamp | None) -> bool:
-        """Whether the results are what the prologue would give now. If not, all that lies in its
-        place is forgotten: it is about to run."""
+        """Tell whether the results are what the prologue would give now. If not, all that lies in
+        its place is forgotten: it is about to run."""
         if not self.steps:
             return True
         held, versions = self._place.held, versions_of(self._weights)
@@ -183,7 +184,7 @@ def stamp_of(loop: int, tensors: Sequence[Tensor]) -> Stamp | None:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """How often each tensor has been written to; None if one of them does not know."""
+    """Return how often each tensor has been written to; None if one of them does not know."""
     if any(map(_IS_INFERENCE, tensors)):
         return None
     try:
@@ -198,7 +199,8 @@ def prologue_of(
     steady: Collection[int],
     planned: Collection[str],
 ) -> Prologue:
-    """Of ``steps``, which run at one shape. ``steady``: arguments, as numbers among the inputs.
+    """Find the prologue of ``steps``, which run at one shape. ``steady``: arguments, as numbers
+    among the inputs.
 
     A step belongs to it if it reads nothing else and its results lie in planned memory, as those of
     kernels and of ``planned`` library calls do. Kernels that check indices stay behind, since every

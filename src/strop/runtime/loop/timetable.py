@@ -1,4 +1,4 @@
-"""What depends on the timestep, for all timesteps of a denoise loop at once.
+"""Compute what depends on the timestep for all timesteps of a denoise loop at once.
 
 SD1.5's time embedding and its projections into all blocks read 50 MB of weights in every step, of
 which nothing is new but one number. The steps of a program that read only that number, weights and
@@ -60,7 +60,7 @@ class Timed:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the timestep is all that they read."""
+        """Tell whether the timestep is all that they read."""
         return self.given == (self.timestep,)
 
 
@@ -72,7 +72,7 @@ class Part:
     tensors: Mapping[int, Tensor] = field(default_factory=dict)
 
     def of(self, steps: Sequence[Step | None]) -> tuple[Step | None, ...]:
-        """With None for the others."""
+        """Return these steps, with None for the others."""
         return tuple(step if p in self.steps else None for p, step in enumerate(steps))
 
 
@@ -86,7 +86,8 @@ def timed_of(
     hoist: Hoist | None,
     planned: Collection[str],
 ) -> Timed:
-    """Of ``steps``, which run at one shape; nothing where one of them is not made by rows."""
+    """Find the part of ``steps``, which run at one shape, that a timetable holds; nothing where one
+    of them is not made by rows."""
     if hoist is None or hoist.timestep is None or writes_inputs(program, steps):
         return Timed()
     number = next(
@@ -120,8 +121,8 @@ def _symbol_of(program: Program, number: int) -> str:
 
 
 class Timetable:
-    """The timetable of one bound program. ``record``: makes what has run once a CUDA graph, where
-    runs are replays."""
+    """Hold the timetable of one bound program. ``record``: makes what has run once a CUDA graph,
+    where runs are replays."""
 
     def __init__(
         self,
@@ -141,7 +142,8 @@ class Timetable:
         self._num_uses, self._loop = 0, 0  # of the latest table, and where it was made
 
     def rows(self, moment: Moment | None) -> list[Tensor] | None:
-        """What ``timed.kept`` hold at that moment; None where no table that holds now has it."""
+        """Return what ``timed.kept`` hold at that moment; None where no table that holds now has
+        it."""
         if not self.steps:
             return []
         if moment is None or self._hoist is None or self._work is None:
@@ -198,7 +200,7 @@ class Timetable:
         return None if versions is None else Held(None, stamp, versions)  # nobody else's
 
     def _work_for(self, count: int, device: torch.device, bind: Bind) -> Work | None:
-        """In shares of as many copies of the call's batch as the guards allow, all alike."""
+        """Share the work into as many copies of the call's batch as the guards allow, all alike."""
         rows = self.timed.rows
         for shares in range(1, count):
             copies = -(-count // shares)
@@ -211,7 +213,8 @@ class Timetable:
         return None
 
     def _is_alike(self, env: Mapping[str, int]) -> bool:
-        """Whether the same steps do the same there: other forms may do another's work as well."""
+        """Tell whether the same steps do the same there: other forms may do another's work as
+        well."""
         here, there = self._program.at(self._env), self._program.at(env)
         return all(
             there[p] is not None
@@ -254,8 +257,9 @@ class Timetable:
 
 @dataclass
 class Work:
-    """What makes a timetable: ``run`` does so for ``copies`` of the call's batch, of the next
-    timesteps of ``clock``, from what is ``given`` to what is ``left``. ``replay``: all of it."""
+    """Describe what makes a timetable: ``run`` does so for ``copies`` of the call's batch, of the
+    next timesteps of ``clock``, from what is ``given`` to what is ``left``. ``replay``: all of
+    it."""
 
     copies: int
     clock: Tensor
@@ -281,7 +285,7 @@ def _spread(tensor: Tensor, source: Tensor, copies: int) -> None:
 
 @contextlib.contextmanager
 def _on(stream: int, device: torch.device) -> Iterator[None]:
-    """Within: work goes to this stream, between what the caller's has had and what it gets."""
+    """Send work to this stream, between what the caller's has had and what it gets."""
     if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
         yield
         return

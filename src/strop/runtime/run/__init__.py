@@ -1,1 +1,1 @@
-"""Running a program at one shape: memory, launches, library calls, CUDA graphs."""
+"""Run a program at one shape: memory, launches, library calls, CUDA graphs."""

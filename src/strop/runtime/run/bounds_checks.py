@@ -1,4 +1,4 @@
-"""Lookups outside of a tensor: kernels leave a mark, the host raises.
+"""Check lookups outside of a tensor: kernels leave a mark, the host raises.
 
 A kernel never reads outside of a tensor. One that was asked to reads element 0 and sets its mark,
 which lies in memory of the host: a run on a CPU looks at the marks when it ends, a run on a GPU
@@ -45,11 +45,11 @@ class BoundsChecks:
             _LATE.add(self)
 
     def __bool__(self) -> bool:
-        """Whether any kernel could leave a mark."""
+        """Tell whether any kernel could leave a mark."""
         return bool(self._steps)
 
     def pointer(self, position: int) -> int:
-        """Where the kernel of this step leaves its mark."""
+        """Return where the kernel of this step leaves its mark."""
         return self._memory.data_ptr() + self._memory.itemsize * self._place[position]
 
     def check(self) -> None:
@@ -64,7 +64,7 @@ class BoundsChecks:
             log.error("%s", self.text())
 
     def text(self) -> str:
-        """What the first mark says, or nothing."""
+        """Return what the first mark says, or nothing."""
         marked = next((p for p, place in self._place.items() if self._marks[place]), None)
         if marked is None:
             return ""

@@ -1,6 +1,5 @@
-"""What a CUDA graph of somebody else points to: working memory of programs that ran under its
-capture. Programs grow their memory and leave the old one; whoever replays must keep it.
-"""
+"""Keep what a CUDA graph of somebody else points to: working memory of programs that ran under its
+capture. Programs grow their memory and leave the old one; whoever replays must keep it."""
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ Call = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """What the program around a call says. ``is_early``: the launch before is a kernel of ours,
-    beside whose end this one may begin. ``is_steady``: no launch of the run writes the weights."""
+    """Hold what the program around a call says. ``is_early``: the launch before is a kernel of
+    ours, beside whose end this one may begin. ``is_steady``: no launch of the run writes the
+    weights."""
 
     kernels: KernelLoader
     stream: int
@@ -189,7 +190,7 @@ TORCH: Mapping[str, Callable[..., object]] = {
 
 
 def _lies(operand: Operand, tensor: Tensor) -> bool:
-    """Whether a tensor lies as the kernel wants it."""
+    """Tell whether a tensor lies as the kernel wants it."""
     if tensor.data_ptr() % ALIGNMENT or not 0 < tensor.numel() < LIMIT:
         return False
     if operand.lies is Lies.DENSE:
@@ -201,14 +202,15 @@ def _lies(operand: Operand, tensor: Tensor) -> bool:
 
 
 def _has_rows(tensor: Tensor, *, is_mapped: bool) -> bool:
-    """Whether rows can be read 16 bytes at once. A tensor map has no stride of zero."""
+    """Tell whether rows can be read 16 bytes at once. A tensor map has no stride of zero."""
     *some, last = strides(tensor)
     least = 1 if is_mapped else 0
     return last == 1 and all(s >= least and s * tensor.itemsize % ALIGNMENT == 0 for s in some)
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Its strides. That of a dim of size 1 is never used, but a tensor map wants a good one."""
+    """Return its strides. That of a dim of size 1 is never used, but a tensor map wants a good
+    one."""
     some = tensor.shape[-1]
     return [s if n > 1 else some for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
 

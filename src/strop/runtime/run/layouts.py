@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and the same in another order."""
+"""Say how tensors lie in memory, and the same in another order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def reshaped(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
 
 
 def is_laid_out(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Whether it has these strides wherever there is more than one element to step over."""
+    """Tell whether it has these strides wherever there is more than one element to step over."""
     return not tensor.numel() or all(
         a == b or size <= 1
         for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True)

@@ -16,13 +16,18 @@ from torch import Tensor
 
 from strop.ir.device import Device
 from strop.ir.dims import Expr
-from strop.ir.ops import OF_ROWS
+from strop.ir.ops import OF_ROWS, OPS
 from strop.ir.program import CallStep, Program, TensorRef
 from strop.runtime.run import choices
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, allocating_on
 
 # The rest has nothing to load.
-LONGEST_FIRST = ("attention", "conv2d", *OF_ROWS, "matmul")
+LONGEST_FIRST = tuple(
+    sorted(
+        (name for name, row in OPS.items() if row.anchor.warm_up),
+        key=lambda name: -OPS[name].anchor.warm_up,
+    )
+)
 MOST_BYTES = 64 << 20  # of a call's operands and result: more would be memory that nobody expects
 
 Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides

@@ -1,0 +1,103 @@
+"""Holds the rows of the operator table that libraries and hand-written kernels compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from strop.ir.op import Anchor, Kind, Op, Shapes
+
+NHWC = (0, 2, 3, 1)
+BSHD = (0, 2, 1, 3)  # (B, H, S, D) values laid out as (B, S, H, D)
+CUDA = frozenset({"cuda"})
+ANYWHERE = frozenset({"cpu", "cuda"})
+
+
+def _linear_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    return 2 * math.prod(shapes[0]) * shapes[1][0]
+
+
+def _matmul_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    return 2 * math.prod(shapes[0]) * shapes[1][-1]
+
+
+def _conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    (batch, _, *image), (out, _, *window) = shapes[0], shapes[1]
+    sides: list[int] = [
+        (side + 2 * pad - dilation * (size - 1) - 1) // stride + 1
+        for side, size, pad, stride, dilation in zip(
+            image, window, attrs["padding"], attrs["stride"], attrs["dilation"], strict=True
+        )
+    ]
+    return 2 * batch * out * math.prod(sides) * math.prod(shapes[1][1:])
+
+
+def _upsampled_conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    """Count each of four windows at each pixel of the operand."""
+    return 2 * math.prod(shapes[1]) * math.prod(shapes[0]) // shapes[0][1]
+
+
+def _attention_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    (b, h, s, d), keys, values = shapes[0], shapes[1][2], shapes[2][3]
+    return 2 * b * h * s * keys * (d + values)
+
+
+CONTRACTIONS: tuple[Op, ...] = (
+    # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
+    Op(
+        "linear",
+        Kind.CONTRACTION,
+        rows_kept=lambda attrs, rank: True,
+        anchor=Anchor("GEMM", ANYWHERE, rows=2, is_movable=True, warm_up=1, flops=_linear_flops),
+    ),
+    # x (..., K), weight (N, K), addend (..., N) -> (..., N), rounded once
+    Op(
+        "linear_add",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", ANYWHERE, rows=3, warm_up=1, flops=_linear_flops),
+    ),
+    # x (..., K), weight (2 N, K)[, bias (2 N,)] -> (..., N): a * gelu(b) of a linear's halves a, b
+    Op(
+        "geglu",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", CUDA, rows=2, warm_up=1, flops=_linear_flops),
+    ),
+    # a (..., M, K), b (..., K, N) -> (..., M, N)
+    Op(
+        "matmul",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", ANYWHERE, warm_up=1, flops=_matmul_flops),
+    ),
+    # x (N, C, H, W), weight (O, C/groups, KH, KW)[, bias]
+    Op(
+        "conv2d",
+        Kind.CONTRACTION,
+        anchor=Anchor(
+            "convolution",
+            CUDA,
+            pictures=1,
+            order=NHWC,
+            weight=1,
+            is_movable=True,
+            warm_up=2,
+            flops=_conv_flops,
+        ),
+    ),
+    # weight (O, C, 3, 3) -> (4 O, C, 2, 2), by ``passes.upsampled_conv``
+    Op("folded_taps", Kind.CONTRACTION, anchor=Anchor(planned=CUDA, order=NHWC, weight=0)),
+    # x (N, C, H, W), such taps -> (N, O, 2 H, 2 W)
+    Op(
+        "upsampled_conv2d",
+        Kind.CONTRACTION,
+        anchor=Anchor("convolution", CUDA, pictures=1, order=NHWC, flops=_upsampled_conv_flops),
+    ),
+    # q, k, v (B, H, S, D)[, mask] -> (B, H, S, D)
+    Op(
+        "attention",
+        Kind.CONTRACTION,
+        anchor=Anchor(
+            "attention", order=BSHD, has_dense_ends=True, warm_up=3, flops=_attention_flops
+        ),
+    ),
+)
