@@ -16,7 +16,7 @@ def assert_needs_kernels_of_ours(name: str, found: Callable[..., Sequence[Any]])
     assert found()
     assert not found("cpu")
     assert not found(dtype=torch.float32)
-    for option in ("wgmma_gemm", name):
-        assert not found(**{option: False})
+    assert not found(kernels_off=("wgmma_gemm",))
     assert not found(disable=(name,))
-    assert not getattr(Options().on(has_wgmma=False), name)
+    assert name in Options().on(has_wgmma=False).disable
+    assert name not in Options().on(has_wgmma=True).disable

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from strop.kernels.gemm.choice import form_of
-from strop.kernels.gemm.choice import picture_of as sizes_of
 from torch import Tensor, nn
 
 import strop
@@ -17,12 +15,19 @@ from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.graph import Graph
 from strop.ir.program import CallStep
+from strop.kernels.gemm.rows import form_of, picture_of
+from strop.kernels.gemm.tile import PLAIN
+from strop.kernels.kernel import NEVER
+from strop.kernels.library import select
 from strop.options import Options
 from strop.passes import run as run_passes
 from strop.runtime.run import library_calls as calls
+from strop.runtime.run.choices import call_of
 from strop.runtime.run.library_calls import fold_taps, upsampled
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
+from tests.gpus import H100
+from tests.kernels.launching import problem
 from tests.passes.ours import assert_needs_kernels_of_ours
 
 HALF, WIDTH = torch.float16, 256
@@ -120,8 +125,12 @@ def test_where_kernels_of_ours_can_do_it() -> None:
 @pytest.mark.parametrize("sizes", [(1, 256, 1, 1), (2, 1280, 8, 8), (8, 512, 35, 41)], ids=str)
 def test_a_kernel_does_it_at_all_sizes(sizes: tuple[int, ...]) -> None:
     taps = (4 * 320, sizes[1], 2, 2)
-    form = form_of(sizes_of("upsampled_conv2d", {}, (sizes, taps)))
+    asked = problem("upsampled_conv2d", sizes, taps)
+    choice = select(asked.call, asked, H100)
+    assert (choice.kernel, choice.beaten) == ("wgmma_gemm", (("cudnn", NEVER),))
+    form, us = form_of(picture_of(asked), PLAIN, H100)
     assert form is not None
+    assert us == choice.cost_us
     assert not form.product.has_parts
     assert form.num_tiles % 4 == 0
 
@@ -131,9 +140,11 @@ def test_its_steps() -> None:
     signature = Signature(captured.returned, ())
     program = compile_graph(captured.graph, signature, "cuda", Options()).program
     taps, conv = (step for step in program.steps if isinstance(step, CallStep))
-    assert taps.kernel is not None
-    assert program.sources[taps.kernel].name == "folded_taps"
-    assert conv.families == ("wgmma_gemm",)
+    chosen = []
+    for step in (taps, conv):
+        call = call_of(program, step)
+        chosen.append(select(call, call.at({"b": 2, "h": 32, "w": 32}), H100).kernel)
+    assert chosen == ["folded_taps", "wgmma_gemm"]
     assert conv.inputs[1].buffer == taps.outputs[0]
 
 

@@ -1,0 +1,120 @@
+"""A linear whose halves are a value and its gate, as one node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strop.ir.graph import Graph
+from strop.options import Options
+from strop.passes import run as run_passes
+from tests.frontend.tracing import trace
+
+HALF = torch.float16
+
+
+class Gated(nn.Module):
+    """As in a transformer block of a UNet."""
+
+    def __init__(self, depth: int = 64, width: int = 48, approximate: str = "none") -> None:
+        super().__init__()
+        self.up, self.approximate = nn.Linear(depth, 2 * width), approximate
+
+    def halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.up(F.silu(x)).chunk(2, -1)
+
+    def gelu(self, gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate=self.approximate)
+
+    def forward(self, x: Tensor) -> Any:
+        value, gate = self.halves(x)
+        return value * self.gelu(gate)
+
+
+class GateFirst(Gated):
+    """The factors the other way round."""
+
+    def forward(self, x: Tensor) -> Any:
+        value, gate = self.halves(x)
+        return self.gelu(gate) * value
+
+
+class Swapped(Gated):
+    """The first half is the gate, which the kernels read last."""
+
+    def forward(self, x: Tensor) -> Any:
+        gate, value = self.halves(x)
+        return value * self.gelu(gate)
+
+
+class ReadTwice(Gated):
+    def forward(self, x: Tensor) -> Any:
+        value, gate = self.halves(x)
+        return value * self.gelu(gate) + value
+
+
+class Result(Gated):
+    def forward(self, x: Tensor) -> Any:
+        value, gate = self.halves(x)
+        return value * self.gelu(gate), gate
+
+
+class Thirds(Gated):
+    def halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.up(F.silu(x)).chunk(3, -1)[:2]
+
+
+def traced(
+    module: nn.Module, device: str = "cuda", dtype: torch.dtype = HALF, **options: Any
+) -> Graph:
+    depth = module.up.in_features  # type: ignore[union-attr]
+    graph = trace(module.to(dtype), f"b s {depth}", dtype=dtype, b=2, s=6).graph
+    return run_passes(graph, Options(**options), device)[0]
+
+
+def found_in(graph: Graph) -> list[Any]:
+    return [node for node in graph.nodes if node.op == "geglu"]
+
+
+@pytest.mark.parametrize("module", [Gated(), GateFirst()], ids=["value first", "gate first"])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
+def test_what_is_twice_as_wide_is_never_written(module: nn.Module, dtype: torch.dtype) -> None:
+    graph = traced(module, dtype=dtype)
+    (found,) = found_in(graph)
+    assert str(found.shape[-1]) == "48"
+    assert [size.value for size in found.inputs[1].shape] == [96, 64]
+    assert [size.value for size in found.inputs[2].shape] == [96]  # biases are the kernels' too
+    assert not [node for node in graph.nodes if str(node.shape[-1:]) == "96"]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Swapped(),
+        ReadTwice(),
+        Result(),
+        Thirds(),
+        Gated(approximate="tanh"),
+        Gated(depth=72),
+        Gated(width=40),
+    ],
+    ids=["swapped", "read twice", "result", "thirds", "tanh", "depth", "width"],
+)
+def test_other_gates_stay(module: nn.Module) -> None:
+    assert not found_in(traced(module))
+
+
+def test_where_kernels_of_ours_can_do_it() -> None:
+    """On any GPU, as gates behind a library's GEMM are a kernel of ours on each."""
+    assert found_in(traced(Gated()))
+    assert not found_in(traced(Gated(), "cpu"))
+    assert not found_in(traced(Gated(), dtype=torch.float32))
+    assert not found_in(traced(Gated(), kernels_off=("wgmma_gemm",)))
+    assert not found_in(traced(Gated(), disable=("gated_linear",)))
+    assert Options().on(has_wgmma=False).disable == ("product_sum", "upsampled_conv")
+    graph = trace(Gated().to(HALF), "b s 64", dtype=HALF, b=2, s=6).graph
+    assert not found_in(run_passes(graph, Options().in_training, "cuda")[0])
