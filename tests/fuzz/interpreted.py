@@ -20,8 +20,7 @@ from strop.codegen import cpp
 from strop.codegen import triton as triton_text
 from strop.codegen.assemble import Target
 from strop.codegen.triton_interpreter import interpret
-from strop.dispatch import dispatcher as dispatch
-from strop.dispatch import variants
+from strop.dispatch import entry_runner, variants
 from strop.ir.device import CPU
 from strop.ir.interpret import run
 from strop.ir.loops import Kernel
@@ -109,7 +108,7 @@ def interpreted(*, triton: bool = False) -> Iterator[None]:
     with (
         patch.dict(backend.TARGETS, cpu=target),
         patch.dict(link.KINDS, kernel=triton_kernel if triton else interpreted_kernel),
-        patch.object(dispatch, "library_for", library),
+        patch.object(entry_runner, "library_for", library),
         patch.object(variants, "library_for", library),
     ):
         yield

@@ -136,7 +136,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "patterns.call",
     ): "the row of the table for calls of replacements",
     ("backend", "debug.dump"): "Options.dump; imported at the call",
-    ("dispatch.dispatcher", "debug.check"): "Options.check; imported at the call",
+    ("dispatch.entry_runner", "debug.check"): "Options.check; imported at the call",
     ("dispatch.dynamo", "debug.check"): "Options.check; imported at the call",
     ("debug.case", "codegen.assemble"): "Signature: the data that backend.py asks for",
     ("debug.dump", "codegen.assemble"): "Signature: the data that backend.py asks for",
