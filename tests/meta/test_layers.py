@@ -34,8 +34,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "fusion",
         "lowering",
         "codegen",
-        "kernels",
+        "stages",
     ),
+    "stages": ("errors", "options", "ir", "fusion", "lowering", "codegen", "kernels"),
     "kernels": ("errors", "ir"),
     "runtime": ("errors", "options", "wording", "ir", "kernels", "codegen.triton_worker"),
     "dispatch": (  # from a call to a program: it traces, compiles, keeps and runs
@@ -47,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "backend",
         "codegen.assemble",
         "patterns.registry",
+        "stages.targets",
         "runtime",
     ),
     "api": (

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.backend import compile_graph, families
+from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.dims import Expr
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.build.early import EarlyBuild
 from strop.runtime.run import own_calls
+from strop.stages.targets import families
 from tests.frontend.tracing import trace_specs
 from tests.gpus import H100
 

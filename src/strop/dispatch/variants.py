@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from strop.backend import Compiled, compile_captured, families
+from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.dispatch import stored_variants
 from strop.dispatch.arguments import are_dense, wants_none
@@ -52,6 +52,7 @@ from strop.runtime.build.background import BackgroundBuild
 from strop.runtime.build.early import EarlyBuild
 from strop.runtime.build.loader import KernelLoader, kernel_loader
 from strop.runtime.run import library_warm_up, own_calls
+from strop.stages.targets import families
 from strop.wording import counted
 
 log = logging.getLogger("strop")
