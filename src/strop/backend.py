@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from strop import passes
-from strop.codegen import cpp, triton
-from strop.codegen.assemble import Signature, Target, assemble, in_turn, once
+from strop.codegen.assemble import Signature, assemble
 from strop.codegen.order import in_order, lean
 from strop.errors import OptionError, UnsupportedError
-from strop.fusion.plan import FusionPlan, Group, Stitch
-from strop.fusion.planner import computed_by, plan
-from strop.fusion.stitch import stitches
-from strop.ir.device import Device
+from strop.fusion.plan import FusionPlan
+from strop.fusion.planner import plan
 from strop.ir.graph import Graph, Node
-from strop.ir.loops import Kernel, Schedule
-from strop.ir.ops import KERNEL_DTYPES, Kind, planned_on
+from strop.ir.ops import KERNEL_DTYPES, Kind
 from strop.ir.program import Program
-from strop.ir.source import KernelSource
-from strop.kernels import library
-from strop.lowering.alike import Lower, lower_once
-from strop.lowering.generic import without_sizes
-from strop.lowering.lower import Lowered, OutOfPlaceError
-from strop.options import Options, check_names
+from strop.lowering.alike import lower_once
+from strop.options import Options
 from strop.patterns import apply as patterns
+from strop.stages.clock import Clock
+from strop.stages.first_kernels import Builder, FirstKernels
+from strop.stages.lowered_plan import LoweredPlan
+from strop.stages.targets import target_for
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-
-class Builder(Protocol):
-    """Builds the kernels of one device. What a compilation will need is begun as it is printed."""
-
-    device: Device
-
-    def begin(self, sources: Sequence[KernelSource]) -> None: ...
-
-
-TARGETS = {
-    "cpu": Target("cpu", cpp.emit, planned_on("cpu")),
-    "cuda": Target(
-        "cuda",
-        triton.emit,
-        planned_on("cuda"),
-        triton.stitched,
-        triton.emit_at,
-        triton.stitched_at,
-        in_place=True,
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,44 +71,23 @@ def compile_graph(
 ) -> Compiled:
     """One functional graph -> one program for every shape. Builds no kernel, but has ``builder``
     begin the ones that the traced sizes need, as soon as they are printed."""
-    check_names(options.kernels_off, library.OURS, "kernel to switch off:")
-    target, generic = TARGETS[device], signature.generic
-    if not options.early_launch:
-        target = in_turn(target)
-    if not options.in_place:
-        target = replace(target, in_place=False)
-    emit = once(target.emit)  # a model has many equal kernels
-    target = replace(
-        target,
-        emit=without_sizes(emit) if generic else emit,
-        emit_at=None if generic else target.emit_at,
-        stitched=once(target.stitched),
-        kernels_off=options.kernels_off,
-    )
-    clock, imported = _Clock(), graph if options.wants_graphs else None
+    target = target_for(device, options, generic=signature.generic)
+    clock, imported = Clock(), graph if options.wants_graphs else None
     graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
     graph, records = passes.run(graph, options, device)  # rewrite to canonical form, lay out memory
     _refuse_types(graph)
     clock.lap("passes")
-    first = _First(builder, target, graph.hints)
+    first = FirstKernels(builder, target, graph.hints)
     first.calls(graph)
     # which nodes share a kernel, and its loops
-    fusion, kernels, found = _planned(graph, generic, device == "cuda", first, clock)
-    lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
-    program = assemble(graph, fusion, lowered, signature, target, found)
+    fusion, kernels = _planned(graph, signature.generic, device == "cuda", first, clock)
+    lowered = {g: (low.kernel, low.buffers, low.offsets) for g, low in kernels.lowered.items()}
+    program = assemble(graph, fusion, lowered, signature, target, tuple(kernels.stitches))
     order = lean(program)
     program = in_order(program, order)
     clock.lap("codegen")
-    return Compiled(
-        program,
-        order,
-        graph,
-        fusion,
-        (*own.records, *records),
-        clock.seconds,
-        imported,
-        patterns=own,
-    )
+    records = (*own.records, *records)
+    return Compiled(program, order, graph, fusion, records, clock.seconds, imported, patterns=own)
 
 
 def _refuse_types(graph: Graph) -> None:
@@ -146,8 +98,8 @@ def _refuse_types(graph: Graph) -> None:
 
 
 def _planned(
-    graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _Clock
-) -> tuple[FusionPlan, dict[Group, Lowered], tuple[Stitch, ...]]:
+    graph: Graph, generic: bool, on_gpu: bool, first: FirstKernels, clock: Clock
+) -> tuple[FusionPlan, LoweredPlan]:
     """A plan whose kernels can all be written down: where indices do not divide, each node of
     the group becomes a kernel of its own, which reads its operands from memory."""
     apart: frozenset[Node] = frozenset()
@@ -155,106 +107,14 @@ def _planned(
     while True:
         fusion = plan(graph, apart)
         clock.lap("fusion")
-        kernels = _Kernels(graph, fusion, apart, lower, first)
+        kernels = LoweredPlan(graph, fusion, apart, lower, first)
         if on_gpu and not generic:
             kernels.stitch()
         kernels.lower_all()
         clock.lap("lowering")
         if not kernels.failed:
-            return fusion, kernels.lowered, tuple(kernels.stitches)
+            return fusion, kernels
         apart |= kernels.failed
-
-
-class _Kernels:
-    """The kernels of a plan. Those that take longest to compile are lowered, and begun, first."""
-
-    def __init__(
-        self, graph: Graph, fusion: FusionPlan, apart: Set[Node], lower: Lower, first: _First
-    ) -> None:
-        self.graph, self.fusion, self.first = graph, fusion, first
-        self._apart, self._lower = apart, lower
-        self.lowered: dict[Group, Lowered] = {}
-        self.stitches: list[Stitch] = []
-        self.failed: frozenset[Node] = frozenset()  # computed by kernels that cannot be written
-        self._stored = {node for group in fusion.groups for node in group.stores}
-
-    def stitch(self) -> None:
-        """Adds the kernels of pairs that are one where a row fits on chip, and of the column
-        reductions that stay alone."""
-        for stitch in stitches(self.graph, self.fusion):
-            inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
-            try:
-                whole = self._lower(stitch.whole, self._stored - inside)
-            except UnsupportedError:
-                continue  # its indices do not divide: it stays two kernels
-            self.lowered[stitch.whole] = whole
-            self.stitches.append(stitch)
-            if not self.first.is_one(stitch, whole.kernel):
-                self._add(stitch.statistics)
-
-    def lower_all(self) -> None:
-        for group in sorted(self.fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
-            if group not in self.lowered:
-                self._add(group)
-
-    def _add(self, group: Group) -> None:
-        try:
-            self.lowered[group] = self._lower(group, self._stored)
-        except UnsupportedError as error:
-            members = computed_by(group, self._stored)
-            if isinstance(error, OutOfPlaceError) and error.values - self._apart:
-                members = error.values
-            if members <= self._apart:
-                raise
-            self.failed |= members
-        else:
-            self.first.needs(group, self.lowered[group].kernel)
-
-
-class _First:
-    """Has the kernels that run at the traced sizes begun while others are still lowered."""
-
-    def __init__(self, builder: Builder | None, target: Target, hints: Mapping[str, int]) -> None:
-        self.builder, self.target, self.hints = builder, target, hints
-        self._done = set[Group]()
-
-    def is_one(self, stitch: Stitch, whole: Kernel) -> bool:
-        """Whether the traced sizes run the kernel of the whole, which then is begun."""
-        source = self.target.stitched_at(whole, self.hints)
-        if source is not None:
-            self._done |= {stitch.statistics, stitch.reader}
-            self._begin(source)
-        return source is not None
-
-    def needs(self, group: Group, kernel: Kernel) -> None:
-        if self.builder is not None and group not in self._done:
-            self._begin(self.target.source_at(kernel, self.hints))
-
-    def calls(self, graph: Graph) -> None:
-        """Kernels for what else is left to a library; none waits for a plan."""
-        if self.builder is None:
-            return
-        off = self.target.kernels_off
-        for node in graph.nodes:
-            for source in library.sources_of(node, self.hints, self.builder.device, off):
-                self._begin(source)
-
-    def _begin(self, source: KernelSource) -> None:
-        if self.builder is not None:
-            self.builder.begin([source])
-
-
-class _Clock:
-    """Seconds between laps, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
 
 
 def dynamo_backend(gm: Any, example_inputs: Any, **options: Any) -> Any:

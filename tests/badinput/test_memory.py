@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.dispatch import dispatcher as dispatch
+from strop.dispatch import entry_runner
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
+from strop.dispatch.entry_runner import EntryRunner
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run import executor
 
@@ -121,16 +122,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
     """CPU modules take the way of a GPU."""
     made = Torch()
 
-    def run(self: Dispatcher, entry: Entry, tensors: list[Tensor]) -> Any:
-        entry.uses += 1
-        return self._run_on_gpu(entry, tensors)
+    def run(self: EntryRunner, entry: Entry, tensors: list[Tensor], loop: int | None) -> Any:
+        return self._run_on_gpu(entry, tensors, loop)
 
     monkeypatch.setattr(graphs, "torch", made)
-    monkeypatch.setattr(dispatch, "torch", made)
+    monkeypatch.setattr(entry_runner, "torch", made)
     monkeypatch.setattr(graphs, "_POOLS", {})
     monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())
-    monkeypatch.setattr(Dispatcher, "_run", run)
+    monkeypatch.setattr(EntryRunner, "run", run)
     monkeypatch.setattr(Dispatcher, "_prepare", lambda *args: None)  # the short way is a CPU's
     return made
 

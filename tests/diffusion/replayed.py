@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
+from strop.dispatch.entry_runner import EntryRunner
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run.cuda_graphs import Captured, GraphPool, MakeBound
 from strop.runtime.run.workspace import workspace_of
@@ -84,12 +85,10 @@ class Pool(GraphPool):
         )  # type: ignore
 
 
-def _run(self: Dispatcher, entry: Entry, tensors: list[Tensor]) -> Any:
-    entry.uses += 1
-    self.latest = entry
-    if self._wants_graph(entry):
-        return self._replay(entry, tensors)
-    return self._run_bound(entry, tensors, 0)
+def _run(self: EntryRunner, entry: Entry, tensors: list[Tensor], loop: int | None) -> Any:
+    if self.wants_graph(entry):
+        return self._replay(entry, tensors, loop)
+    return self._run_bound(entry, tensors, 0, loop)
 
 
 @contextmanager
@@ -101,6 +100,6 @@ def replayed_first() -> Iterator[Pool]:
         patch.setattr(graphs, "DEVICES", ("cuda", "cpu"))
         patch.setattr(graphs, "pool_of", lambda device: pool)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(Dispatcher, "_run", _run)
+        patch.setattr(EntryRunner, "run", _run)
         patch.setattr(Dispatcher, "_prepare", lambda *args: None)
         yield pool

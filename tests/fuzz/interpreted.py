@@ -15,13 +15,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from strop import backend
 from strop.codegen import cpp
 from strop.codegen import triton as triton_text
 from strop.codegen.assemble import Target
 from strop.codegen.triton_interpreter import interpret
-from strop.dispatch import dispatcher as dispatch
-from strop.dispatch import variants
+from strop.dispatch import entry_runner, variants
 from strop.ir.device import CPU
 from strop.ir.interpret import run
 from strop.ir.loops import Kernel
@@ -29,6 +27,7 @@ from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource, Split
 from strop.runtime.build.background import BackgroundBuild, Order
 from strop.runtime.run import link
+from strop.stages.targets import TARGETS
 from tests.lowering.run_plan import with_offsets
 
 _KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}
@@ -104,12 +103,12 @@ def interpreted(*, triton: bool = False) -> Iterator[None]:
     """Modules that are compiled inside run with interpreted kernels, inside."""
     _KERNELS.clear()
     emit = triton_text.emit if triton else _emit
-    target = Target("cpu", emit, backend.TARGETS["cpu"].planned, in_place=triton)
+    target = Target("cpu", emit, TARGETS["cpu"].planned, in_place=triton)
     library = lambda *args: _NoKernels()  # noqa: E731
     with (
-        patch.dict(backend.TARGETS, cpu=target),
+        patch.dict(TARGETS, cpu=target),
         patch.dict(link.KINDS, kernel=triton_kernel if triton else interpreted_kernel),
-        patch.object(dispatch, "library_for", library),
+        patch.object(entry_runner, "library_for", library),
         patch.object(variants, "library_for", library),
     ):
         yield

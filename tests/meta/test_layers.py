@@ -34,8 +34,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "fusion",
         "lowering",
         "codegen",
-        "kernels",
+        "stages",
     ),
+    "stages": ("errors", "options", "ir", "fusion", "lowering", "codegen", "kernels"),
     "kernels": ("errors", "ir"),
     "runtime": ("errors", "options", "wording", "ir", "kernels", "codegen.triton_worker"),
     "dispatch": (  # from a call to a program: it traces, compiles, keeps and runs
@@ -47,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "backend",
         "codegen.assemble",
         "patterns.registry",
+        "stages.targets",
         "runtime",
     ),
     "api": (
@@ -137,7 +139,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "patterns.call",
     ): "the row of the table for calls of replacements",
     ("backend", "debug.dump"): "Options.dump; imported at the call",
-    ("dispatch.dispatcher", "debug.check"): "Options.check; imported at the call",
+    ("dispatch.entry_runner", "debug.check"): "Options.check; imported at the call",
     ("dispatch.dynamo", "debug.check"): "Options.check; imported at the call",
     ("debug.case", "codegen.assemble"): "Signature: the data that backend.py asks for",
     ("debug.dump", "codegen.assemble"): "Signature: the data that backend.py asks for",

@@ -8,6 +8,7 @@ where ``nn.Module.__call__`` would only look for hooks, an entrance does so in h
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import is_
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,8 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
+
+from strop.dispatch.arguments import as_specified
 
 if TYPE_CHECKING:
     from strop.dispatch.counters import Counters
@@ -47,6 +50,17 @@ class Served(Protocol):
 def untaken(args: tuple[Any, ...]) -> Any:
     """The short way while no call is prepared."""
     return None
+
+
+def takes(entry: Entry, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether the arguments of a call are the tensors that the program reads, as they are, and its
+    results are new ones, whatever the arguments' memory or gradients."""
+    variant = entry.variant
+    if entry.aliases or variant.same or variant.layout_reads or variant.wants is not None:
+        return False
+    if len(args) != len(tensors) or not all(map(is_, args, tensors)):
+        return False
+    return all(map(is_, as_specified(tensors, variant.specs), tensors))
 
 
 def prepared(

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
-import logging
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -25,44 +21,31 @@ from torch import Tensor, nn
 
 from strop.dispatch import cpu_fast_path, hooks
 from strop.dispatch.adapter import Adapter
-from strop.dispatch.aliases import returned_arguments
-from strop.dispatch.arguments import as_specified, returned, structured
 from strop.dispatch.counters import Counters
 from strop.dispatch.entry import Entry
+from strop.dispatch.entry_maker import EntryMaker
+from strop.dispatch.entry_runner import EntryRunner
+from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.features import OFFLOADED, is_offloaded, replacement_before, take_out
-from strop.dispatch.finite import not_finite
-from strop.dispatch.module_state import ModuleState, place
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.prepared_calls import PreparedCalls
 from strop.dispatch.signature import (
     NUM_ARGUMENTS,
     Beside,
-    Shapes,
     Skeleton,
     count_numbers,
     is_looked_into,
-    memory_order,
-    solve_roots,
 )
 from strop.dispatch.unsupported_calls import unfit_call, unfit_module
-from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of, library_for
-from strop.dispatch.varying_numbers import Call, Turned, all_shapes
+from strop.dispatch.variants import REFUSALS, VariantStore
+from strop.dispatch.varying_numbers import Call, Turned
 from strop.errors import StropError, UnsupportedError
-from strop.frontend.capture import NumbersNeeded
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime.loop.denoise_loop import Loop, moment_of
-from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
-from strop.runtime.run import cuda_graphs, graph_keep_alive
-from strop.runtime.run.executor import Bound
+from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.run import cuda_graphs
 from strop.runtime.run.library_calls import drawing_by
-from strop.runtime.run.limits import looks_too_far
-from strop.runtime.run.workspace import Workspace, workspace_of
-
-if TYPE_CHECKING:
-    from strop.backend import Compiled
-
-log = logging.getLogger("strop")
-MOST_READY = 1024  # calls kept prepared, of one module
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -70,8 +53,7 @@ def _plain_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
-_NUMBERS = itertools.count()
-_ON_HOST, _AS_IT_IS, _NO_RESULT = torch.empty(0), contextlib.nullcontext(), object()
+_AS_IT_IS, _NO_RESULT = contextlib.nullcontext(), object()
 _ALL: WeakSet[Dispatcher] = WeakSet()
 
 
@@ -102,7 +84,6 @@ class Dispatcher:
         self._eager: Callable[..., Any] | None = module.forward
         self._before = module.__dict__.get("forward")  # in whose place this one will be
         self.adapter, self.loop = adapter or Adapter(), loop or Loop()
-        self._may_hoist = options.hoist and loop is not None  # else no loop would ever begin
         is_own = getattr(self._eager, "__func__", None) is type(module).forward
         if is_own:  # whatever function that is at a call
             self._eager = None
@@ -114,13 +95,29 @@ class Dispatcher:
         self.state = ModuleState(module)
         self.turned = Turned()
         self.variants = VariantStore(module, options, self.name)
+        self._fallbacks = Fallbacks(self.name, self.counters)
+        self._maker = EntryMaker(
+            self.state,
+            self.turned,
+            self.variants,
+            self.adapter,
+            self._fallbacks,
+            may_hoist=options.hoist and loop is not None,  # else no loop would ever begin
+        )
+        self._runner = EntryRunner(
+            self.name,
+            options,
+            self.state,
+            self.loop,
+            self.counters,
+            self._fallbacks,
+            self.forget_shapes_but,
+        )
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
-        self.short: cpu_fast_path.Short = (
-            cpu_fast_path.untaken
-        )  # that of the prepared call that came last
+        self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
-        self._ready: dict[Hashable, cpu_fast_path.Short] = {}
+        self._prepared = PreparedCalls()
         self._refused: dict[Hashable, StropError] = {}  # calls that change what they read
         self._checked_loop = 0
         self._lock = threading.RLock()
@@ -147,7 +144,7 @@ class Dispatcher:
             return self.run_plain(args, kwargs)
         if not kwargs and not hooks.has_global_hooks():
             result = self.short(args)
-            if result is None and self._ready:
+            if result is None and self._prepared:
                 result = self._other_short(args)
             if result is not None:
                 return result
@@ -156,7 +153,7 @@ class Dispatcher:
 
     def _other_short(self, args: tuple[Any, ...]) -> Any:
         """What comes of the short way of another prepared call, if there is one like this."""
-        short = self._ready.get(cpu_fast_path.plain_key(args), cpu_fast_path.untaken)
+        short = self._prepared.get(cpu_fast_path.plain_key(args), cpu_fast_path.untaken)
         if short is cpu_fast_path.untaken or short is self.short:
             return None
         self.short = short
@@ -179,7 +176,7 @@ class Dispatcher:
             return self._run_eager("an argument requires a gradient", args, kwargs)
         call = Call(skeleton, tensors, skeleton, beside)
         if beside.floats or beside.generators:
-            call = self._resolved(skeleton, tensors, beside)
+            call = self._maker.resolved(skeleton, tensors, beside)
         plain = None if kwargs else args
         # normal tensors, whatever the caller's mode: memory and weights outlive this call
         with self._lock, drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
@@ -215,25 +212,14 @@ class Dispatcher:
             return call
         floats = call.beside.floats[: count_numbers(arguments)]
         beside = Beside(floats, call.beside.generators, num_sizes=call.beside.num_sizes)
-        return self._resolved(self._with_settings(arguments, beside), call.plain, beside)
-
-    def _resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> Call:
-        """A call that has floats or generators: which of the floats are inputs."""
-        device = (tensors or self.state.tensors or [_ON_HOST])[0].device
-        return self.turned.call(bare, beside, tensors, self.state.structure, device)
-
-    def _key(self, call: Call) -> Hashable:
-        looks = tuple((t.shape, t.dtype, t.device, memory_order(t)) for t in call.tensors)
-        if call.numbers:
-            return (call.skeleton, looks, self.turned.outcomes(call))
-        return (call.skeleton, looks)
+        return self._maker.resolved(self._with_settings(arguments, beside), call.plain, beside)
 
     def _serve(
         self, call: Call, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
     ) -> tuple[StropError | None, Any]:
         """Why there is no program for the call, or its result. ``plain``: its arguments where none
         has a name; ``is_no_grad``: whether that is the caller's mode."""
-        key = self._key(call)
+        key = self._maker.key(call)
         if refused := self._still_refused(key):
             return refused, None
         has_changed, result = self._look(self._entries.get(key), call.tensors)
@@ -244,20 +230,21 @@ class Dispatcher:
             if reason := self._unfit():  # of what has been put there
                 return UnsupportedError(reason), None
             call = self._read_again(call)
-            key = self._key(call)
+            key = self._maker.key(call)
         entry = self._entries.get(key)
         if entry is None or not (entry.variant.wants is None or entry.variant.suits(self.state)):
             try:
-                entry, call = self._enter(call)
+                entry, call = self._maker.make(call)
             except REFUSALS as refusal:
                 return refusal, None
-            key = self._key(call)
+            key = self._maker.key(call)
+            self._entries[key] = entry
         tensors = call.tensors
         if reason := entry.variant.misfit(tensors, is_no_grad=is_no_grad):
             return UnsupportedError(reason), None
         result = self._run(entry, tensors)
-        if plain is not None:
-            self._prepare(self._entries.get(key), plain, tensors)
+        if plain is not None and (known := self._entries.get(key)) is not None:
+            self._prepare(known, plain, tensors)
         return None, result
 
     def _look(self, entry: Entry | None, tensors: list[Tensor]) -> tuple[bool, Any]:
@@ -314,7 +301,7 @@ class Dispatcher:
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict and reason != hooks.REASON:
             raise UnsupportedError(f"{self.name}: {reason} (strict=True forbids eager)")
-        self._note_eager(reason)
+        self._fallbacks.note_eager(reason)
         return self.eager(*args, **kwargs)
 
     def _run_refused(
@@ -327,25 +314,15 @@ class Dispatcher:
             result = self.eager(*args, **kwargs)
         except Exception:
             with contextlib.suppress(*REFUSALS):
-                self.variants.forget_failure(self.state, call, self._shapes(call))
+                self._maker.forget_failure(call)
             raise
         if self.options.strict:
             raise refusal
-        self._note_eager(str(refusal))
+        self._fallbacks.note_eager(str(refusal))
         self.state.note_effects()
         if self.state.effects:
-            self._refused[self._key(call)] = refusal
+            self._refused[self._maker.key(call)] = refusal
         return result
-
-    def _note_eager(self, reason: str) -> None:
-        self._note_fallback(reason, " runs in eager")
-        self.counters.eager_calls += 1
-
-    def _note_fallback(self, reason: str, what: str = "") -> None:
-        """One log line for each reason, and a count of how often."""
-        if reason not in self.counters.fallbacks:
-            log.warning("%s%s: %s", self.name, what, reason)
-        self.counters.fallbacks[reason] = self.counters.fallbacks.get(reason, 0) + 1
 
     # weights
 
@@ -384,8 +361,8 @@ class Dispatcher:
             and entry.device.type in cuda_graphs.DEVICES
             and not entry.variant.layout_reads
             and entry.variant.wants is None
-            and self._wants_graph(entry)
-            and cuda_graphs.pool_of(entry.device).has((id(self), entry.number))
+            and self._runner.wants_graph(entry)
+            and self._runner.has_graph(entry)
             and not self.state.has_moved()
         )
 
@@ -401,11 +378,9 @@ class Dispatcher:
             self.forget_shapes()
 
     def forget_shapes(self) -> None:
-        for device in {entry.device for entry in self._entries.values()}:
-            if device.type in cuda_graphs.DEVICES:
-                cuda_graphs.pool_of(device).forget(id(self))
+        self._runner.forget({entry.device for entry in self._entries.values()})
         self._entries.clear()
-        self._ready.clear()
+        self._prepared.clear()
         self._refused.clear()
         self.short = cpu_fast_path.untaken
 
@@ -419,215 +394,18 @@ class Dispatcher:
         if self.on_leave is not None:
             self.on_leave()
 
-    def _shapes(self, call: Call) -> Shapes:
-        shapes = self.adapter.shapes(call.given, call.skeleton)
-        return all_shapes(shapes, call, device_of(self.state, shapes))
-
-    def _enter(self, call: Call) -> tuple[Entry, Call]:
-        """Find or build the variant for a call seen for the first time; may raise REFUSALS. Also
-        the call, in which other floats may have become inputs."""
-        if self.state.replaced:
-            raise UnsupportedError(self.state.replaced)
-        if call.beside.floats and self.turned.note(call):
-            call = self._resolved(call.bare, call.plain, call.beside)
-        variant, call = self._variant(call)
-        shapes = [t.shape for t in call.tensors]
-        env = solve_roots(variant.specs, shapes)
-        if looks_too_far(variant.program, env):
-            raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
-        for cause in variant.program.foreign_causes:
-            self._note_fallback(f"{cause}: torch runs it")
-        aliases = returned_arguments(variant.program, env)
-        steady = self.adapter.steady(call.skeleton) if self._may_hoist else ()
-        timestep = self.adapter.timestep(call.skeleton) if steady else None
-        if steady:  # numbers are, too, or nothing that they scale would be kept
-            steady += tuple(range(len(call.given), len(call.tensors)))
-        device = device_of(self.state, self._shapes(call))
-        entry = Entry(
-            next(_NUMBERS),
-            variant,
-            device,
-            env,
-            aliases=aliases,
-            steady=steady,
-            timestep=timestep,
-            is_pure=variant.program.is_pure,
-            has_graph=not call.beside.generators,
-        )
-        self._entries[self._key(call)] = entry
-        return entry, call
-
-    def _variant(self, call: Call) -> tuple[Variant, Call]:
-        """The variant for a call; of floats that it can have as constants only, they are some."""
-        while True:
-            try:
-                variant = self.variants.get(self.state, call, self._shapes(call))
-            except NumbersNeeded as error:
-                needed: Sequence[int] = sorted(error.numbers)
-            except REFUSALS:
-                if not call.numbers and not call.beside.num_sizes:
-                    raise
-                needed = range(len(call.numbers))
-            else:
-                self.turned.learn(call, variant.number_guards)
-                return variant, call
-            call = self._resolved(*self.turned.fix(call, self.state.structure, needed))
-
-    def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
-        if entry.placed is None:
-            before = self.state.pointers
-            entry.placed = place(entry.variant.program, self.state.tensors)
-            self.state.remember(entry.placed)
-            if self.state.pointers != before:  # other shapes were bound to the old places
-                placed = entry.placed
-                self.forget_shapes_but(entry)
-                entry.placed = placed
-        library = library_for(entry.device, self.options)
-        hoist = self._hoist(entry, workspace) if entry.steady else None
-        return Bound(
-            entry.variant.program,
-            entry.env,
-            entry.placed,
-            library,
-            workspace,
-            stream,
-            hoist,
-            in_place=not self.options.check,
-        )
-
-    def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
-        """Memory as for all else: of a stream, or of the graphs, whose runs are in order."""
-        kept = self.loop.kept.setdefault((id(self), id(workspace)), Kept(entry.device))
-        inputs = enumerate(entry.variant.program.inputs)
-        arguments = [index for index, spec in inputs if not spec.is_state]
-        steady = tuple(arguments[number] for number in entry.steady)
-        timestep = None if entry.timestep is None else arguments[entry.timestep]
-        return Hoist(steady, kept, self.state.tensors, self.counters.hoisted, timestep)
-
-    def _where(self, entry: Entry, tensors: Sequence[Tensor]) -> tuple[Stamp | None, Moment | None]:
-        """What arguments are that stay the same through a loop, and at which timestep it is, if
-        this is a loop. What the caller captures must not depend on it."""
-        if not entry.steady or not self._is_settled():
-            return None, None
-        if entry.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None, None
-        stamp = stamp_of(self._checked_loop, [tensors[number] for number in entry.steady])
-        if entry.timestep is None:
-            return stamp, None
-        return stamp, moment_of(self.loop.timesteps, tensors[entry.timestep], stamp)
-
     def forget_shapes_but(self, entry: Entry) -> None:
         keys = [k for k, e in self._entries.items() if e is entry]
         self.forget_shapes()
         self._entries.update(dict.fromkeys(keys, entry))
 
-    # calls that are prepared
-
-    def _prepare(
-        self, entry: Entry | None, args: tuple[Any, ...], tensors: Sequence[Tensor]
-    ) -> None:
-        """Have the short way ready for the next call that looks like this one."""
-        if entry is None or entry.device.type != "cpu" or self.state.turned.names:
-            return
-        key = cpu_fast_path.plain_key(args)
-        if not key or key in self._ready or torch._C._len_torch_dispatch_stack():
-            return
-        if len(self._ready) >= MOST_READY:
-            self._ready.clear()
-        self._ready[key] = cpu_fast_path.untaken
-        variant = entry.variant
-        if entry.aliases or variant.same or variant.layout_reads or variant.wants is not None:
-            return
-        if len(args) != len(tensors) or not all(map(is_, args, tensors)):
-            return
-        if not all(map(is_, as_specified(tensors, entry.variant.specs), tensors)):
-            return
-        is_unchanged, bound = self.state.comparison(), entry.bounds[0]
-        run = bound.straight(structured(entry.variant.out_spec, len(bound.program.returned)))
-        if run is not None and is_unchanged is not None:
-            drop = partial(self._ready.pop, key, None)
-            self.short = cpu_fast_path.prepared(self, entry, tensors, run, is_unchanged, drop)
-            self._ready[key] = self.short
-            cpu_fast_path.open_entrance(self)
-
     # running
+
+    def _prepare(self, entry: Entry, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+        self._prepared.prepare(self, self.state, entry, args, tensors)
 
     def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
         entry.uses += 1
         self.latest = entry
-        if entry.device.type != "cuda":
-            return self._run_bound(entry, tensors, 0)
-        if torch.cuda.current_device() == entry.device.index:
-            return self._run_on_gpu(entry, tensors)
-        with torch.cuda.device(entry.device):  # kernels are launched in the current context
-            return self._run_on_gpu(entry, tensors)
-
-    def _run_on_gpu(self, entry: Entry, tensors: list[Tensor]) -> Any:
-        """From a graph if there is one, else step by step; out of memory costs the graphs first."""
-        if self._wants_graph(entry):
-            try:
-                return self._replay(entry, tensors)
-            except cuda_graphs.NoGraphError as error:
-                entry.has_graph = False
-                self._note_fallback(f"runs without a CUDA graph: {error}")
-        stream = torch.cuda.current_stream(entry.device).cuda_stream
-        try:
-            return self._run_bound(entry, tensors, stream)
-        except torch.OutOfMemoryError:
-            entry.bounds.clear()  # it holds what library calls have allocated
-            if not cuda_graphs.pool_of(entry.device).drop():
-                raise
-        self._note_fallback("ran out of memory: all CUDA graphs were dropped, and it ran again")
-        return self._run_bound(entry, tensors, stream)
-
-    def _run_bound(self, entry: Entry, tensors: list[Tensor], stream: int) -> Any:
-        inputs = as_specified(tensors, entry.variant.specs)
-        if entry.uses == 1:  # whose host has the libraries' first calls to make: compilers are free
-            entry.variant.later.start()
-        bound = entry.bounds.get(stream)
-        if bound is None:
-            workspace = workspace_of(entry.device, stream)
-            bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
-        if entry.uses == 1 and self.options.check and entry.variant.compiled is not None:
-            results = self._run_checked(bound, entry.variant.compiled, inputs)
-        else:
-            results = bound.run(inputs, *self._where(entry, tensors))
-        self.counters.launches = bound.num_launches
-        is_judged = entry.uses == 1 and self.options.check_finite
-        if is_judged and (text := not_finite(self.name, results, tensors)):
-            self.counters.nonfinite.append(text)
-            log.warning("%s", text)
-        return self._returned(entry, results, tensors)
-
-    def _returned(self, entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
-        variant = entry.variant
-        return returned(
-            variant.out_spec, entry.aliases, variant.same, results, tensors, self.state.tensors
-        )
-
-    def _run_checked(self, bound: Bound, compiled: Compiled, inputs: Sequence[Tensor]) -> list[Any]:
-        from strop.debug.check import run_checked
-
-        results, findings = run_checked(bound, compiled, inputs, self.name)
-        self.counters.checked_steps += len(compiled.program.steps)
-        self.counters.findings += map(str, findings)
-        return results
-
-    def _wants_graph(self, entry: Entry) -> bool:
-        """From the second use of a shape on, unless the caller captures one, or is about to."""
-        if entry.uses < 2 or not entry.has_graph or not self.options.cuda_graphs:
-            return False
-        return not (torch.cuda.is_current_stream_capturing() or graph_keep_alive.are_wanted())
-
-    def _replay(self, entry: Entry, inputs: list[Tensor]) -> Any:
-        results, launches = cuda_graphs.pool_of(entry.device).run(
-            (id(self), entry.number),
-            inputs,
-            entry.variant.specs,
-            lambda workspace, stream: self._bound(entry, workspace, stream),
-            self.options.graph_budget_bytes,
-            *self._where(entry, inputs),
-        )
-        self.counters.replays += 1
-        self.counters.launches = launches
-        return self._returned(entry, results, inputs)
+        checked_loop = self._checked_loop if entry.steady and self._is_settled() else None
+        return self._runner.run(entry, tensors, checked_loop)

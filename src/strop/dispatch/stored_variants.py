@@ -109,6 +109,7 @@ def own_source() -> str:
         "lowering",
         "codegen",
         "kernels",
+        "stages",
     ):
         for file in sorted((root / folder).rglob("*.[ph]*")):
             if file.suffix in (".py", ".h"):

@@ -125,12 +125,12 @@ class TrainingDispatcher(Dispatcher):
         if failure is not None:
             return self._run_untraced(failure, self._num_runs() > before, args, kwargs)
         if self._num_runs() == before and not self.log.fallbacks:
-            self._note_fallback("torch does not trace it again, and runs it in eager")
+            self._fallbacks.note("torch does not trace it again, and runs it in eager")
         pieces = sum(record.role != "backward" for record in self.log.records[known:])
         whys = Counter(dynamo_counters["graph_break"]) - breaks  # torch does not note all of them
         if pieces > 1 or (pieces and whys):
             why = next(iter(whys), reason).splitlines()[0]
-            self._note_fallback(f"a step is cut into {counted(pieces, 'graph')}: {why}")
+            self._fallbacks.note(f"a step is cut into {counted(pieces, 'graph')}: {why}")
         return result
 
     def _compiled_forward(self) -> Callable[..., Any]:
@@ -161,7 +161,7 @@ class TrainingDispatcher(Dispatcher):
         if self.options.strict:
             raise failure
         cause = getattr(failure, "inner_exception", failure)
-        self._note_fallback(f"torch cannot trace it: {str(cause).splitlines()[0]}")
+        self._fallbacks.note(f"torch cannot trace it: {str(cause).splitlines()[0]}")
         self.counters.eager_calls += 1
         return result
 

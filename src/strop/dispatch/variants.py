@@ -40,7 +40,7 @@ from strop.dispatch.signature import (
 )
 from strop.dispatch.varying_numbers import Call
 from strop.errors import CaptureError, ShapeError, UnsupportedError
-from strop.frontend.capture import NumbersNeeded, Same, capture, clone_structure
+from strop.frontend.capture import Captured, NumbersNeeded, Same, capture, clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import Contents, with_objects
 from strop.ir.program import NumberGuard, Program
@@ -353,36 +353,11 @@ class VariantStore:
         library: KernelLoader,
         options: Options,
     ) -> Variant:
-        self.num_captures += 1
         start = time.perf_counter()
-        clone = clone_structure(self.module)
         foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if library.device.arch:
             foresight = EarlyBuild(library.begin, library.device, options.kernels_off)
-
-        def call(*given: Any) -> Any:
-            args, kwargs, *settings = rebuild(asked.skeleton, given)
-            contents = Contents((args, kwargs))
-            with foresight, state.turned.put(clone, settings[0] if settings else ()):
-                result = clone.forward(*args, **kwargs)  # its own hooks run outside
-            effects.look([value for value in given if isinstance(value, Tensor)])
-            return with_objects(result, (args, kwargs), contents)
-
-        effects, parts, entered = Effects(clone), list(clone.modules()), {id(clone)}
-        for part in parts:
-            part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
-        self.progress.begin("tracing modules", len(parts), lambda: len(entered))
-        try:
-            captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers)
-        finally:
-            effects.undo()
-        if written := effects.check():
-            state.ignore(written)
-            log.warning(
-                "%s writes %s when it is traced; compiled code does not",
-                self.name,
-                ", ".join(sorted(written)),
-            )
+        captured = self._captured(state, asked, shapes, foresight)
         self.progress.begin("planning kernels")
         traced = time.perf_counter()
         imported = import_graph(
@@ -414,6 +389,42 @@ class VariantStore:
             wants=state.wants if captured.has_gradients else None,
             same=captured.same,
         )
+
+    def _captured(
+        self,
+        state: ModuleState,
+        asked: Call,
+        shapes: Shapes,
+        foresight: contextlib.AbstractContextManager[Any],
+    ) -> Captured:
+        """The module's forward, traced in a clone, within ``foresight``."""
+        self.num_captures += 1
+        clone = clone_structure(self.module)
+
+        def call(*given: Any) -> Any:
+            args, kwargs, *settings = rebuild(asked.skeleton, given)
+            contents = Contents((args, kwargs))
+            with foresight, state.turned.put(clone, settings[0] if settings else ()):
+                result = clone.forward(*args, **kwargs)  # its own hooks run outside
+            effects.look([value for value in given if isinstance(value, Tensor)])
+            return with_objects(result, (args, kwargs), contents)
+
+        effects, parts, entered = Effects(clone), list(clone.modules()), {id(clone)}
+        for part in parts:
+            part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
+        self.progress.begin("tracing modules", len(parts), lambda: len(entered))
+        try:
+            captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers)
+        finally:
+            effects.undo()
+        if written := effects.check():
+            state.ignore(written)
+            log.warning(
+                "%s writes %s when it is traced; compiled code does not",
+                self.name,
+                ", ".join(sorted(written)),
+            )
+        return captured
 
 
 def _needed(

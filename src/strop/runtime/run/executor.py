@@ -60,6 +60,9 @@ class Bound:
         background has not come to, is built now."""
         self.program, self.env = program, env
         self.plan = plan_shape(program, env, kernels, hoist, part, shares=in_place)
+        memory = self.plan.memory
+        self.arena_bytes, self.kept_bytes = memory.arena_bytes, memory.kept_bytes
+        self.call_bytes = memory.call_bytes
         self.hoisted = Hoisted(self.plan.order.prologue, hoist)
         self.timetable = Timetable(program, self.plan.order.timed, hoist, env, stream)
         kernels.build(self.plan.sources)
@@ -78,18 +81,6 @@ class Bound:
     @property
     def steps(self) -> Sequence[Step | None]:  # None where another step does the work of one
         return self.plan.order.steps
-
-    @property
-    def arena_bytes(self) -> int:
-        return self.plan.memory.arena_bytes
-
-    @property
-    def kept_bytes(self) -> int:  # of results that outlive a run
-        return self.plan.memory.kept_bytes
-
-    @property
-    def call_bytes(self) -> int:  # of what library calls allocate
-        return self.plan.memory.call_bytes
 
     @property
     def num_launches(self) -> int:
@@ -120,24 +111,14 @@ class Bound:
         linked = self._linked
         if linked is None or self.hoisted.has_moved:
             return True
-        return self.plan.memory.arena_bytes > 0 and linked.memory is not self._workspace.memory
+        return self.arena_bytes > 0 and linked.memory is not self._workspace.memory
 
     def let_go(self) -> None:
         """The next run links anew."""
         self._linked = None
 
-    def _ready(self) -> Linked:
-        """Linked to the memory of this run."""
-        size_bytes = self.plan.memory.arena_bytes
-        if self.is_large:  # in a capture, from the graph's own memory
-            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._workspace.device)
-            return self._link(memory)
-        memory = self._workspace.reserve(size_bytes, self)
-        linked = self._linked
-        return self._link(memory) if linked is None or self.has_moved else linked
-
     def _link(self, memory: Tensor) -> Linked:
-        kept = self.hoisted.linked(self.plan.memory.kept_bytes)
+        kept = self.hoisted.linked(self.kept_bytes)
         self._linked = link(self.plan, self._resources, memory, kept)
         return self._linked
 
@@ -197,14 +178,23 @@ class Bound:
         self._resources.faults.check()
 
     def _begin(self, inputs: Sequence[Tensor]) -> Linked:
-        self.raise_faults()  # on a GPU those of earlier runs
-        linked = self._ready()
+        faults = self._resources.faults
+        faults.check()  # on a GPU those of earlier runs
+        workspace, size_bytes, is_large = self._workspace, self.arena_bytes, self.is_large
+        memory = (
+            torch.empty(size_bytes, dtype=torch.uint8, device=workspace.device)
+            if is_large  # in a capture, from the graph's own memory
+            else workspace.reserve(size_bytes, self)
+        )
+        linked = self._linked
+        if linked is None or is_large or self.has_moved:
+            linked = self._link(memory)
         if graph_keep_alive.are_wanted():
-            lent = None if self.is_large else linked.memory
-            held = (self, lent, self._resources.zeroed)
-            graph_keep_alive.note(KeepAlive(self._resources.faults, held))
-        strides = self.plan.sizes.strides
-        for number, tensor in zip(self.plan.arguments, inputs, strict=True):
+            lent = None if is_large else linked.memory
+            graph_keep_alive.note(KeepAlive(faults, (self, lent, self._resources.zeroed)))
+        plan = self.plan
+        strides = plan.sizes.strides
+        for number, tensor in zip(plan.arguments, inputs, strict=True):
             if tensor.stride() != strides[number] and not is_laid_out(tensor, strides[number]):
                 raise ShapeError(
                     f"argument {number} has strides {tensor.stride()}, the plan {strides[number]}"
@@ -222,17 +212,17 @@ class Bound:
             self.around(position, steps[position])
 
     def _run_late(self, linked: Linked) -> list[Any]:
-        slots, device = linked.slots, self._workspace.device
-        for number, (shape, strides, dtype) in self.plan.results:
+        plan, slots, device = self.plan, linked.slots, self._workspace.device
+        for number, (shape, strides, dtype) in plan.results:
             linked.put(number, torch.empty_strided(shape, strides, dtype=dtype, device=device))
-        self._walk(linked, self.plan.order.late)
+        self._walk(linked, plan.order.late)
         returned = [get() for get in linked.returned]
         for place, first in self._repeated:
             returned[place] = returned[first]
-        for number in self.plan.released:
+        for number in plan.released:
             slots[number] = None
         if self.program.device == "cpu":
-            self.raise_faults()
+            self._resources.faults.check()
         return returned
 
     # between the parts of a run

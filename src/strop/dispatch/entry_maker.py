@@ -1,0 +1,110 @@
+"""From a call that is seen for the first time to the entry that serves all calls like it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from strop.dispatch.adapter import Adapter
+from strop.dispatch.aliases import returned_arguments
+from strop.dispatch.entry import Entry
+from strop.dispatch.fallbacks import Fallbacks
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.signature import Beside, Shapes, Skeleton, memory_order, solve_roots
+from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of
+from strop.dispatch.varying_numbers import Call, Turned, all_shapes
+from strop.errors import UnsupportedError
+from strop.frontend.capture import NumbersNeeded
+from strop.runtime.run.limits import looks_too_far
+
+_NUMBERS = itertools.count()
+_ON_HOST = torch.empty(0)
+
+
+class EntryMaker:
+    """``may_hoist``: what arguments that stay the same through a loop give may be kept."""
+
+    def __init__(
+        self,
+        state: ModuleState,
+        turned: Turned,
+        variants: VariantStore,
+        adapter: Adapter,
+        fallbacks: Fallbacks,
+        *,
+        may_hoist: bool,
+    ) -> None:
+        self._state, self._turned, self._variants = state, turned, variants
+        self._adapter, self._fallbacks, self.may_hoist = adapter, fallbacks, may_hoist
+
+    def resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> Call:
+        """A call that has floats or generators: which of the floats are inputs."""
+        device = (tensors or self._state.tensors or [_ON_HOST])[0].device
+        return self._turned.call(bare, beside, tensors, self._state.structure, device)
+
+    def key(self, call: Call) -> Hashable:
+        """Equal for calls that one entry serves."""
+        looks = tuple((t.shape, t.dtype, t.device, memory_order(t)) for t in call.tensors)
+        if call.numbers:
+            return (call.skeleton, looks, self._turned.outcomes(call))
+        return (call.skeleton, looks)
+
+    def make(self, call: Call) -> tuple[Entry, Call]:
+        """Find or build the variant; may raise REFUSALS. Also the call, in which other floats may
+        have become inputs."""
+        if self._state.replaced:
+            raise UnsupportedError(self._state.replaced)
+        if call.beside.floats and self._turned.note(call):
+            call = self.resolved(call.bare, call.plain, call.beside)
+        variant, call = self._variant(call)
+        env = solve_roots(variant.specs, [t.shape for t in call.tensors])
+        if looks_too_far(variant.program, env):
+            raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
+        for cause in variant.program.foreign_causes:
+            self._fallbacks.note(f"{cause}: torch runs it")
+        steady = self._steady(call)
+        entry = Entry(
+            next(_NUMBERS),
+            variant,
+            device_of(self._state, self._shapes(call)),
+            env,
+            aliases=returned_arguments(variant.program, env),
+            steady=steady,
+            timestep=self._adapter.timestep(call.skeleton) if steady else None,
+            is_pure=variant.program.is_pure,
+            has_graph=not call.beside.generators,
+        )
+        return entry, call
+
+    def forget_failure(self, call: Call) -> None:
+        """The call was wrong in itself; may raise REFUSALS."""
+        self._variants.forget_failure(self._state, call, self._shapes(call))
+
+    def _steady(self, call: Call) -> tuple[int, ...]:
+        """The tensors of the call that stay the same through a loop: numbers are among them, or
+        nothing that they scale would be kept."""
+        steady = self._adapter.steady(call.skeleton) if self.may_hoist else ()
+        return (*steady, *range(len(call.given), len(call.tensors))) if steady else ()
+
+    def _shapes(self, call: Call) -> Shapes:
+        shapes = self._adapter.shapes(call.given, call.skeleton)
+        return all_shapes(shapes, call, device_of(self._state, shapes))
+
+    def _variant(self, call: Call) -> tuple[Variant, Call]:
+        """The variant for a call; of floats that it can have as constants only, they are some."""
+        while True:
+            try:
+                variant = self._variants.get(self._state, call, self._shapes(call))
+            except NumbersNeeded as error:
+                needed: Sequence[int] = sorted(error.numbers)
+            except REFUSALS:
+                if not call.numbers and not call.beside.num_sizes:
+                    raise
+                needed = range(len(call.numbers))
+            else:
+                self._turned.learn(call, variant.number_guards)
+                return variant, call
+            call = self.resolved(*self._turned.fix(call, self._state.structure, needed))

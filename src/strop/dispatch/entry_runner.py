@@ -1,0 +1,184 @@
+"""Runs the entries of one module: step by step, or from a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from strop.dispatch.arguments import as_specified, returned
+from strop.dispatch.counters import Counters
+from strop.dispatch.entry import Entry
+from strop.dispatch.fallbacks import Fallbacks
+from strop.dispatch.finite import not_finite
+from strop.dispatch.module_state import ModuleState, place
+from strop.dispatch.variants import library_for
+from strop.options import Options
+from strop.runtime.loop.denoise_loop import Loop, moment_of
+from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
+from strop.runtime.run import cuda_graphs, graph_keep_alive
+from strop.runtime.run.executor import Bound
+from strop.runtime.run.workspace import Workspace, workspace_of
+
+if TYPE_CHECKING:
+    from strop.backend import Compiled
+
+log = logging.getLogger("strop")
+
+
+class EntryRunner:
+    """``forget_others``: told of an entry before which weights have been put at other places."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        state: ModuleState,
+        loop: Loop,
+        counters: Counters,
+        fallbacks: Fallbacks,
+        forget_others: Callable[[Entry], None],
+    ) -> None:
+        self._name, self._options, self._state = name, options, state
+        self.loop, self._counters, self._fallbacks = loop, counters, fallbacks
+        # not to be kept alive: a module that is restored must be free at once
+        self._forget_others = WeakMethod(forget_others)
+
+    def run(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
+        """``checked_loop``: the denoise loop that this is a call of, if the module has been looked
+        at in it; what the call gives may then be kept for later ones."""
+        if entry.device.type != "cuda":
+            return self._run_bound(entry, tensors, 0, checked_loop)
+        if torch.cuda.current_device() == entry.device.index:
+            return self._run_on_gpu(entry, tensors, checked_loop)
+        with torch.cuda.device(entry.device):  # kernels are launched in the current context
+            return self._run_on_gpu(entry, tensors, checked_loop)
+
+    def wants_graph(self, entry: Entry) -> bool:
+        """From the second use of a shape on, unless the caller captures one, or is about to."""
+        if entry.uses < 2 or not entry.has_graph or not self._options.cuda_graphs:
+            return False
+        return not (torch.cuda.is_current_stream_capturing() or graph_keep_alive.are_wanted())
+
+    def has_graph(self, entry: Entry) -> bool:
+        """Whether there is one, which has been captured."""
+        return cuda_graphs.pool_of(entry.device).has((id(self), entry.number))
+
+    def forget(self, devices: Iterable[torch.device]) -> None:
+        """Drop the graphs of all entries on these."""
+        for device in devices:
+            if device.type in cuda_graphs.DEVICES:
+                cuda_graphs.pool_of(device).forget(id(self))
+
+    def _run_on_gpu(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
+        """From a graph if there is one, else step by step; out of memory costs the graphs first."""
+        if self.wants_graph(entry):
+            try:
+                return self._replay(entry, tensors, checked_loop)
+            except cuda_graphs.NoGraphError as error:
+                entry.has_graph = False
+                self._fallbacks.note(f"runs without a CUDA graph: {error}")
+        stream = torch.cuda.current_stream(entry.device).cuda_stream
+        try:
+            return self._run_bound(entry, tensors, stream, checked_loop)
+        except torch.OutOfMemoryError:
+            entry.bounds.clear()  # it holds what library calls have allocated
+            if not cuda_graphs.pool_of(entry.device).drop():
+                raise
+        self._fallbacks.note("ran out of memory: all CUDA graphs were dropped, and it ran again")
+        return self._run_bound(entry, tensors, stream, checked_loop)
+
+    def _run_bound(
+        self, entry: Entry, tensors: list[Tensor], stream: int, checked_loop: int | None
+    ) -> Any:
+        inputs = as_specified(tensors, entry.variant.specs)
+        if entry.uses == 1:  # whose host has the libraries' first calls to make: compilers are free
+            entry.variant.later.start()
+        bound = entry.bounds.get(stream)
+        if bound is None:
+            workspace = workspace_of(entry.device, stream)
+            bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
+        if entry.uses == 1 and self._options.check and entry.variant.compiled is not None:
+            results = self._run_checked(bound, entry.variant.compiled, inputs)
+        else:
+            results = bound.run(inputs, *self._where(entry, tensors, checked_loop))
+        self._counters.launches = bound.num_launches
+        is_judged = entry.uses == 1 and self._options.check_finite
+        if is_judged and (text := not_finite(self._name, results, tensors)):
+            self._counters.nonfinite.append(text)
+            log.warning("%s", text)
+        return self._returned(entry, results, tensors)
+
+    def _replay(self, entry: Entry, inputs: list[Tensor], checked_loop: int | None) -> Any:
+        results, launches = cuda_graphs.pool_of(entry.device).run(
+            (id(self), entry.number),
+            inputs,
+            entry.variant.specs,
+            lambda workspace, stream: self._bound(entry, workspace, stream),
+            self._options.graph_budget_bytes,
+            *self._where(entry, inputs, checked_loop),
+        )
+        self._counters.replays += 1
+        self._counters.launches = launches
+        return self._returned(entry, results, inputs)
+
+    def _returned(self, entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
+        variant, weights = entry.variant, self._state.tensors
+        return returned(variant.out_spec, entry.aliases, variant.same, results, tensors, weights)
+
+    def _run_checked(self, bound: Bound, compiled: Compiled, inputs: Sequence[Tensor]) -> list[Any]:
+        from strop.debug.check import run_checked
+
+        results, findings = run_checked(bound, compiled, inputs, self._name)
+        self._counters.checked_steps += len(compiled.program.steps)
+        self._counters.findings += map(str, findings)
+        return results
+
+    # binding
+
+    def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
+        if entry.placed is None:
+            before = self._state.pointers
+            entry.placed = place(entry.variant.program, self._state.tensors)
+            self._state.remember(entry.placed)
+            forget_others = self._forget_others()
+            if self._state.pointers != before and forget_others is not None:
+                forget_others(entry)  # they were bound to the old places
+        hoist = self._hoist(entry, workspace) if entry.steady else None
+        return Bound(
+            entry.variant.program,
+            entry.env,
+            entry.placed,
+            library_for(entry.device, self._options),
+            workspace,
+            stream,
+            hoist,
+            in_place=not self._options.check,
+        )
+
+    def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
+        """Memory as for all else: of a stream, or of the graphs, whose runs are in order."""
+        kept = self.loop.kept.setdefault((id(self), id(workspace)), Kept(entry.device))
+        inputs = enumerate(entry.variant.program.inputs)
+        arguments = [index for index, spec in inputs if not spec.is_state]
+        steady = tuple(arguments[number] for number in entry.steady)
+        timestep = None if entry.timestep is None else arguments[entry.timestep]
+        return Hoist(steady, kept, self._state.tensors, self._counters.hoisted, timestep)
+
+    def _where(
+        self, entry: Entry, tensors: Sequence[Tensor], checked_loop: int | None
+    ) -> tuple[Stamp | None, Moment | None]:
+        """What arguments are that stay the same through a loop, and at which timestep it is, if
+        this is a loop. What the caller captures must not depend on it."""
+        if not entry.steady or checked_loop is None:
+            return None, None
+        if entry.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None, None
+        stamp = stamp_of(checked_loop, [tensors[number] for number in entry.steady])
+        if entry.timestep is None:
+            return stamp, None
+        return stamp, moment_of(self.loop.timesteps, tensors[entry.timestep], stamp)

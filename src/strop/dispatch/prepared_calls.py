@@ -1,0 +1,51 @@
+"""Calls of one module that have a short way, by how their arguments look."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.dispatch import cpu_fast_path
+from strop.dispatch.arguments import structured
+from strop.dispatch.cpu_fast_path import Served, Short, untaken
+from strop.dispatch.entry import Entry
+from strop.dispatch.module_state import ModuleState
+
+MOST_READY = 1024  # calls kept prepared, of one module
+
+
+class PreparedCalls(dict[Hashable, Short]):
+    """By ``plain_key``, the short way of a call, or ``untaken`` where there can be none: such calls
+    are not looked at again. A dict, as it is asked at each call of a few microseconds."""
+
+    def prepare(
+        self,
+        served: Served,
+        state: ModuleState,
+        entry: Entry,
+        args: tuple[Any, ...],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Have the short way ready for the next call that looks like this one, which ``entry`` has
+        just served with these ``tensors``."""
+        if entry.device.type != "cpu" or state.turned.names:
+            return
+        key = cpu_fast_path.plain_key(args)
+        if not key or key in self or torch._C._len_torch_dispatch_stack():
+            return
+        if len(self) >= MOST_READY:
+            self.clear()
+        self[key] = untaken
+        if not cpu_fast_path.takes(entry, args, tensors):
+            return
+        is_unchanged, bound = state.comparison(), entry.bounds[0]
+        run = bound.straight(structured(entry.variant.out_spec, len(bound.program.returned)))
+        if run is not None and is_unchanged is not None:
+            drop = partial(self.pop, key, None)
+            short = cpu_fast_path.prepared(served, entry, tensors, run, is_unchanged, drop)
+            served.short = self[key] = short
+            cpu_fast_path.open_entrance(served)

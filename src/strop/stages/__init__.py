@@ -1,0 +1,1 @@
+"""What ``strop.backend`` needs beside the stages: targets, and what joins two of them."""

@@ -1,0 +1,55 @@
+"""Kernels that the traced sizes run, begun while others are still lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from strop.codegen.assemble import Target
+from strop.fusion.plan import Group, Stitch
+from strop.ir.device import Device
+from strop.ir.graph import Graph
+from strop.ir.loops import Kernel
+from strop.ir.source import KernelSource
+from strop.kernels import library
+
+
+class Builder(Protocol):
+    """What builds the kernels of one device."""
+
+    device: Device
+
+    def begin(self, sources: Sequence[KernelSource]) -> None: ...
+
+
+class FirstKernels:
+    """Has ``builder``, if there is one, begin each kernel as soon as it is printed."""
+
+    def __init__(self, builder: Builder | None, target: Target, hints: Mapping[str, int]) -> None:
+        self.builder, self.target, self.hints = builder, target, hints
+        self._done = set[Group]()
+
+    def is_one(self, stitch: Stitch, whole: Kernel) -> bool:
+        """Whether the traced sizes run the kernel of the whole, which then is begun."""
+        source = self.target.stitched_at(whole, self.hints)
+        if source is not None:
+            self._done |= {stitch.statistics, stitch.reader}
+            self._begin(source)
+        return source is not None
+
+    def needs(self, group: Group, kernel: Kernel) -> None:
+        if self.builder is not None and group not in self._done:
+            self._begin(self.target.source_at(kernel, self.hints))
+
+    def calls(self, graph: Graph) -> None:
+        """Begin the kernels that the library chooses for calls; none waits for a plan."""
+        if self.builder is None:
+            return
+        device, off = self.builder.device, self.target.kernels_off
+        for node in graph.nodes:
+            for source in library.sources_of(node, self.hints, device, off):
+                self._begin(source)
+
+    def _begin(self, source: KernelSource) -> None:
+        if self.builder is not None:
+            self.builder.begin([source])

@@ -1,0 +1,63 @@
+"""The kernels of a plan, and which of its nodes cannot be in one."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from strop.errors import UnsupportedError
+from strop.fusion.plan import FusionPlan, Group, Stitch
+from strop.fusion.planner import computed_by
+from strop.fusion.stitch import stitches
+from strop.ir.graph import Graph, Node
+from strop.ir.loops import Schedule
+from strop.lowering.alike import Lower
+from strop.lowering.lower import Lowered, OutOfPlaceError
+from strop.stages.first_kernels import FirstKernels
+
+
+class LoweredPlan:
+    """``lowered``: the kernel of each group, those of ``stitches`` among them. ``failed``: nodes
+    whose kernel cannot be written; they want to be ``apart``, or if they are so already, that is an
+    error. Kernels that take longest to compile are lowered, and begun, first."""
+
+    def __init__(
+        self, graph: Graph, fusion: FusionPlan, apart: Set[Node], lower: Lower, first: FirstKernels
+    ) -> None:
+        self._graph, self._fusion, self._first = graph, fusion, first
+        self._apart, self._lower = apart, lower
+        self.lowered: dict[Group, Lowered] = {}
+        self.stitches: list[Stitch] = []
+        self.failed: frozenset[Node] = frozenset()
+        self._stored = {node for group in fusion.groups for node in group.stores}
+
+    def stitch(self) -> None:
+        """Adds the kernels of pairs that are one where a row fits on chip, and of the column
+        reductions that stay alone."""
+        for stitch in stitches(self._graph, self._fusion):
+            inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
+            try:
+                whole = self._lower(stitch.whole, self._stored - inside)
+            except UnsupportedError:
+                continue  # its indices do not divide: it stays two kernels
+            self.lowered[stitch.whole] = whole
+            self.stitches.append(stitch)
+            if not self._first.is_one(stitch, whole.kernel):
+                self._add(stitch.statistics)
+
+    def lower_all(self) -> None:
+        for group in sorted(self._fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
+            if group not in self.lowered:
+                self._add(group)
+
+    def _add(self, group: Group) -> None:
+        try:
+            self.lowered[group] = self._lower(group, self._stored)
+        except UnsupportedError as error:
+            members = computed_by(group, self._stored)
+            if isinstance(error, OutOfPlaceError) and error.values - self._apart:
+                members = error.values
+            if members <= self._apart:
+                raise
+            self.failed |= members
+        else:
+            self._first.needs(group, self.lowered[group].kernel)
