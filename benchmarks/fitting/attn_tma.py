@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.fitting import contest
 from benchmarks.fitting.conv_narrow import SETS
 from strop.ir.source import KernelSource
-from strop.kernels.attention.tma import Tile, tma_attention
+from strop.kernels.attention.tma import TmaTile, tma_attention
 
 SECONDS = 120
 # batch, heads, queries, keys, size of a head
@@ -155,11 +155,11 @@ SHORT = {
 SHORTEST = 128  # keys up to which tiles are those for few
 
 
-def tiles(shape: tuple[int, ...]) -> Iterator[Tile]:
+def tiles(shape: tuple[int, ...]) -> Iterator[TmaTile]:
     *_, queries, keys, head = shape
     for each in (SHORT if keys <= SHORTEST else LONG)[head]:
         if each[0] <= queries:
-            yield Tile(*each)
+            yield TmaTile(*each)
 
 
 Candidate = tuple[str, KernelSource, tuple[int, ...]]  # and further scalars

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.fitting import attn_tma, contest
 from strop.kernels.attention import rows as attention
-from strop.kernels.attention.cross import KeysTile, Layout, cross_attention
-from strop.kernels.attention.tma import Tile
+from strop.kernels.attention.cross import CrossLayout, CrossTile, cross_attention
+from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm.tile import MOST_SHARED
 from strop.kernels.tuned import h100
@@ -119,7 +119,7 @@ KEEPING = (
 SHORT = ((1, 80, 1, 4), (1, 80, 1, 5), (2, 80, 1, 2), (4, 80, 1), (1, 80, 1, 2))
 
 
-def tiles(shape: tuple[int, ...]) -> Iterator[Tile | WgmmaTile]:
+def tiles(shape: tuple[int, ...]) -> Iterator[TmaTile | WgmmaTile]:
     *_, keys, head = shape
     is_short = keys <= attn_tma.SHORTEST
     if head in BOXES:
@@ -130,10 +130,10 @@ def tiles(shape: tuple[int, ...]) -> Iterator[Tile | WgmmaTile]:
 
 
 BOXES = {  # for few keys, and else
-    40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),
-    64: (Tile(64, 32, 4, 4, blocks=0), Tile(64, 64, 3, 4)),
-    80: (Tile(64, 64, 3, 4, blocks=0, with_queries=True), Tile(64, 64, 3, 4)),
-    160: (Tile(64, 64, 3, 4, blocks=0, with_queries=True),) * 2,
+    40: (TmaTile(128, 32, 4, 4, parts=1, blocks=0), TmaTile(128, 64, 3, 8, parts=1)),
+    64: (TmaTile(64, 32, 4, 4, blocks=0), TmaTile(64, 64, 3, 4)),
+    80: (TmaTile(64, 64, 3, 4, blocks=0, with_queries=True), TmaTile(64, 64, 3, 4)),
+    160: (TmaTile(64, 64, 3, 4, blocks=0, with_queries=True),) * 2,
 }
 
 
@@ -147,15 +147,15 @@ def candidates(shape: tuple[int, ...]) -> Iterator[attn_tma.Candidate]:
             attention.scalars_of(tile, batch, heads, queries, keys, SMS)[4:],
         )
     for each in KEEPING if keys <= attn_tma.SHORTEST else ():
-        kept = KeysTile(*each)
+        kept = CrossTile(*each)
         if kept.takes(keys) and _is_there(head, kept):
             source = cross_attention(head, head**-0.5, kept, torch.float16)
             yield f"keeps {astuple(kept)}", source, kept.shares(batch * heads, queries, SMS)
 
 
-def _is_there(head: int, tile: KeysTile) -> bool:
+def _is_there(head: int, tile: CrossTile) -> bool:
     """Within the memory and the registers of a processor."""
-    is_held = tile.programs * (Layout(head, tile).shared + 1024) <= MOST_SHARED
+    is_held = tile.programs * (CrossLayout(head, tile).shared + 1024) <= MOST_SHARED
     return is_held and (head < 160 or tile.groups * tile.programs < 4)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.fitting import contest
 from strop.ir.source import KernelSource
-from strop.kernels.conv.narrow import Tile, Window, narrow_conv
+from strop.kernels.conv.narrow import NarrowTile, Window, narrow_conv
 
 SECONDS = 90
 # pictures, height and width, channels in and out, window, stride
@@ -34,7 +34,7 @@ SHAPES = (
     (1, 512, 3, 128, 3, 1),
 )
 FEW_IN = tuple(
-    Tile(*each)
+    NarrowTile(*each)
     for each in (
         (64, 64, 32, 4),
         (64, 64, 64, 4),
@@ -49,7 +49,7 @@ FEW_IN = tuple(
     )
 )
 FEW_OUT = tuple(
-    Tile(*each)
+    NarrowTile(*each)
     for each in (
         (64, 16, 64, 4, 3),
         (64, 16, 64, 4, 5),

@@ -21,9 +21,9 @@ from benchmarks.fitting.conv_narrow import SETS, arguments, library_call, window
 from strop.ir.source import KernelSource
 from strop.kernels.conv.folded_taps import folded_taps
 from strop.kernels.gemm import rows as products
-from strop.kernels.gemm.implicit import FOUR_WINDOWS, Picture
-from strop.kernels.gemm.rows import Form, form, is_able
-from strop.kernels.gemm.tile import PLAIN, Tile
+from strop.kernels.gemm.implicit import FOUR_WINDOWS, ConvShape
+from strop.kernels.gemm.rows import GemmForm, form, is_able
+from strop.kernels.gemm.tile import PLAIN, GemmTile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.tuned import h100
 
@@ -50,7 +50,7 @@ SHAPES = (
     (2, 48, 640, 640),
 )
 MORE = tuple(
-    Tile(*each)
+    GemmTile(*each)
     for each in (
         (1, 160, 7),
         (1, 80, 8),
@@ -66,9 +66,9 @@ TILES = tuple(dict.fromkeys((*h100.UPSAMPLED_TILES, *MORE)))
 Shape = tuple[int, ...]
 
 
-def smaller(shape: Shape) -> Picture:
+def smaller(shape: Shape) -> ConvShape:
     count, side, ins, outs = shape
-    return Picture(FOUR_WINDOWS, ins, outs, count, side, side)
+    return ConvShape(FOUR_WINDOWS, ins, outs, count, side, side)
 
 
 def whole(shape: Shape) -> tuple[int, ...]:
@@ -77,12 +77,12 @@ def whole(shape: Shape) -> tuple[int, ...]:
     return count, 2 * side, ins, outs, 3, 1
 
 
-def whole_form(shape: Shape) -> Form | None:
+def whole_form(shape: Shape) -> GemmForm | None:
     count, side, ins, outs, *_ = whole(shape)
-    return products.form_of(Picture(3, ins, outs, count, side, side), PLAIN, h100.DEVICE)[0]
+    return products.form_of(ConvShape(3, ins, outs, count, side, side), PLAIN, h100.DEVICE)[0]
 
 
-def forms(of: Picture) -> list[Form]:
+def forms(of: ConvShape) -> list[GemmForm]:
     tried = [form(tile, of, PLAIN, sms=h100.DEVICE.sms) for tile in TILES]
     return [each for each in tried if is_able(each.product, of)]
 
@@ -126,7 +126,7 @@ def measure(shape: Shape, library: Any) -> dict[str, Any]:
             "cudnn": library_call(sets, window_of(whole(shape)))
         }
         if found:
-            larger_of = Picture(3, of.ins, of.outs, of.batch, 2 * of.height, 2 * of.width)
+            larger_of = ConvShape(3, of.ins, of.outs, of.batch, 2 * of.height, 2 * of.width)
             calls["whole"] = conv_wgmma.bound(found, larger_of, sets, library, stream.cuda_stream)
         folded = [(p, t, s[2]) for p, t, s in zip(small, taps, sets, strict=True)]
         for each in forms(of):

@@ -20,9 +20,9 @@ from benchmarks.fitting import contest, conv_shapes
 from benchmarks.fitting.conv_narrow import SETS, arguments, library_call, window_of
 from strop.bench.select import HELD_OUT, picture
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.implicit import Picture
-from strop.kernels.gemm.rows import Form, dense, form, is_able
-from strop.kernels.gemm.tile import PLAIN, Tile
+from strop.kernels.gemm.implicit import ConvShape
+from strop.kernels.gemm.rows import GemmForm, dense, form, is_able
+from strop.kernels.gemm.tile import PLAIN, GemmTile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import Late
 from strop.kernels.ptx import DEPTH, LINE, ROWS
@@ -46,7 +46,7 @@ STRIDED = (
 MORE = 28  # pictures of 768x768, and others between
 WORST = 1.35  # tiles of which a guess says that they take so much longer are left out
 OTHERS = tuple(
-    Tile(*each)
+    GemmTile(*each)
     for each in (
         (2, 160, 5),
         (2, 80, 7),
@@ -65,7 +65,7 @@ OTHERS = tuple(
 TILES = tuple(dict.fromkeys((*h100.CONV_TILES, *h100.STRIDED_TILES, *OTHERS)))
 
 
-def clocks(each: Form, of: Picture) -> float:
+def clocks(each: GemmForm, of: ConvShape) -> float:
     """A guess: a step takes as long as its products, or as what they read and write of shared
     memory at 128 bytes a clock."""
     product, tile = each.product, each.product.tile
@@ -78,8 +78,8 @@ def clocks(each: Form, of: Picture) -> float:
 
 
 def forms(
-    of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: float = WORST
-) -> list[Form]:
+    of: ConvShape, end: str = PLAIN, tiles: Iterable[GemmTile] = TILES, worst: float = WORST
+) -> list[GemmForm]:
     """Those that are worth a try."""
     tried = (form(tile, of, end, sms=h100.DEVICE.sms) for tile in tiles)
     found = {each: clocks(each, of) for each in tried if is_able(each.product, of)}
@@ -87,14 +87,14 @@ def forms(
     return [each for each, guess in found.items() if guess <= worst * least]
 
 
-def scalars_of(each: Form, ins: int, *, late: bool) -> list[int]:
+def scalars_of(each: GemmForm, ins: int, *, late: bool) -> list[int]:
     """What a launch passes; ``late`` where a kernel that may still run writes the weights."""
     return [int(late) if isinstance(s, Late) else s for s in each.scalars(ins)]
 
 
 def bound(
-    each: Form,
-    of: Picture,
+    each: GemmForm,
+    of: ConvShape,
     sets: list[tuple[Tensor, ...]],
     library: Any,
     stream: int,

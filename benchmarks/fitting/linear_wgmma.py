@@ -23,8 +23,8 @@ from benchmarks.fitting.conv_wgmma import bound, forms
 from strop.bench.select import HELD_OUT
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import geglu
-from strop.kernels.gemm.rows import Form, line_of
-from strop.kernels.gemm.tile import ENDS, GATED, PLAIN, SUM, Tile
+from strop.kernels.gemm.rows import GemmForm, line_of
+from strop.kernels.gemm.tile import ENDS, GATED, PLAIN, SUM, GemmTile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import Problem
 from strop.kernels.tuned import h100
@@ -162,7 +162,7 @@ TILES = tuple(
         (
             *h100.LINEAR_TILES,
             *(
-                Tile(*each)
+                GemmTile(*each)
                 for each in (
                     *((2, 80, 7, split) for split in (1, 2, 4)),
                     *((1, 80, 8, split) for split in (2, 4)),
@@ -179,7 +179,7 @@ TILES = tuple(
 GATED_TILES = (
     *h100.GATED_TILES,
     *(
-        Tile(*each)
+        GemmTile(*each)
         for each in (
             (2, 160, 5),
             (2, 256, 4),
@@ -195,7 +195,7 @@ SUM_TILES = tuple(
         (
             *h100.SUM_TILES,
             *(
-                Tile(*each)
+                GemmTile(*each)
                 for each in (
                     (2, 80, 7, 8),
                     (1, 80, 8, 8),
@@ -211,7 +211,7 @@ SUM_TILES = tuple(
 OF_ENDS = {PLAIN: TILES, GATED: GATED_TILES, SUM: SUM_TILES}
 
 
-def forms_of(shape: tuple[Any, ...]) -> list[Form]:
+def forms_of(shape: tuple[Any, ...]) -> list[GemmForm]:
     end = shape[-1]
     return forms(line_of(*shape), end, OF_ENDS[end], WORST)
 

@@ -15,7 +15,7 @@ from strop.ir import interpret as judge
 from strop.ir.dims import symbol
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.ops import OPS, POINTWISE, Operands, Types
-from strop.ir.source import Emitted, Variant
+from strop.ir.source import Emitted, KernelForm
 from tests.codegen import kernels, triton_samples
 from tests.codegen.kernels import SAMPLES, Sample, Writer, axis, index, reads, writes
 
@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "triton"
 TOLERANCE = {F64: 1e-12, F32: 2e-5, F16: 2e-3, BF16: 2e-2}
 
 
-def fitting(emitted: Emitted, env: Mapping[str, int]) -> list[Emitted | Variant]:
+def fitting(emitted: Emitted, env: Mapping[str, int]) -> list[Emitted | KernelForm]:
     """Every form of a kernel that is right for these sizes."""
     fits = [
         v
@@ -40,7 +40,7 @@ def run(
     tensors: Sequence[torch.Tensor],
     env: Mapping[str, int],
     splits: int = 1,
-    form: Emitted | Variant | None = None,
+    form: Emitted | KernelForm | None = None,
 ) -> None:
     emitted = form or emit(sample.kernel)
     sizes = {f"s{i}": size.eval(env) for i, size in enumerate(emitted.scalars)}

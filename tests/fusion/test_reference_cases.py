@@ -24,7 +24,7 @@ from strop.fusion.planner import plan
 from strop.ir.dims import Env
 from strop.ir.graph import Graph
 from strop.ir.loops import Kernel, Schedule
-from strop.ir.source import Emitted, Variant
+from strop.ir.source import Emitted, KernelForm
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.passes import run as run_passes
@@ -261,7 +261,7 @@ def test_meaning_of_a_plan(name: str):
 def interpreted(
     kernel: Kernel, tensors: Sequence[Tensor], env: Env, *, with_variants: bool = False
 ) -> None:
-    emitted: Emitted | Variant = emit(kernel)
+    emitted: Emitted | KernelForm = emit(kernel)
     if with_variants:
         fitting = (
             v

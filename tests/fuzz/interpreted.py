@@ -25,7 +25,7 @@ from strop.ir.interpret import run
 from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource, Split
-from strop.runtime.build.background import BackgroundBuild, Order
+from strop.runtime.build.background import BackgroundBuild, BuildOrder
 from strop.runtime.run import link
 from strop.stages.targets import TARGETS
 from tests.lowering.run_plan import with_offsets
@@ -91,7 +91,9 @@ class _NoKernels:
 
     def build(self, sources: Sequence[KernelSource]) -> None: ...
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
+    def later(
+        self, sources: Sequence[KernelSource], order: BuildOrder | None = None
+    ) -> BackgroundBuild:
         return BackgroundBuild(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:

@@ -14,8 +14,8 @@ from strop.ir.dims import Expr, const, symbol
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.times import AnyTile
 from strop.kernels.gemm import rows as gemm
-from strop.kernels.gemm.implicit import Picture
-from strop.kernels.gemm.rows import Form
+from strop.kernels.gemm.implicit import ConvShape
+from strop.kernels.gemm.rows import GemmForm
 from strop.kernels.kernel import Call, Launches, Problem
 from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
 from tests.gpus import H100
@@ -63,10 +63,10 @@ def by_tile(tile: AnyTile | None, asked: Problem, device: Device = H100) -> Laun
         return next((launches for launches in found if launches is not None), None)
 
 
-def by_form(form: Form | None, asked: Problem, device: Device = H100) -> Launches | None:
+def by_form(form: GemmForm | None, asked: Problem, device: Device = H100) -> Launches | None:
     """What the WGMMA GEMM launches where this form is the fastest."""
 
-    def found(of: Picture, end: str, device: Device) -> tuple[Form | None, float]:
+    def found(of: ConvShape, end: str, device: Device) -> tuple[GemmForm | None, float]:
         return form, 0.0
 
     with patch.object(gemm, "form_of", found):

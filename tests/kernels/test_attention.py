@@ -10,9 +10,9 @@ import torch
 from strop.ir.dims import const, symbol
 from strop.kernels import library
 from strop.kernels.attention import rows
-from strop.kernels.attention.cross import KeysTile
+from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.times import AnyTile
-from strop.kernels.attention.tma import Tile
+from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.kernel import NEVER, RESULT, Kernel, Launch, Lies
 from strop.kernels.tuned import tuned
@@ -20,7 +20,7 @@ from tests.gpus import A100, H100, RTX_5090
 from tests.kernels.launching import PLAIN, by_tile, call, problem
 
 OURS = (rows.WGMMA, rows.CROSS, rows.TMA)
-WITH_QUERIES = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
+WITH_QUERIES = TmaTile(64, 64, 3, 4, blocks=0, with_queries=True)
 SHAPE = (symbol("b"), const(8), symbol("n"), const(40))
 
 
@@ -72,15 +72,15 @@ def test_which_devices(row: Kernel, device, reason: str) -> None:
 
 def test_which_tiles() -> None:
     assert tile_of(80, 16, 1024, 77) == WgmmaTile(1, 80, 1, 2)
-    assert tile_of(80, 16, 4096, 77) == KeysTile(2, 80, 2)
+    assert tile_of(80, 16, 4096, 77) == CrossTile(2, 80, 2)
     assert tile_of(80, 16, 1024, 100) == WITH_QUERIES
     assert tile_of(160, 16, 256, 256) == WITH_QUERIES
     assert tile_of(64, 40, 1024, 1024) == WgmmaTile(4, 64, 4, early=True)
     assert tile_of(64, 40, 4096, 77) == WgmmaTile(1, 80, 1, 5)
     assert tile_of(64, 40, 4096, 81) is None  # one step of that tile has 80 keys
-    assert tile_of(40, 16, 4096, 77) == KeysTile(2, 80, 2)
+    assert tile_of(40, 16, 4096, 77) == CrossTile(2, 80, 2)
     # of 80 keys the last 16 alone may be none
-    assert tile_of(40, 16, 4096, 64) == Tile(128, 32, 4, 4, parts=1, blocks=0)
+    assert tile_of(40, 16, 4096, 64) == TmaTile(128, 32, 4, 4, parts=1, blocks=0)
     assert tile_of(64, 20, 4096, 4096) == WgmmaTile(4, 64, 4, early=True)
     assert tile_of(64, 80, 1024, 1024) == WgmmaTile(4, 64, 4, early=True)
     assert tile_of(64, 16, 1024, 1024) is None  # of cuDNN's programs there is one a processor
@@ -184,7 +184,7 @@ def test_tensors_of_2_to_the_31_elements_are_for_the_library() -> None:
 
 @pytest.mark.parametrize(
     "tile",
-    [WgmmaTile(4, 80, 4), KeysTile(2, 80, 2), Tile(128, 32, 4, 4, parts=1, blocks=0)],
+    [WgmmaTile(4, 80, 4), CrossTile(2, 80, 2), TmaTile(128, 32, 4, 4, parts=1, blocks=0)],
     ids=str,
 )
 def test_what_is_launched(tile: AnyTile) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.attention.cross import KeysTile, Layout, cross_attention
+from strop.kernels.attention.cross import CrossLayout, CrossTile, cross_attention
 from strop.kernels.ptx import KINDS
 from strop.runtime.build.loader import kernel_loader
 from tests.gpus import H100
@@ -30,25 +30,25 @@ TILES = [
     (head, tile)
     for head in (40, 64, 80, 160)
     for tile in (
-        KeysTile(1, 80, 2, 2),
-        KeysTile(1, 80, 2, 4),
-        KeysTile(2, 80, 2, 2),
-        KeysTile(2, 80, 3, 2),
-        KeysTile(4, 80, 2),
+        CrossTile(1, 80, 2, 2),
+        CrossTile(1, 80, 2, 4),
+        CrossTile(2, 80, 2, 2),
+        CrossTile(2, 80, 3, 2),
+        CrossTile(4, 80, 2),
     )
-    if tile.programs * (Layout(head, tile).shared + 1024) <= 227 * 1024
+    if tile.programs * (CrossLayout(head, tile).shared + 1024) <= 227 * 1024
     and (head < 160 or tile.groups * tile.programs < 4)
 ]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize(("head", "tile"), TILES, ids=str)
-def test_assembles(head: int, tile: KeysTile, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_assembles(head: int, tile: CrossTile, dtype: torch.dtype, tmp_path: Path) -> None:
     judge_assembled(cross_attention(head, head**-0.5, tile, dtype), tile.programs, tmp_path)
 
 
 def attended(
-    source: KernelSource, tile: KeysTile, given: Sequence[Tensor], share: int, seed: int = 0
+    source: KernelSource, tile: CrossTile, given: Sequence[Tensor], share: int, seed: int = 0
 ) -> Tensor:
     """``share``: tiles of queries of a program."""
     q, k, v = given
@@ -63,16 +63,16 @@ def attended(
 @pytest.mark.parametrize(
     ("head", "tile", "shape", "share", "dtype"),
     [
-        (40, KeysTile(2, 80, 2), (1, 2, 700, 77), 3, F16),
-        (64, KeysTile(1, 80, 2), (2, 2, 200, 80), 4, F16),
-        (80, KeysTile(2, 80, 3), (1, 3, 129, 65), 1, BF16),
-        (160, KeysTile(1, 80, 2), (1, 2, 70, 77), 9, F16),
-        (40, KeysTile(3, 64, 2), (1, 1, 400, 50), 2, BF16),
+        (40, CrossTile(2, 80, 2), (1, 2, 700, 77), 3, F16),
+        (64, CrossTile(1, 80, 2), (2, 2, 200, 80), 4, F16),
+        (80, CrossTile(2, 80, 3), (1, 3, 129, 65), 1, BF16),
+        (160, CrossTile(1, 80, 2), (1, 2, 70, 77), 9, F16),
+        (40, CrossTile(3, 64, 2), (1, 1, 400, 50), 2, BF16),
     ],
     ids=str,
 )
 def test_results(
-    head: int, tile: KeysTile, shape: tuple[int, ...], share: int, dtype: torch.dtype
+    head: int, tile: CrossTile, shape: tuple[int, ...], share: int, dtype: torch.dtype
 ) -> None:
     """Shares leave the queries, stages are used again, keys end within the step."""
     source, given = cross_attention(head, head**-0.5, tile, dtype), heads(shape, head, dtype)
@@ -81,7 +81,7 @@ def test_results(
 
 
 def test_all_that_orders_it_is_needed() -> None:
-    head, tile = 80, KeysTile(2, 80, 2)
+    head, tile = 80, CrossTile(2, 80, 2)
     given = heads((1, 1, 600, 77), head, F16)
 
     def call(source: KernelSource, seed: int) -> None:
@@ -97,7 +97,7 @@ def test_all_that_orders_it_is_needed() -> None:
 def test_what_softmax_makes_nan_is_nan(bad: float) -> None:
     q, k, v = (t.clone() for t in heads((2, 1, 64, 77), 40, F16))
     q[:, :, 5, 0], k[0, :, 30, 0] = bad, bad  # of one picture all rows may be NaN
-    tile = KeysTile(1, 80, 2)
+    tile = CrossTile(1, 80, 2)
     found = attended(cross_attention(40, 40**-0.5, tile, F16), tile, (q, k, v), 1)
     exact = (q.double() @ k.double().mT * 40**-0.5).softmax(-1) @ v.double()
     assert torch.equal(found.isnan(), exact.isnan())
@@ -107,7 +107,7 @@ def test_what_softmax_makes_nan_is_nan(bad: float) -> None:
 
 def test_shares() -> None:
     """No more programs than run at a time, unless there are more heads."""
-    tile = KeysTile(2, 80, 2, 2)
+    tile = CrossTile(2, 80, 2, 2)
     for many, queries in ((16, 4096), (40, 1024), (16, 256), (16, 16384), (640, 1024), (1, 100)):
         programs, each = tile.shares(many, queries, H100.sms)
         assert programs * each * 128 >= queries > (programs - 1) * each * 128
@@ -116,7 +116,7 @@ def test_shares() -> None:
 
 def test_parts_of_shared_memory_do_not_meet() -> None:
     for head, tile in TILES:
-        layout = Layout(head, tile)
+        layout = CrossLayout(head, tile)
         assert layout.keys_at == tile.stages * layout.stage
         assert layout.values_at - layout.keys_at == layout.block
         assert layout.results_at - layout.values_at == layout.block
@@ -132,7 +132,7 @@ def test_parts_of_shared_memory_do_not_meet() -> None:
 @needs_a_gpu
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize(("head", "tile"), TILES, ids=str)
-def test_as_accurate_as_torch(head: int, tile: KeysTile, dtype: torch.dtype) -> None:
+def test_as_accurate_as_torch(head: int, tile: CrossTile, dtype: torch.dtype) -> None:
     kernels = kernel_loader("cuda", 0, "", 0)
     stream = torch.cuda.current_stream().cuda_stream
     for shape in ((2, 8, 4096, 77), (2, 20, 1024, 77), (1, 3, 1000, 80), (3, 1, 5, 65)):

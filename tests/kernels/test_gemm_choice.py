@@ -11,9 +11,9 @@ import torch
 
 from strop.kernels import library
 from strop.kernels.gemm import rows as products
-from strop.kernels.gemm.implicit import Box, Picture, box_of
-from strop.kernels.gemm.rows import Form, form, has_steps
-from strop.kernels.gemm.tile import ENDS, GATED, MOST_SHARED, PLAIN, SUM, Tile
+from strop.kernels.gemm.implicit import Box, ConvShape, box_of
+from strop.kernels.gemm.rows import GemmForm, form, has_steps
+from strop.kernels.gemm.tile import ENDS, GATED, MOST_SHARED, PLAIN, SUM, GemmTile
 from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Lies, Problem, Torch
 from strop.kernels.tuned import h100, tuned
 from tests.gpus import A100, H100, RTX_5090
@@ -35,7 +35,7 @@ LINEARS = [  # of SD1.5 and SDXL: rows, columns, depth
     (300, 640, 768),
 ]
 PICTURES = [
-    Picture(3, ins, outs, batch, side * 64 // step, side * 64 // step)
+    ConvShape(3, ins, outs, batch, side * 64 // step, side * 64 // step)
     for side, batch in ((1, 2), (1, 8), (2, 2), (1, 1))
     for step, ins, outs in (
         (1, 320, 320),
@@ -48,7 +48,7 @@ PICTURES = [
 ]
 
 
-def form_of(of: Picture, end: str = PLAIN) -> Form | None:
+def form_of(of: ConvShape, end: str = PLAIN) -> GemmForm | None:
     return products.form_of(of, end, H100)[0]
 
 
@@ -66,7 +66,7 @@ def line_of(rows: int, columns: int, depth: int, end: str = PLAIN) -> Problem:
     return problem(OP_OF[end], (rows, depth), (columns, depth), *shapes)
 
 
-def conv_of(of: Picture, stride: int = 1) -> Problem:
+def conv_of(of: ConvShape, stride: int = 1) -> Problem:
     shapes = (of.batch, of.ins, of.height, of.width), (of.outs, of.ins, 3, 3)
     return problem("conv2d", *shapes, **{**SAME, "stride": (stride, stride)})
 
@@ -133,7 +133,7 @@ def test_a_product_of_two_activations_is_no_operator_of_its() -> None:
 
 
 @pytest.mark.parametrize("of", PICTURES, ids=str)
-def test_boxes_cover_a_picture(of: Picture) -> None:
+def test_boxes_cover_a_picture(of: ConvShape) -> None:
     for tile in h100.CONV_TILES:
         found = form(tile, of, sms=SMS)
         sizes = zip(found.boxes, found.box, (of.batch, of.height, of.width), strict=True)
@@ -164,7 +164,7 @@ def test_boxes_cover_a_picture(of: Picture) -> None:
 )
 def test_boxes(rows: int, sizes: tuple[int, int, int], stride: int, box: Box) -> None:
     """As few as possible, of few pictures, and wide."""
-    of = Picture(3, 64, 64, *sizes, stride)
+    of = ConvShape(3, 64, 64, *sizes, stride)
     assert box_of(rows, of) == box
 
 
@@ -189,7 +189,7 @@ def test_what_runs_is_known_before(rows: int, columns: int, depth: int, end: str
         found = form_of(products.picture_of(asked), end)
         assert found is not None
         assert set(choice.sources) <= set(known)
-        assert has_steps(found.product.tile, Picture(1, depth, columns, 1, 1, rows))
+        assert has_steps(found.product.tile, ConvShape(1, depth, columns, 1, 1, rows))
 
 
 def test_most_of_these_are_ours() -> None:
@@ -202,14 +202,14 @@ def test_most_of_these_are_ours() -> None:
 
 
 @pytest.mark.parametrize("of", PICTURES, ids=str)
-def test_a_convolution_is_known_before(of: Picture) -> None:
+def test_a_convolution_is_known_before(of: ConvShape) -> None:
     for stride in products.STRIDES:
         asked = conv_of(of, stride)
         assert set(chosen(asked).sources) <= set(products.ROW.forms(asked.call, H100))
 
 
 @pytest.mark.parametrize("of", PICTURES, ids=str)
-def test_four_windows_are_known_before(of: Picture) -> None:
+def test_four_windows_are_known_before(of: ConvShape) -> None:
     """No tile of theirs shares a sum; results lie on every second line and column."""
     shapes = (of.batch, of.ins, of.height, of.width), (4 * of.outs, of.ins, 2, 2)
     asked = problem("upsampled_conv2d", *shapes)
@@ -229,22 +229,24 @@ def test_four_windows_are_known_before(of: Picture) -> None:
 @pytest.mark.parametrize(("rows", "together"), [(100, 1), (2048, 16), (8192, 64), (12800, 50)])
 def test_rows_that_are_gone_through_together(rows: int, together: int) -> None:
     """All, up to a number; then in shares that are alike."""
-    found = form(Tile(2, 160, 5, keeps_on=True), products.line_of(rows, 3840, 1280, PLAIN), sms=SMS)
+    found = form(
+        GemmTile(2, 160, 5, keeps_on=True), products.line_of(rows, 3840, 1280, PLAIN), sms=SMS
+    )
     assert found.together == together
     assert found.scalars(1280)[7] == together
 
 
 def test_tiles_fit_a_processor() -> None:
     for size, end in ((3, PLAIN), (2, PLAIN), *((1, end) for end in ENDS)):
-        of = Picture(size, 64, 320, 1, 1, 1)
+        of = ConvShape(size, 64, 320, 1, 1, 1)
         for tile in TIMES.tiles[products.kind_of(of, end)]:
             assert form(tile, of, end, sms=SMS).product.shared <= MOST_SHARED
 
 
 def test_skinny_gemm_and_slower_tiles_are_the_librarys() -> None:
     """The text's 77 words, the time of a step, and columns that leave most processors idle."""
-    assert form_of(Picture(1, 320, 1280, 1, 1, 2)) is None
-    assert form_of(Picture(1, 768, 640, 1, 1, 77)) is None
+    assert form_of(ConvShape(1, 320, 1280, 1, 1, 2)) is None
+    assert form_of(ConvShape(1, 768, 640, 1, 1, 77)) is None
     assert chosen(line_of(77, 640, 320)).kernel == "cublas"
     assert chosen(line_of(128, 320, 5120)).kernel == "cublas"
     choice = chosen(line_of(2048, 1280, 1280))
@@ -256,16 +258,16 @@ def test_few_rows_of_a_sum_are_ours() -> None:
     """Beside it no library is faster, as it would be one launch more."""
     for rows in (1, 2, 77, 127):
         assert chosen(line_of(rows, 320, 320, SUM)).kernel == "wgmma_gemm"
-        assert form_of(Picture(1, 320, 320, 1, 1, rows)) is None
+        assert form_of(ConvShape(1, 320, 320, 1, 1, rows)) is None
 
 
 @pytest.mark.parametrize("stride", products.STRIDES)
 def test_small_pictures_of_few_channels_are_the_librarys(stride: int) -> None:
     """ResNet-50 has some in its last stage; no batch of those that are measured is ours."""
     for batch in range(1, 34):
-        assert form_of(Picture(3, 512, 512, batch, 7, 7, stride)) is None
-        assert chosen(conv_of(Picture(3, 512, 512, batch, 7, 7), stride)).kernel == "cudnn"
-    assert form_of(Picture(3, 640, 640, 2, 16, 16, stride)) is not None
+        assert form_of(ConvShape(3, 512, 512, batch, 7, 7, stride)) is None
+        assert chosen(conv_of(ConvShape(3, 512, 512, batch, 7, 7), stride)).kernel == "cudnn"
+    assert form_of(ConvShape(3, 640, 640, 2, 16, 16, stride)) is not None
 
 
 def test_an_estimate_grows_with_the_work() -> None:
@@ -273,7 +275,7 @@ def test_an_estimate_grows_with_the_work() -> None:
         us = [
             products.us_of(form(tile, of, sms=SMS), of, TIMES)
             for of in (
-                Picture(1, depth, 640, 1, 1, rows)
+                ConvShape(1, depth, 640, 1, 1, rows)
                 for depth, rows in ((640, 2048), (1280, 2048), (1280, 8192))
             )
         ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from strop.ir.device import CPU, Device
 from strop.kernels import library
 from strop.kernels.gemm import skinny as skinny_gemm
-from strop.kernels.gemm.skinny import MOST_HALVES, MOST_REGISTERS, ROWS, UNIT, Tile, chunk_of
+from strop.kernels.gemm.skinny import MOST_HALVES, MOST_REGISTERS, ROWS, UNIT, SkinnyTile, chunk_of
 from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Stride
 from strop.runtime.build.cubin import compile_cubin
 from strop.runtime.build.loader import kernel_loader
@@ -231,4 +231,4 @@ def test_on_a_gpu(rows: int, depth: int, columns: int, dtype: torch.dtype) -> No
         found = bound(x, w, kernels, stream, is_early=True, is_steady=is_steady)
         found.writing(refuse)((x, w), out)
         assert_as_accurate_as_eager(out, F.linear(x, w), exact)
-    assert Tile(16, 8) == skinny_gemm.tile_of(20160, 1280, H100.sms)
+    assert SkinnyTile(16, 8) == skinny_gemm.tile_of(20160, 1280, H100.sms)

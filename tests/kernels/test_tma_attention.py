@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
-from strop.kernels.attention.tma import Tile, tma_attention
+from strop.kernels.attention.tma import TmaTile, tma_attention
 from strop.kernels.tuned import tuned
 from strop.runtime.build.loader import kernel_loader
 from strop.runtime.run.launched_calls import Launched
@@ -29,11 +29,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strop.codegen.triton_interpreter import interpret
 
-WITH_QUERIES = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
+WITH_QUERIES = TmaTile(64, 64, 3, 4, blocks=0, with_queries=True)
 TILES = {  # few keys, and else
-    40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),
-    64: (Tile(64, 32, 4, 4, blocks=0), Tile(64, 64, 3, 4)),
-    80: (WITH_QUERIES, Tile(64, 64, 3, 4)),
+    40: (TmaTile(128, 32, 4, 4, parts=1, blocks=0), TmaTile(128, 64, 3, 8, parts=1)),
+    64: (TmaTile(64, 32, 4, 4, blocks=0), TmaTile(64, 64, 3, 4)),
+    80: (WITH_QUERIES, TmaTile(64, 64, 3, 4)),
     160: (WITH_QUERIES, WITH_QUERIES),
 }
 HEADS = tuple(TILES)
@@ -42,7 +42,7 @@ IN_USE = [
     (head, tile)
     for head in HEADS
     for tile in tuned(H100).attention.tiles(head)
-    if isinstance(tile, Tile)
+    if isinstance(tile, TmaTile)
 ]
 
 
@@ -66,7 +66,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     return found
 
 
-def of_tile(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def of_tile(tile: TmaTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """By this tile, in memory full of NaN."""
     (batch, heads, queries, head), keys = q.shape, k.shape[2]
     source = tma_attention(head, head**-0.5, tile, q.dtype)
@@ -101,7 +101,7 @@ def test_as_accurate_as_torch(head: int, queries: int, keys: int) -> None:
 
 
 @pytest.mark.parametrize(("head", "tile"), IN_USE, ids=str)
-def test_tiles_in_use(head: int, tile: Tile) -> None:
+def test_tiles_in_use(head: int, tile: TmaTile) -> None:
     given = operands(head, tile.queries + 9, 2 * tile.keys + 7, heads=1)
     judge(of_tile(tile, *given), *given)
 
@@ -109,16 +109,16 @@ def test_tiles_in_use(head: int, tile: Tile) -> None:
 @pytest.mark.parametrize(
     "tile",
     [
-        Tile(64, 32, 3, 4),
-        Tile(64, 32, 3, 4, parts=1),
-        Tile(64, 32, 3, 4, blocks=0),
-        Tile(64, 32, 3, 4, blocks=0, with_queries=True),
-        Tile(64, 32, 3, 4, blocks=2),
+        TmaTile(64, 32, 3, 4),
+        TmaTile(64, 32, 3, 4, parts=1),
+        TmaTile(64, 32, 3, 4, blocks=0),
+        TmaTile(64, 32, 3, 4, blocks=0, with_queries=True),
+        TmaTile(64, 32, 3, 4, blocks=2),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("head", [40, 64, 160])
-def test_what_tiles_can_say(head: int, tile: Tile) -> None:
+def test_what_tiles_can_say(head: int, tile: TmaTile) -> None:
     given = operands(head, 70, 141, heads=1)
     judge(of_tile(tile, *given), *given)
 
@@ -134,7 +134,7 @@ def test_scores_may_be_large() -> None:
     k[..., 0], q[:, :, :3] = 20.0, 0.0
     q[:, :, 0, 0], q[:, :, 1, 0] = -2000.0, 2000.0
     q[:, :, 2] = k[:, :, 76] * 100
-    found = of_tile(Tile(64, 32, 3, 4), q, k, v)
+    found = of_tile(TmaTile(64, 32, 3, 4), q, k, v)
     assert bool(found.isfinite().all())
     judge(found, q, k, v)
 
@@ -143,7 +143,7 @@ def test_scores_may_be_large() -> None:
 def test_what_softmax_makes_nan_is_nan(bad: float) -> None:
     q, k, v = (t.clone() for t in operands(40, 64, 77, heads=1))
     q[:, :, 5, 0], k[0, :, 30, 0] = bad, bad
-    found = of_tile(Tile(64, 32, 3, 4), q, k, v)
+    found = of_tile(TmaTile(64, 32, 3, 4), q, k, v)
     exact = (q.double() @ k.double().mT * 40**-0.5).softmax(-1) @ v.double()
     assert torch.equal(found.isnan(), exact.isnan())
     assert not exact.isnan().all()
@@ -233,7 +233,7 @@ def test_tensors_of_2_to_the_31_elements_are_for_the_library() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("head", "tile"), IN_USE, ids=str)
-def test_compiles(head: int, tile: Tile, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_compiles(head: int, tile: TmaTile, dtype: torch.dtype, tmp_path: Path) -> None:
     """Two programs at least fit a multiprocessor; of heads of 160 there are never that many."""
     cubin = compiled(tma_attention(head, head**-0.5, tile, dtype), 90)
     registers, stack = resources(cubin, tmp_path)
@@ -252,7 +252,7 @@ def test_compiles(head: int, tile: Tile, dtype: torch.dtype, tmp_path: Path) -> 
 def test_the_loop_is_what_it_should_be(tmp_path: Path) -> None:
     """Scaling and subtracting are one instruction, an exponential is another one, the weights stay
     in registers, and nothing waits between two products of one block."""
-    tile = Tile(128, 64, 3, 8, parts=1)
+    tile = TmaTile(128, 64, 3, 8, parts=1)
     order = disassemble(compiled(tma_attention(40, 0.2, tile, torch.float16), 90), tmp_path)
     first = next(n for n, op in enumerate(order) if op.startswith("HGMMA"))
     loop = order[first : next(n for n, op in enumerate(order) if n > first and op == "BRA")]

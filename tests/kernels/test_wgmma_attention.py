@@ -16,7 +16,7 @@ from strop.errors import CodegenError
 from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.kernels.attention.moves import RESULT
-from strop.kernels.attention.wgmma import KINDS, Layout, wgmma_attention
+from strop.kernels.attention.wgmma import KINDS, WgmmaLayout, wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.tuned import tuned
 from strop.runtime.build import compilers as builds
@@ -89,7 +89,7 @@ def test_the_loop_is_what_it_should_be(tmp_path: Path) -> None:
 
 def test_parts_of_shared_memory_do_not_meet() -> None:
     for head, tile in IN_USE:
-        layout = Layout(head, tile)
+        layout = WgmmaLayout(head, tile)
         starts = (0, layout.keys_at, layout.values_at, layout.queries_full)
         sizes = (
             layout.parts * layout.queries * 128,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.tile import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
+from strop.kernels.gemm.tile import GATED, MOST_SHARED, PLAIN, SUM, GemmTile, Product
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.ptx import KINDS, LINE
 from strop.kernels.tuned import tuned
@@ -31,7 +31,7 @@ TWICE = math.sqrt(5 / 3)  # what is rounded before it is added, of two thirds of
 
 @dataclass(frozen=True)
 class Case:
-    tile: Tile
+    tile: GemmTile
     sizes: tuple[int, int, int, int, int]  # pictures, lines, columns, channels in and out
     box: tuple[int, int, int]
     size: int = 3
@@ -41,40 +41,40 @@ class Case:
 
 
 CASES = (
-    Case(Tile(2, 160, 5), (1, 1, 300, 200, 328), (1, 1, 128), 1),
-    Case(Tile(1, 80, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1),
-    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 320, 160), (1, 1, 64), 1),
-    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 128, 160), (1, 1, 64), 1, end=GATED),
-    Case(Tile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, end=GATED),
-    Case(Tile(1, 64, 3, 1, True), (1, 3, 140, 64, 128), (1, 1, 64)),
-    Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8)),
-    Case(Tile(2, 80, 4), (3, 7, 8, 64, 88), (2, 8, 8)),
-    Case(Tile(1, 80, 3, 2), (2, 8, 8, 128, 88), (1, 8, 8)),
-    Case(Tile(1, 80, 3, 4), (1, 9, 8, 128, 88), (1, 8, 8)),
-    Case(Tile(1, 160, 3, 3), (1, 9, 8, 128, 88), (1, 8, 8)),
-    Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 88), (1, 1, 64), 1, dtype=BF16),
-    Case(Tile(1, 80, 3), (1, 15, 20, 128, 88), (1, 8, 8), stride=2),
-    Case(Tile(2, 80, 3, 2), (3, 14, 9, 64, 88), (2, 8, 8), stride=2),
-    Case(Tile(1, 80, 3, 1, True), (1, 3, 140, 64, 160), (1, 1, 64), stride=2),
-    Case(Tile(2, 80, 4), (2, 7, 20, 64, 88), (1, 6, 20)),  # fewer pixels than rows
-    Case(Tile(1, 80, 3, 2), (3, 5, 7, 128, 88), (1, 5, 7)),
-    Case(Tile(2, 80, 3, 3), (3, 5, 7, 64, 88), (3, 5, 7)),
-    Case(Tile(1, 80, 3, 1, True), (2, 9, 11, 64, 160), (1, 5, 11)),
-    Case(Tile(2, 80, 4), (2, 20, 20, 64, 88), (2, 3, 10), stride=2),
-    Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
-    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, end=GATED),
-    Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 160), (1, 6, 20)),
-    Case(Tile(2, 96, 3, 1, True, True), (1, 1, 100, 128, 96), (1, 1, 128), 1),  # a single tile
-    Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8), 2),  # four windows
-    Case(Tile(2, 80, 3, 1, True), (3, 5, 7, 64, 160), (3, 5, 7), 2),
-    Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 64), (1, 6, 20), 2, dtype=BF16),
-    Case(Tile(2, 80, 3, 1, True), (1, 1, 300, 200, 160), (1, 1, 128), 1, SUM),
-    Case(Tile(1, 160, 3), (1, 1, 100, 128, 320), (1, 1, 64), 1, SUM),
-    Case(Tile(1, 80, 3), (1, 1, 5, 128, 80), (1, 1, 64), 1, SUM, BF16),
-    Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
-    Case(Tile(1, 64, 3), (1, 7, 9, 128, 128), (1, 8, 8), 3, SUM),
-    Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 160), (1, 1, 64), 1, SUM),
-    Case(Tile(2, 80, 3, 4), (1, 1, 130, 320, 80), (1, 1, 128), 1, SUM, BF16),
+    Case(GemmTile(2, 160, 5), (1, 1, 300, 200, 328), (1, 1, 128), 1),
+    Case(GemmTile(1, 80, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1),
+    Case(GemmTile(1, 80, 3, 1, True), (1, 1, 200, 320, 160), (1, 1, 64), 1),
+    Case(GemmTile(1, 80, 3, 1, True), (1, 1, 200, 128, 160), (1, 1, 64), 1, end=GATED),
+    Case(GemmTile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, end=GATED),
+    Case(GemmTile(1, 64, 3, 1, True), (1, 3, 140, 64, 128), (1, 1, 64)),
+    Case(GemmTile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8)),
+    Case(GemmTile(2, 80, 4), (3, 7, 8, 64, 88), (2, 8, 8)),
+    Case(GemmTile(1, 80, 3, 2), (2, 8, 8, 128, 88), (1, 8, 8)),
+    Case(GemmTile(1, 80, 3, 4), (1, 9, 8, 128, 88), (1, 8, 8)),
+    Case(GemmTile(1, 160, 3, 3), (1, 9, 8, 128, 88), (1, 8, 8)),
+    Case(GemmTile(1, 80, 3, 2), (1, 1, 100, 328, 88), (1, 1, 64), 1, dtype=BF16),
+    Case(GemmTile(1, 80, 3), (1, 15, 20, 128, 88), (1, 8, 8), stride=2),
+    Case(GemmTile(2, 80, 3, 2), (3, 14, 9, 64, 88), (2, 8, 8), stride=2),
+    Case(GemmTile(1, 80, 3, 1, True), (1, 3, 140, 64, 160), (1, 1, 64), stride=2),
+    Case(GemmTile(2, 80, 4), (2, 7, 20, 64, 88), (1, 6, 20)),  # fewer pixels than rows
+    Case(GemmTile(1, 80, 3, 2), (3, 5, 7, 128, 88), (1, 5, 7)),
+    Case(GemmTile(2, 80, 3, 3), (3, 5, 7, 64, 88), (3, 5, 7)),
+    Case(GemmTile(1, 80, 3, 1, True), (2, 9, 11, 64, 160), (1, 5, 11)),
+    Case(GemmTile(2, 80, 4), (2, 20, 20, 64, 88), (2, 3, 10), stride=2),
+    Case(GemmTile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
+    Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, end=GATED),
+    Case(GemmTile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 160), (1, 6, 20)),
+    Case(GemmTile(2, 96, 3, 1, True, True), (1, 1, 100, 128, 96), (1, 1, 128), 1),  # a single tile
+    Case(GemmTile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8), 2),  # four windows
+    Case(GemmTile(2, 80, 3, 1, True), (3, 5, 7, 64, 160), (3, 5, 7), 2),
+    Case(GemmTile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 64), (1, 6, 20), 2, dtype=BF16),
+    Case(GemmTile(2, 80, 3, 1, True), (1, 1, 300, 200, 160), (1, 1, 128), 1, SUM),
+    Case(GemmTile(1, 160, 3), (1, 1, 100, 128, 320), (1, 1, 64), 1, SUM),
+    Case(GemmTile(1, 80, 3), (1, 1, 5, 128, 80), (1, 1, 64), 1, SUM, BF16),
+    Case(GemmTile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+    Case(GemmTile(1, 64, 3), (1, 7, 9, 128, 128), (1, 8, 8), 3, SUM),
+    Case(GemmTile(1, 80, 3, 2), (1, 1, 100, 328, 160), (1, 1, 64), 1, SUM),
+    Case(GemmTile(2, 80, 3, 4), (1, 1, 130, 320, 80), (1, 1, 128), 1, SUM, BF16),
 )
 
 
@@ -158,11 +158,11 @@ def test_results(case: Case, seed: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(Tile(2, 80, 2, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
-        Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
-        Case(Tile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
-        Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
-        Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+        Case(GemmTile(2, 80, 2, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
+        Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
+        Case(GemmTile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
+        Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
+        Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
     ],
     ids=str,
 )
@@ -228,7 +228,7 @@ TRIED = {  # tiles that were measured, and are in no table
 ALL = [
     Product(tile, *TABLES[kind])
     for kind, tiles in tuned(H100).gemm.tiles.items()
-    for tile in dict.fromkeys((*tiles, *(Tile(*each) for each in TRIED.get(kind, ()))))
+    for tile in dict.fromkeys((*tiles, *(GemmTile(*each) for each in TRIED.get(kind, ()))))
 ]
 
 

@@ -23,7 +23,7 @@ from strop.codegen.triton import emit
 from strop.dispatch import variants
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.signature import Beside, default_shapes, flatten
-from strop.dispatch.varying_numbers import Call
+from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CodegenError
 from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
@@ -130,7 +130,7 @@ def variant_for(store: variants.VariantStore, *shape: int) -> variants.Variant:
     skeleton = flatten(((torch.randn(shape, dtype=F16),), {}), tensors)
     return store.get(
         ModuleState(store.module),
-        Call(skeleton, tensors, skeleton, Beside()),
+        GivenCall(skeleton, tensors, skeleton, Beside()),
         default_shapes(tensors),
     )
 

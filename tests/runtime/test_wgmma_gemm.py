@@ -20,9 +20,9 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
 from strop.ir.source import KernelSource, Split
 from strop.kernels.gemm import rows as products
-from strop.kernels.gemm.implicit import Picture, picture_of
-from strop.kernels.gemm.rows import Form, form
-from strop.kernels.gemm.tile import Tile
+from strop.kernels.gemm.implicit import ConvShape, picture_of
+from strop.kernels.gemm.rows import GemmForm, form
+from strop.kernels.gemm.tile import GemmTile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import Launches, Problem
 from strop.kernels.ptx import KINDS
@@ -42,7 +42,7 @@ from tests.kernels.ptx_machine import launch
 
 HALF = torch.float16
 BOUND = 3e-4  # of the error of a result that is rounded once
-SMALL = Tile(1, 80, 3)
+SMALL = GemmTile(1, 80, 3)
 
 
 class Machine:
@@ -104,11 +104,11 @@ def asked(what: str, inputs: Sequence[Tensor]) -> Problem:
     return problem(what, *shapes, dtype=dtype)
 
 
-def small(given: Problem) -> Form:
+def small(given: Problem) -> GemmForm:
     return form(SMALL, products.picture_of(given), products.OPS[given.op], sms=H100.sms)
 
 
-def launches_of(what: str, inputs: Sequence[Tensor], found: Form | None = None) -> Launches:
+def launches_of(what: str, inputs: Sequence[Tensor], found: GemmForm | None = None) -> Launches:
     """By a form, or by that of the small tile."""
     given = asked(what, inputs)
     launches = by_form(found or small(given), given)
@@ -459,15 +459,15 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
 
 
 APART = (
-    Tile(2, 160, 4, 1, True, True),
-    Tile(2, 128, 5, 1, True, True),
-    Tile(2, 192, 3, 1, True, True),
+    GemmTile(2, 160, 4, 1, True, True),
+    GemmTile(2, 128, 5, 1, True, True),
+    GemmTile(2, 192, 3, 1, True, True),
 )
 
 
-def forms(op: str, sizes: Sequence[int]) -> list[Form]:
+def forms(op: str, sizes: Sequence[int]) -> list[GemmForm]:
     """Of all tiles that can do it, those among them that no rule has."""
-    of = Picture(1, sizes[1], sizes[2], 1, 1, sizes[0])
+    of = ConvShape(1, sizes[1], sizes[2], 1, 1, sizes[0])
     if op in STRIDES:
         batch, *sides, ins, outs = sizes
         of = picture_of((batch, ins, *sides), window_of(op, outs, ins), STRIDES[op])

@@ -20,12 +20,11 @@ import torch
 
 from strop.errors import StropError
 from strop.kernels.attention import rows as attention
-from strop.kernels.attention.cross import KeysTile
+from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm import rows as products
-from strop.kernels.gemm.implicit import Picture, picture_of
-from strop.kernels.gemm.tile import ENDS
-from strop.kernels.gemm.tile import Tile as ProductTile
+from strop.kernels.gemm.implicit import ConvShape, picture_of
+from strop.kernels.gemm.tile import ENDS, GemmTile
 from strop.kernels.kernel import Problem
 from strop.kernels.library import select
 from strop.kernels.tuned import h100
@@ -69,7 +68,7 @@ class Verdict:
         return self.mean >= MUST_MEAN and self.worst.share >= MUST_WORST
 
 
-def picture(shape: Shape) -> Picture:
+def picture(shape: Shape) -> ConvShape:
     """Return the picture of a shape of a sweep: batch, height = width, channels in and out, window
     and stride."""
     batch, side, ins, outs, size, stride = shape
@@ -81,7 +80,7 @@ def _attention(shape: Shape) -> Name:
     tile = attention.tile_of(head, batch * heads, queries, keys, h100.DEVICE)
     if tile is None:
         return LIBRARY
-    return (KEEPS, *astuple(tile)) if isinstance(tile, KeysTile) else astuple(tile)
+    return (KEEPS, *astuple(tile)) if isinstance(tile, CrossTile) else astuple(tile)
 
 
 def _product(shape: Shape) -> Name:
@@ -223,12 +222,12 @@ def _name(who: str, kind: str) -> Name:
     if who in LIBRARIES:
         return who
     if who.startswith(KEEPS):
-        return (KEEPS, *astuple(KeysTile(*ast.literal_eval(who.removeprefix(KEEPS).strip()))))
+        return (KEEPS, *astuple(CrossTile(*ast.literal_eval(who.removeprefix(KEEPS).strip()))))
     numbers: tuple[Any, ...] = ast.literal_eval(who)
     if len(numbers) == 9 and numbers[6:8] == (0, None):
         return (*numbers[:6], numbers[8])
     if kind not in FITTED:
-        return astuple(ProductTile(*numbers))
+        return astuple(GemmTile(*numbers))
     return astuple(WgmmaTile(*numbers)) if len(numbers) <= len(fields(WgmmaTile)) else numbers
 
 

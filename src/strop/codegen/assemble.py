@@ -22,12 +22,12 @@ from strop.ir.program import (
     Guard,
     InputSpec,
     KernelStep,
-    KernelVariant,
     Program,
     Returned,
+    StepForm,
     TensorRef,
 )
-from strop.ir.source import Emitted, KernelSource, Variant
+from strop.ir.source import Emitted, KernelForm, KernelSource
 
 T = TypeVar("T")
 Sizes = Mapping[str, int]
@@ -40,7 +40,9 @@ class Target:
     device: str
     emit: Callable[[Kernel], Emitted]
     planned: frozenset[str]
-    stitched: Callable[[Kernel], tuple[Variant, ...]] = lambda kernel: ()  # forms that fit on chip
+    stitched: Callable[[Kernel], tuple[KernelForm, ...]] = (
+        lambda kernel: ()
+    )  # forms that fit on chip
     # the one form of each that runs at some sizes, where it can be printed alone
     emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
     stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
@@ -73,7 +75,7 @@ def in_turn(target: Target) -> Target:
     )
 
 
-def _late(variant: Variant) -> Variant:
+def _late(variant: KernelForm) -> KernelForm:
     return replace(variant, source=variant.source.with_constants(EARLY=0))
 
 
@@ -231,14 +233,14 @@ def _kernel_step(
 def _variants(
     a: _Assembly,
     kernel: Kernel,
-    found: Sequence[Variant],
+    found: Sequence[KernelForm],
     buffers: tuple[int, ...],
     offsets: tuple[Expr, ...],
     writes: tuple[int, ...],
-) -> tuple[KernelVariant, ...]:
+) -> tuple[StepForm, ...]:
     in_place = _in_place(a, kernel, buffers, offsets)
     return tuple(
-        KernelVariant(
+        StepForm(
             a.sources.setdefault(v.source, len(a.sources)),
             buffers,
             offsets,

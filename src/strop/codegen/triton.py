@@ -19,10 +19,10 @@ from strop.ir.loops import Kernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     BOUNDS_CHECK,
     Emitted,
+    KernelForm,
     KernelSource,
     Scratch,
     Split,
-    Variant,
 )
 
 
@@ -46,13 +46,13 @@ def _forms(kernel: Kernel) -> Iterable[Form]:
     return triton_row.forms(kernel) if by_row else triton_pointwise.forms(kernel)
 
 
-def _variant(form: Form, *, as_block: bool = False) -> Variant:
+def _variant(form: Form, *, as_block: bool = False) -> KernelForm:
     found = _printed(form.kernel, form.most, as_block=as_block)
     scalars = tuple(size.substitute(form.meaning) for size in found.scalars)
-    return Variant(found.source, scalars, form.size, form.most, form.multiple)
+    return KernelForm(found.source, scalars, form.size, form.most, form.multiple)
 
 
-def stitched(kernel: Kernel) -> tuple[Variant, ...]:
+def stitched(kernel: Kernel) -> tuple[KernelForm, ...]:
     """Return forms of a ROW kernel for rows that one program holds in registers as a block."""
     return tuple(_variant(form, as_block=True) for form in triton_block.forms(kernel))
 

@@ -38,7 +38,7 @@ from strop.dispatch.signature import (
 )
 from strop.dispatch.unsupported_calls import unfit_call, unfit_module
 from strop.dispatch.variants import REFUSALS, VariantStore
-from strop.dispatch.varying_numbers import Call, Turned
+from strop.dispatch.varying_numbers import GivenCall, Turned
 from strop.errors import StropError, UnsupportedError
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
@@ -174,7 +174,7 @@ class Dispatcher:
         skeleton = self._with_settings(skeleton, beside)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._run_eager("an argument requires a gradient", args, kwargs)
-        call = Call(skeleton, tensors, skeleton, beside)
+        call = GivenCall(skeleton, tensors, skeleton, beside)
         if beside.floats or beside.generators:
             call = self._maker.resolved(skeleton, tensors, beside)
         plain = None if kwargs else args
@@ -205,7 +205,7 @@ class Dispatcher:
                 part = self.state.turned.read(beside)
         return (*skeleton, part)
 
-    def _read_again(self, call: Call) -> Call:
+    def _read_again(self, call: GivenCall) -> GivenCall:
         """The call with the settings as they are now."""
         arguments = call.bare[:NUM_ARGUMENTS]
         if arguments == call.bare and not self.state.turned.names:
@@ -215,7 +215,7 @@ class Dispatcher:
         return self._maker.resolved(self._with_settings(arguments, beside), call.plain, beside)
 
     def _serve(
-        self, call: Call, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
+        self, call: GivenCall, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
     ) -> tuple[StropError | None, Any]:
         """Why there is no program for the call, or its result. ``plain``: its arguments where none
         has a name; ``is_no_grad``: whether that is the caller's mode."""
@@ -305,7 +305,7 @@ class Dispatcher:
         return self.eager(*args, **kwargs)
 
     def _run_refused(
-        self, refusal: StropError, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, refusal: StropError, call: GivenCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """In eager, whose own exception comes first: it says more than that tracing failed."""
         if self.options.strict and refusal.__cause__ is None:

@@ -15,7 +15,7 @@ from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.signature import Beside, Shapes, Skeleton, memory_order, solve_roots
 from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of
-from strop.dispatch.varying_numbers import Call, Turned, all_shapes
+from strop.dispatch.varying_numbers import GivenCall, Turned, all_shapes
 from strop.errors import UnsupportedError
 from strop.frontend.capture import NumbersNeeded
 from strop.runtime.run.limits import looks_too_far
@@ -40,19 +40,19 @@ class EntryMaker:
         self._state, self._turned, self._variants = state, turned, variants
         self._adapter, self._fallbacks, self.may_hoist = adapter, fallbacks, may_hoist
 
-    def resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> Call:
+    def resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> GivenCall:
         """A call that has floats or generators: which of the floats are inputs."""
         device = (tensors or self._state.tensors or [_ON_HOST])[0].device
         return self._turned.call(bare, beside, tensors, self._state.structure, device)
 
-    def key(self, call: Call) -> Hashable:
+    def key(self, call: GivenCall) -> Hashable:
         """Equal for calls that one entry serves."""
         looks = tuple((t.shape, t.dtype, t.device, memory_order(t)) for t in call.tensors)
         if call.numbers:
             return (call.skeleton, looks, self._turned.outcomes(call))
         return (call.skeleton, looks)
 
-    def make(self, call: Call) -> tuple[Entry, Call]:
+    def make(self, call: GivenCall) -> tuple[Entry, GivenCall]:
         """Find or build the variant; may raise REFUSALS. Also the call, in which other floats may
         have become inputs."""
         if self._state.replaced:
@@ -79,21 +79,21 @@ class EntryMaker:
         )
         return entry, call
 
-    def forget_failure(self, call: Call) -> None:
+    def forget_failure(self, call: GivenCall) -> None:
         """The call was wrong in itself; may raise REFUSALS."""
         self._variants.forget_failure(self._state, call, self._shapes(call))
 
-    def _steady(self, call: Call) -> tuple[int, ...]:
+    def _steady(self, call: GivenCall) -> tuple[int, ...]:
         """The tensors of the call that stay the same through a loop: numbers are among them, or
         nothing that they scale would be kept."""
         steady = self._adapter.steady(call.skeleton) if self.may_hoist else ()
         return (*steady, *range(len(call.given), len(call.tensors))) if steady else ()
 
-    def _shapes(self, call: Call) -> Shapes:
+    def _shapes(self, call: GivenCall) -> Shapes:
         shapes = self._adapter.shapes(call.given, call.skeleton)
         return all_shapes(shapes, call, device_of(self._state, shapes))
 
-    def _variant(self, call: Call) -> tuple[Variant, Call]:
+    def _variant(self, call: GivenCall) -> tuple[Variant, GivenCall]:
         """The variant for a call; of floats that it can have as constants only, they are some."""
         while True:
             try:

@@ -38,7 +38,7 @@ from strop.dispatch.signature import (
     solve_roots,
     without_numbers,
 )
-from strop.dispatch.varying_numbers import Call
+from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CaptureError, ShapeError, UnsupportedError
 from strop.frontend.capture import Captured, NumbersNeeded, Same, capture, clone_structure
 from strop.frontend.importer import import_graph
@@ -144,7 +144,7 @@ class VariantStore:
     def all(self) -> list[Variant]:
         return [v for variants in self.variants.values() for v in variants]
 
-    def get(self, state: ModuleState, call: Call, shapes: Shapes) -> Variant:
+    def get(self, state: ModuleState, call: GivenCall, shapes: Shapes) -> Variant:
         """Raises NumbersNeeded where numbers of the call have to be constants, or one of REFUSALS
         when it has to run in eager."""
         key, sizes = _key(state, call.skeleton, shapes), [t.shape for t in call.tensors]
@@ -176,7 +176,7 @@ class VariantStore:
         return self._build_exactly(key, state, call, shapes, sizes)
 
     def _build_first(
-        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+        self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
     ) -> tuple[Variant, Shapes]:
         """The first graph of its kind, and the sizes that it has been traced with."""
         if shapes.otherwise is None:
@@ -205,12 +205,12 @@ class VariantStore:
                 found[reason] += 1
         return next((reason for reason, count in found.items() if count > 1), "")
 
-    def forget_failure(self, state: ModuleState, call: Call, shapes: Shapes) -> None:
+    def forget_failure(self, state: ModuleState, call: GivenCall, shapes: Shapes) -> None:
         """The call was wrong in itself, which says nothing of other calls."""
         self._failed.pop((_key(state, call.skeleton, shapes), shapes.is_ragged), None)
 
     def _build_exactly(
-        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+        self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
     ) -> Variant:
         """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
         env = solve_roots(shapes.specs, sizes)
@@ -223,7 +223,7 @@ class VariantStore:
         raise ShapeError(reason)
 
     def _build_in_background(
-        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+        self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
     ) -> None:
         if key not in self._building:
             work = threading.Thread(
@@ -250,7 +250,7 @@ class VariantStore:
             variant.later.wait()
 
     def _build(
-        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+        self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
     ) -> Variant:
         try:
             with registry.holding(key[0][1]):  # of this very key, whatever other threads declare
@@ -268,7 +268,7 @@ class VariantStore:
         self.variants.setdefault(key, []).append(variant)
         return variant
 
-    def _make(self, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes) -> Variant:
+    def _make(self, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes) -> Variant:
         started, device = time.perf_counter(), device_of(state, shapes)
         library = library_for(device, self.options)
         for name, tensor in zip(state.names, state.tensors, strict=True):
@@ -347,7 +347,7 @@ class VariantStore:
     def _compile(
         self,
         state: ModuleState,
-        asked: Call,
+        asked: GivenCall,
         shapes: Shapes,
         device: torch.device,
         library: KernelLoader,
@@ -393,7 +393,7 @@ class VariantStore:
     def _captured(
         self,
         state: ModuleState,
-        asked: Call,
+        asked: GivenCall,
         shapes: Shapes,
         foresight: contextlib.AbstractContextManager[Any],
     ) -> Captured:

@@ -34,7 +34,7 @@ _MOST_TENSORS = 256  # kept, of the values of one module's numbers
 
 
 @dataclass(slots=True)
-class Call:
+class GivenCall:
     """A call: its ``skeleton``, the tensors in it, and behind them those that stand for sizes, and
     the ``numbers`` that are inputs. ``bare`` is the skeleton without what is ``beside``."""
 
@@ -83,7 +83,7 @@ class Turned:
         tensors: list[Tensor],
         structure: int,
         device: torch.device,
-    ) -> Call:
+    ) -> GivenCall:
         """The call with these ``tensors`` and what is ``beside`` in a skeleton, ``bare`` of it."""
         floats = beside.floats
         inputs: tuple[int, ...] = ()
@@ -100,9 +100,9 @@ class Turned:
             self._skeletons[key] = with_floats(bare, parts)
         numbers = tuple(floats[n] for n in inputs)
         given = [*tensors, *(self._tensor(value, device) for value in numbers)]
-        return Call(self._skeletons[key], given, bare, beside, numbers, inputs)
+        return GivenCall(self._skeletons[key], given, bare, beside, numbers, inputs)
 
-    def note(self, call: Call) -> bool:
+    def note(self, call: GivenCall) -> bool:
         """Note that a graph is looked for. Tell whether a float has another value than when one was
         first looked for, and has become an input by that."""
         floats = call.beside.floats
@@ -114,7 +114,7 @@ class Turned:
         return bool(found)
 
     def fix(
-        self, call: Call, structure: int, numbers: Sequence[int]
+        self, call: GivenCall, structure: int, numbers: Sequence[int]
     ) -> tuple[Skeleton, list[Tensor], Beside]:
         """These numbers of the call, counted from 0, stay constants; without any, those that are
         sizes do. What ``call`` takes, with that."""
@@ -126,12 +126,12 @@ class Turned:
         self._fixed[key] = self._fixed.get(key, frozenset()) | fixed
         return call.bare, call.plain, call.beside
 
-    def learn(self, call: Call, guards: Sequence[NumberGuard]) -> None:
+    def learn(self, call: GivenCall, guards: Sequence[NumberGuard]) -> None:
         """Note what graphs for such calls ask about their numbers."""
         known = self._guards.get(call.skeleton, ())
         self._guards[call.skeleton] = tuple(dict.fromkeys((*known, *guards)))
 
-    def outcomes(self, call: Call) -> tuple[bool, ...]:
+    def outcomes(self, call: GivenCall) -> tuple[bool, ...]:
         """Return what those guards say of this call."""
         guards = self._guards.get(call.skeleton, ())
         return tuple(guard.holds(call.numbers) for guard in guards)
@@ -150,7 +150,7 @@ class Turned:
         return made
 
 
-def all_shapes(shapes: Shapes, call: Call, device: torch.device) -> Shapes:
+def all_shapes(shapes: Shapes, call: GivenCall, device: torch.device) -> Shapes:
     """``shapes`` of the tensors that are given, with those of sizes and numbers behind them."""
     if call.beside.num_sizes:
         shapes = with_sizes(shapes, call.plain, call.beside.num_sizes)

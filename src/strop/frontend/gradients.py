@@ -31,7 +31,7 @@ MEAN = 1  # of the numbers that ATen has for the reductions of a loss
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryOrder:
     """Hold the memory order that a call into torch reads and writes, of its tensors with four dims.
     Weights stay as they are."""
 
@@ -50,12 +50,12 @@ class Layout:
 
 
 _BSHD = (0, 2, 1, 3)  # (B, H, S, D) as (B, S, H, D): what projections give and take
-_FORWARD, _BACKWARD = Layout(_BSHD, 3, 1), Layout(_BSHD, 5, 3)
+_FORWARD, _BACKWARD = MemoryOrder(_BSHD, 3, 1), MemoryOrder(_BSHD, 5, 3)
 # Attention as a library lays out its own results. cuDNN's backward wants it so: torch keeps its
 # plan by the strides of query, key and value alone, and uses it for results that lie otherwise too.
-KEPT_LAYOUTS: dict[Any, Layout] = {
+KEPT_LAYOUTS: dict[Any, MemoryOrder] = {
     # a weight's gradient comes as the pictures lie; what becomes of it is laid out as the weight
-    aten.convolution_backward.default: Layout((0, 2, 3, 1), 2, 2),
+    aten.convolution_backward.default: MemoryOrder((0, 2, 3, 1), 2, 2),
     aten._scaled_dot_product_cudnn_attention.default: _FORWARD,
     aten._scaled_dot_product_cudnn_attention_backward.default: _BACKWARD,
     aten._scaled_dot_product_flash_attention.default: _FORWARD,
@@ -64,7 +64,7 @@ KEPT_LAYOUTS: dict[Any, Layout] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _BACKWARD,
     aten._scaled_dot_product_efficient_attention.default: _FORWARD,
     # the fifth operand may be a mask
-    aten._scaled_dot_product_efficient_attention_backward.default: Layout(_BSHD, 4, 3),
+    aten._scaled_dot_product_efficient_attention_backward.default: MemoryOrder(_BSHD, 4, 3),
 }
 
 

@@ -91,7 +91,7 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelVariant:
+class StepForm:
     """Launch ``sources[kernel]`` instead, where ``size`` is small enough and a multiple.
 
     It does at least what its step does; what else it does, it takes off other steps.
@@ -122,8 +122,8 @@ class KernelStep:
     scalars: tuple[Expr, ...]
     origin: str
     ops: tuple[str, ...]
-    variants: tuple[KernelVariant, ...] = ()
-    absorbed: tuple[KernelVariant, ...] = ()  # of another step, that do this step's work as well
+    variants: tuple[StepForm, ...] = ()
+    absorbed: tuple[StepForm, ...] = ()  # of another step, that do this step's work as well
     lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks,
     looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
     lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there

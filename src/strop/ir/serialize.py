@@ -23,7 +23,7 @@ _CLASSES: dict[str, Any] = {
         program.Buffer,
         program.TensorRef,
         program.KernelStep,
-        program.KernelVariant,
+        program.StepForm,
         program.CallStep,
         program.Returned,
         program.Guard,

@@ -111,7 +111,7 @@ def is_within(size: int, most: int, multiple: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class KernelForm:
     """Describe a faster form of a kernel, right where ``size`` is at most ``most`` and a multiple
     of ``multiple``."""
 
@@ -134,7 +134,7 @@ class Emitted:
 
     source: KernelSource
     scalars: tuple[Expr, ...]
-    variants: tuple[Variant, ...] = ()
+    variants: tuple[KernelForm, ...] = ()
 
     def at(self, sizes: Mapping[str, int]) -> KernelSource:
         """Return the form that runs at these sizes."""

@@ -37,7 +37,7 @@ MASKED = 16  # keys at the end of the step that may be behind the last one
 
 
 @dataclass(frozen=True, slots=True)
-class KeysTile:
+class CrossTile:
     """Describe a tile of ``groups`` of 64 queries each; ``keys``: a multiple of 16, of which the
     last 16 may be none; ``stages`` of queries on the way; ``programs`` on a processor, which bounds
     the registers."""
@@ -60,10 +60,10 @@ class KeysTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(moves.Laid):
+class CrossLayout(moves.Laid):
     """Lay out stages of queries, keys, values, results, barriers."""
 
-    tile: KeysTile
+    tile: CrossTile
 
     @property
     def stage(self) -> int:
@@ -100,7 +100,7 @@ class Layout(moves.Laid):
         return self.queries_full + 16 * self.tile.stages
 
 
-def cross_attention(head: int, scale: float, tile: KeysTile, dtype: torch.dtype) -> KernelSource:
+def cross_attention(head: int, scale: float, tile: CrossTile, dtype: torch.dtype) -> KernelSource:
     """out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j], scale > 0.
 
     Params: q, k and v, (B, H, S, D) each, whose last dim is dense and whose addresses and other
@@ -108,7 +108,7 @@ def cross_attention(head: int, scale: float, tile: KeysTile, dtype: torch.dtype)
     Scalars: queries, keys, H, B * H, programs of a head, tiles of queries of a program. Sums are
     fp32; weights are rounded to ``dtype``. NaN or +inf in a row of scores gives NaN.
     """
-    layout, kind = Layout(head, tile), KINDS[dtype]
+    layout, kind = CrossLayout(head, tile), KINDS[dtype]
     factor = f32(scale * math.log2(math.e))
     parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _stored(layout, kind))
     text = "".join(piece for part in parts for piece in part)
@@ -160,7 +160,7 @@ _BEGIN = """\
 {barriers}"""
 
 
-def _begin(layout: Layout) -> Iterator[str]:
+def _begin(layout: CrossLayout) -> Iterator[str]:
     tile = layout.tile
     counts = {layout.keys_full: 1, layout.values_full: 1}
     for n in range(tile.stages):
@@ -178,7 +178,7 @@ def _begin(layout: Layout) -> Iterator[str]:
     )
 
 
-def _at_stage(layout: Layout) -> str:
+def _at_stage(layout: CrossLayout) -> str:
     return f"""\
     mad.lo.u32 %at, %stage, {layout.stage}, %base;
     mad.lo.u32 %bar, %stage, 16, %base;
@@ -186,7 +186,7 @@ def _at_stage(layout: Layout) -> str:
 """
 
 
-def _fetch(layout: Layout) -> Iterator[str]:
+def _fetch(layout: CrossLayout) -> Iterator[str]:
     """Fetch by one thread: the first queries, keys and values, then more queries as stages are
     free."""
     tile = layout.tile
@@ -212,7 +212,7 @@ def _fetch(layout: Layout) -> Iterator[str]:
     yield "    setp.lt.u32 %p, %tile, %tiles;\n    @%p bra fetch;\n    bra done;\n"
 
 
-def _masked(layout: Layout) -> Iterator[str]:
+def _masked(layout: CrossLayout) -> Iterator[str]:
     """Minus infinity for what is behind the last key."""
     yield """\
     and.b32 %x2, %lane, 3;
@@ -225,7 +225,7 @@ def _masked(layout: Layout) -> Iterator[str]:
         yield f"    selp.f32 %s{n}, %s{n}, {f32(-math.inf)}, %p;\n"
 
 
-def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
+def _weigh(layout: CrossLayout, factor: str, kind: str) -> Iterator[str]:
     apart = layout.tile.keys * LINE_BYTES // UNIT  # columns of values, where there are more
     yield f"""\
 weigh:
@@ -268,7 +268,7 @@ weigh:
     yield "    wgmma.commit_group.sync.aligned;\n    wgmma.wait_group.sync.aligned 0;\n"
 
 
-def _stored(layout: Layout, kind: str) -> Iterator[str]:
+def _stored(layout: CrossLayout, kind: str) -> Iterator[str]:
     """Store results when those of the tile before have left."""
     yield moves.READ
     yield from rows.divided(layout, kind)

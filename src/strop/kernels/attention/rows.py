@@ -16,9 +16,9 @@ import torch
 from strop.ir.device import Device
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
-from strop.kernels.attention.cross import KeysTile, cross_attention
+from strop.kernels.attention.cross import CrossTile, cross_attention
 from strop.kernels.attention.times import AnyTile
-from strop.kernels.attention.tma import Tile, tma_attention
+from strop.kernels.attention.tma import TmaTile, tma_attention
 from strop.kernels.attention.wgmma import wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.kernel import (
@@ -72,7 +72,7 @@ def library_us(
 def source_of(head: int, scale: float, tile: AnyTile, dtype: torch.dtype) -> KernelSource:
     if isinstance(tile, WgmmaTile):
         return wgmma_attention(head, scale, tile, dtype)
-    if isinstance(tile, KeysTile):
+    if isinstance(tile, CrossTile):
         return cross_attention(head, scale, tile, dtype)
     return tma_attention(head, scale, tile, dtype)
 
@@ -82,7 +82,7 @@ def scalars_of(
 ) -> tuple[int, ...]:
     """Return what a launch passes on a GPU of so many multiprocessors."""
     sizes = queries, keys, heads, batch * heads
-    if isinstance(tile, KeysTile):
+    if isinstance(tile, CrossTile):
         return *sizes, *tile.shares(batch * heads, queries, sms)
     if isinstance(tile, WgmmaTile) and tile.is_shared:
         return *sizes, *tile.shares(batch * heads, queries, keys, sms).scalars
@@ -188,5 +188,5 @@ def _launches(problem: Problem, tile: AnyTile, device: Device) -> Launches:
 
 
 WGMMA = _Kind(WgmmaTile, "has_wgmma").row("wgmma_attention")
-CROSS = _Kind(KeysTile, "has_wgmma").row("cross_attention")
-TMA = _Kind(Tile, "has_tma").row("tma_attention")
+CROSS = _Kind(CrossTile, "has_wgmma").row("cross_attention")
+TMA = _Kind(TmaTile, "has_tma").row("tma_attention")

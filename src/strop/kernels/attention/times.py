@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from strop.kernels.attention.cross import KeysTile
-from strop.kernels.attention.tma import Tile
+from strop.kernels.attention.cross import CrossTile
+from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 
-AnyTile = Tile | WgmmaTile | KeysTile
+AnyTile = TmaTile | WgmmaTile | CrossTile
 
 UNBOUNDED = 1 << 62
 # How the library's own kernel shares its work, as its times say: 128 queries a program.

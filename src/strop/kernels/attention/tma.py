@@ -89,7 +89,7 @@ _TAIL = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TmaTile:
     """Say what a program has at once. ``stages``: steps whose keys and values are on the way."""
 
     queries: int
@@ -110,7 +110,7 @@ def parts_of(head: int, parts: int) -> tuple[int, int]:
     return padded // 2, max(LEAST_COLUMNS, 1 << (rest - 1).bit_length())
 
 
-def tma_attention(head: int, scale: float, tile: Tile, dtype: torch.dtype) -> KernelSource:
+def tma_attention(head: int, scale: float, tile: TmaTile, dtype: torch.dtype) -> KernelSource:
     """out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j], scale > 0.
 
     Params: q, k, v and the result, (B, H, S, D) each, and the four once more where a head has two
@@ -155,7 +155,7 @@ def tma_attention(head: int, scale: float, tile: Tile, dtype: torch.dtype) -> Ke
     )
 
 
-def _text(tile: Tile) -> str:
+def _text(tile: TmaTile) -> str:
     """Steps of whole blocks of keys, without a mask, and then of what is left of them."""
     assert not (tile.blocks and tile.with_queries)
     lines, numbers, step = [HELPERS, _HEAD], range(tile.blocks), f"KEYS * {tile.blocks}"

@@ -51,7 +51,7 @@ MANY_GROUPS, WEIGHING, FETCHING = 4, 112, 24
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(moves.Laid):
+class WgmmaLayout(moves.Laid):
     """Lay out queries, keys, values, barriers."""
 
     tile: WgmmaTile
@@ -112,7 +112,7 @@ def wgmma_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype
     Scalars: queries, keys, H, B * H, and those of the shares, if there are. Sums are fp32; weights
     are rounded to ``dtype``. NaN or +inf in a row of scores gives NaN.
     """
-    layout, kind = Layout(head, tile), KINDS[dtype]
+    layout, kind = WgmmaLayout(head, tile), KINDS[dtype]
     factor = f32(scale * math.log2(math.e))
     parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
     text = "".join(piece for part in parts for piece in part)
@@ -200,7 +200,7 @@ placed:
 """
 
 
-def _begin(layout: Layout) -> Iterator[str]:
+def _begin(layout: WgmmaLayout) -> Iterator[str]:
     tile = layout.tile
     counts: dict[int, int | str] = {layout.queries_full: 1}
     for n in range(2 * tile.stages):
@@ -227,7 +227,7 @@ def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
     )
 
 
-def _fetch(layout: Layout) -> Iterator[str]:
+def _fetch(layout: WgmmaLayout) -> Iterator[str]:
     """Fetch by one thread: the queries, then keys and values, the last block first, as stages are
     free."""
     tile = layout.tile
@@ -267,14 +267,14 @@ fetch:
         yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
 
 
-def _scores(layout: Layout, kind: str) -> Iterator[str]:
+def _scores(layout: WgmmaLayout, kind: str) -> Iterator[str]:
     """Multiply this group's queries and the keys of stage %stage_k."""
     yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
     yield from scores(layout, kind, "%low")
     yield "    wgmma.commit_group.sync.aligned;\n"
 
 
-def _results(layout: Layout, kind: str) -> Iterator[str]:
+def _results(layout: WgmmaLayout, kind: str) -> Iterator[str]:
     """The values of stage %stage_v, weighed, added to the results."""
     yield f"    mad.lo.u32 %low, %stage_v, {layout.block // UNIT}, %low_v;\n"
     yield from weighed(layout, kind, "%low", is_added=True)
@@ -303,17 +303,17 @@ def weighed(layout: moves.Laid, kind: str, values: str, *, is_added: bool) -> It
         yield product(layout.columns, kind, results, weights, is_added or n > 0)
 
 
-def _results_read(layout: Layout, stage: str) -> str:
+def _results_read(layout: WgmmaLayout, stage: str) -> str:
     """Wait until the results of the block whose values are in a stage are read."""
     return "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, stage, "%x0")
 
 
-def _keys_read(layout: Layout) -> str:
+def _keys_read(layout: WgmmaLayout) -> str:
     free = release(layout.keys_full, "%stage_k", "%x0")
     return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
 
 
-def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
+def _weigh(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
     yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
     if layout.tile.is_shared:
@@ -363,7 +363,7 @@ def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield "    wgmma.wait_group.sync.aligned 0;\n"
 
 
-def _loop(layout: Layout, factor: str, kind: str) -> Iterator[str]:
+def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     """The next block's scores and this one's results are begun together. The assembler moves a wait
     for results in front of the exponentials, unless a jump stands between: a wait for values."""
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
@@ -406,7 +406,7 @@ def _row(number: int) -> int:
     return number // 2 % 2
 
 
-def _mask(layout: Layout) -> Iterator[str]:
+def _mask(layout: WgmmaLayout) -> Iterator[str]:
     """Minus infinity for what is behind the last key."""
     yield f"""\
     sub.u32 %x1, %steps, 1;
@@ -458,7 +458,7 @@ def _if_sums_pass(most: float, found: str, otherwise: str) -> Iterator[str]:
 """
 
 
-def _weights_scaled(layout: Layout) -> Iterator[str]:
+def _weights_scaled(layout: WgmmaLayout) -> Iterator[str]:
     """Scale so that the greatest weight of a row is 1, where it is more: %m gets by as much higher,
     %e what was weighed before is to be multiplied by, and %c the sums."""
     yield from (f"    mov.f32 %n{row}, %c{row};\n" for row in (0, 1))
@@ -488,7 +488,7 @@ def _grown() -> Iterator[str]:
 """
 
 
-def _scores_again(layout: Layout, kind: str) -> Iterator[str]:
+def _scores_again(layout: WgmmaLayout, kind: str) -> Iterator[str]:
     """This warp's, as they are gone, without the others of its group: by products of one warp. A
     thread reads four neighbours of rows eight apart; %x1 and %x2 say where its first ones are, and
     lines are mixed by the place of a row among eight, which is the same for all of them."""
@@ -548,7 +548,7 @@ def rounded(keys: int, kind: str) -> Iterator[str]:
         yield f"    cvt.rn.{kind}x2.f32 %w{n}, %s{2 * n + 1}, %s{2 * n};\n"
 
 
-def _store(layout: Layout, kind: str) -> Iterator[str]:
+def _store(layout: WgmmaLayout, kind: str) -> Iterator[str]:
     yield from divided(layout, kind)
     yield moves.TAKEN + "done:\n    ret;\n}\n"
 

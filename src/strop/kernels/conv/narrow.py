@@ -96,7 +96,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class NarrowTile:
     """``depth`` divides the input channels if there are many of them."""
 
     pixels: int
@@ -106,7 +106,9 @@ class Tile:
     stages: int = 1
 
 
-def narrow_conv(window: Window, tile: Tile, dtype: torch.dtype, multiple: int) -> KernelSource:
+def narrow_conv(
+    window: Window, tile: NarrowTile, dtype: torch.dtype, multiple: int
+) -> KernelSource:
     """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y * down + i - top, x * right + j - left, c].
 
     Params: the input at any strides, or if ``tile.depth`` divides its channels with these behind
@@ -148,8 +150,8 @@ def narrow_conv(window: Window, tile: Tile, dtype: torch.dtype, multiple: int) -
 # at 512x512 69 and 27; UNet 320 -> 4 at 64x64 16.9 and 11.4; VAE 128 -> 3 at 512x512 105 and 87.
 FEW = 4  # channels
 DEEPEST = 160  # places of the window times few input channels: all steps are unrolled
-FEW_IN = Tile(pixels=128, cols=64, depth=32, num_warps=4)
-FEW_OUT = Tile(pixels=128, cols=16, depth=64, num_warps=4, stages=4)
+FEW_IN = NarrowTile(pixels=128, cols=64, depth=32, num_warps=4)
+FEW_OUT = NarrowTile(pixels=128, cols=16, depth=64, num_warps=4, stages=4)
 
 
 CHANNELS_LAST = (0, 2, 3, 1)

@@ -18,7 +18,7 @@ def windows_of(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ConvShape:
     """Sizes of a convolution with a square, odd window, around which there are as many zeros as
     keep height and width where it goes on by one pixel. A window of 2: four of them, of which
     results are twice as high and wide (``passes.upsampled_conv``)."""
@@ -50,21 +50,21 @@ class Picture:
         return self.batch * self.height * self.width
 
 
-def picture_of(x: Sequence[int], weight: Sequence[int], stride: int = 1) -> Picture:
+def picture_of(x: Sequence[int], weight: Sequence[int], stride: int = 1) -> ConvShape:
     """Describe a picture from the sizes (B, CI, H, W) and (CO, CI, size, size)."""
     batch, ins, *sides = x
     height, width = (-(-side // stride) for side in sides)
-    of = Picture(weight[2], ins, weight[0], batch, height, width, stride)
+    of = ConvShape(weight[2], ins, weight[0], batch, height, width, stride)
     return replace(of, outs=of.outs // of.windows)
 
 
-def boxes_along(box: Box, of: Picture) -> Box:
+def boxes_along(box: Box, of: ConvShape) -> Box:
     """Return how many boxes lie side by side: of pictures, down, right."""
     count, height, width = box
     return -(-of.batch // count), -(-of.height // height), -(-of.width // width)
 
 
-def box_of(rows: int, of: Picture) -> Box:
+def box_of(rows: int, of: ConvShape) -> Box:
     """Return the box, of no more pixels than rows, of which as few as possible cover all pictures;
     among such boxes the one with the fewest pictures, and then the widest."""
     return _best(rows, (of.batch, of.height, of.width), of.stride)
@@ -72,7 +72,7 @@ def box_of(rows: int, of: Picture) -> Box:
 
 @lru_cache(maxsize=4096)  # many tiles have as many rows, many convolutions the same pictures
 def _best(rows: int, sizes: Box, stride: int) -> Box:
-    of = Picture(3, 0, 0, *sizes, stride)
+    of = ConvShape(3, 0, 0, *sizes, stride)
 
     def cost(box: Box) -> tuple[int, int, int]:
         count, _, width = box
@@ -81,7 +81,7 @@ def _best(rows: int, sizes: Box, stride: int) -> Box:
     return min(_boxes(rows, of), key=cost)
 
 
-def _boxes(rows: int, of: Picture) -> Iterator[Box]:
+def _boxes(rows: int, of: ConvShape) -> Iterator[Box]:
     """Yield, for each number of boxes per line, the narrowest box that gives that count. It is as
     high as there is room, and spans several pictures where it is as high as they are."""
     most = MOST_REACH // of.stride

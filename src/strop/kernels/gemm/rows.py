@@ -10,9 +10,9 @@ from functools import lru_cache
 
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.implicit import Box, Picture, box_of, boxes_along, windows_of
+from strop.kernels.gemm.implicit import Box, ConvShape, box_of, boxes_along, windows_of
 from strop.kernels.gemm.implicit import picture_of as convolution_of
-from strop.kernels.gemm.tile import GATED, PLAIN, SUM, Product, Tile
+from strop.kernels.gemm.tile import GATED, PLAIN, SUM, GemmTile, Product
 from strop.kernels.gemm.times import Cost, GemmTimes
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
@@ -53,7 +53,7 @@ LEAST_PIXELS, LEAST_CHANNELS = 2048, 640
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class GemmForm:
     """A product, its box: pictures, lines and columns of pixels; and how many of these lie side by
     side: of pictures, down, right."""
 
@@ -104,14 +104,14 @@ class Form:
         return -(-count // -(-count // MOST_TOGETHER))
 
 
-def form(tile: Tile, of: Picture, end: str = PLAIN, *, sms: int) -> Form:
+def form(tile: GemmTile, of: ConvShape, end: str = PLAIN, *, sms: int) -> GemmForm:
     """``of.outs``: columns of the result."""
     product = Product(tile, of.size, end, of.stride)
     box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
-    return Form(product, box, boxes_along(box, of), -(-of.outs // product.width), sms)
+    return GemmForm(product, box, boxes_along(box, of), -(-of.outs // product.width), sms)
 
 
-def kind_of(of: Picture, end: str) -> str:
+def kind_of(of: ConvShape, end: str) -> str:
     """The kind of GEMM, by which tables of tiles are kept."""
     if of.size == 1:
         return end
@@ -120,7 +120,7 @@ def kind_of(of: Picture, end: str) -> str:
     return "conv" if of.stride == 1 else "strided"
 
 
-def us_of(found: Form, of: Picture, times: GemmTimes) -> float:
+def us_of(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
     """About how long it takes, on a GPU that does nothing else."""
     product, tile = found.product, found.product.tile
     weights = 2 * of.size**2 * of.ins * found.across * tile.cols * of.windows
@@ -131,16 +131,16 @@ def us_of(found: Form, of: Picture, times: GemmTimes) -> float:
     return max(us, weights / times.library.weight_bytes + times.library.weight_begin_us)
 
 
-def _steps(of: Picture) -> int:
+def _steps(of: ConvShape) -> int:
     return of.size**2 * -(-of.ins // LINE)
 
 
-def has_steps(tile: Tile, of: Picture) -> bool:
+def has_steps(tile: GemmTile, of: ConvShape) -> bool:
     """Whether every part of a sum has some."""
     return (tile.split - 1) * -(-_steps(of) // tile.split) < _steps(of)
 
 
-def is_able(product: Product, of: Picture) -> bool:
+def is_able(product: Product, of: ConvShape) -> bool:
     """Whether it can do this: its parts have steps, its gates lie behind the values, and no column
     is added twice."""
     is_whole = of.outs % product.width == 0
@@ -148,7 +148,7 @@ def is_able(product: Product, of: Picture) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def form_of(of: Picture, end: str, device: Device) -> tuple[Form | None, float]:
+def form_of(of: ConvShape, end: str, device: Device) -> tuple[GemmForm | None, float]:
     """The fastest form, and microseconds; None and NEVER where there is none."""
     times = tuned(device).gemm
     found = {each: us_of(each, of, times) for each in _forms(of, end, device)}
@@ -156,7 +156,7 @@ def form_of(of: Picture, end: str, device: Device) -> tuple[Form | None, float]:
     return best, NEVER if best is None else found[best]
 
 
-def _forms(of: Picture, end: str, device: Device) -> Iterator[Form]:
+def _forms(of: ConvShape, end: str, device: Device) -> Iterator[GemmForm]:
     if of.width < _least_rows(end) if of.size == 1 else _is_small(of):
         return
     for tile in tuned(device).gemm.tiles[kind_of(of, end)]:
@@ -170,7 +170,7 @@ def _least_rows(end: str) -> int:
     return 1 if end == SUM else LEAST_ROWS
 
 
-def _is_small(of: Picture) -> bool:
+def _is_small(of: ConvShape) -> bool:
     is_small = max(of.ins, of.outs) < LEAST_CHANNELS and of.pixels < LEAST_PIXELS
     return is_small and of.windows == 1
 
@@ -259,7 +259,7 @@ def _forms_of(call: Call, device: Device) -> Iterator[Product]:
             yield product
 
 
-def picture_of(problem: Problem) -> Picture:
+def picture_of(problem: Problem) -> ConvShape:
     """From the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or (..., K) and
     (N, K), whose rows are one line of pixels."""
     x, weight = problem.shapes[:2]
@@ -269,9 +269,9 @@ def picture_of(problem: Problem) -> Picture:
     return line_of(math.prod(rows), weight[0], depth, OPS[problem.op])
 
 
-def line_of(rows: int, columns: int, depth: int, end: str) -> Picture:
+def line_of(rows: int, columns: int, depth: int, end: str) -> ConvShape:
     """A linear of so many columns, those of gates among them."""
-    return Picture(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
+    return ConvShape(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
 
 
 ROW = Kernel("wgmma_gemm", tuple(OPS), supports, cost_us, launch, forms)

@@ -81,14 +81,14 @@ MOST_HALVES, MOST_REGISTERS = 80, 128  # of a thread: of weights, and in all
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class SkinnyTile:
     """Describe a tile of columns, each a row of weights, and the warps that share them."""
 
     cols: int
     num_warps: int
 
 
-def skinny_gemm(rows: int, depth: int, tile: Tile, dtype: torch.dtype) -> KernelSource:
+def skinny_gemm(rows: int, depth: int, tile: SkinnyTile, dtype: torch.dtype) -> KernelSource:
     """out[m, n] = sum of x[m, k] * w[n, k], for up to ``rows`` m. Sums are fp32.
 
     Params: x (M, K), whose last dim is dense and whose stride is a multiple of 8; weights (N, K)
@@ -127,12 +127,12 @@ def chunk_of(depth: int) -> int:
     return min(depth & -depth, MOST_CHUNK)
 
 
-def tile_of(columns: int, depth: int, sms: int) -> Tile:
+def tile_of(columns: int, depth: int, sms: int) -> SkinnyTile:
     """Choose as many columns as registers hold, in programs enough for all multiprocessors."""
     a_warp = min(4, MOST_HALVES * LANES // depth)
     a_warp = 1 << (a_warp.bit_length() - 1)
     warps = next((w for w in (8, 4) if columns >= 2 * sms * w * a_warp), 2)
-    return Tile(warps * a_warp, warps)
+    return SkinnyTile(warps * a_warp, warps)
 
 
 def supports(call: Call, device: Device) -> str:

@@ -15,7 +15,7 @@ PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class GemmTile:
     """Describe a tile: ``groups`` of 64 rows, ``cols`` of the product, ``stages`` of 64 channels on
     the way. The sum is in ``split`` parts; or programs ``keep_on``, one a processor, whose groups,
     two, may be ``apart``: each has all rows of every second tile, and writes its results while the
@@ -36,7 +36,7 @@ class Product:
     between each other. ``end``: one of ENDS; gates are the second half of the weights' rows.
     ``stride``: pixels of the input from one of the result to the next."""
 
-    tile: Tile
+    tile: GemmTile
     size: int
     end: str = PLAIN
     stride: int = 1

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from strop.ir.device import Device
-from strop.kernels.gemm.tile import Tile
+from strop.kernels.gemm.tile import GemmTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class GemmTimes:
     """Hold the times of GEMMs. ``tiles``: by the kind of GEMM, see ``rows.kind_of``. ``clusters``:
     how many clusters of so many programs, one a multiprocessor, the driver runs at a time."""
 
-    tiles: Mapping[str, Mapping[Tile, Cost]]
+    tiles: Mapping[str, Mapping[GemmTile, Cost]]
     clusters: Mapping[int, int]
     library: LibraryTimes
 

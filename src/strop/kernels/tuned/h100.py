@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from strop.ir.device import Device
-from strop.kernels.attention.cross import MASKED, KeysTile
+from strop.kernels.attention.cross import MASKED, CrossTile
 from strop.kernels.attention.times import UNBOUNDED, AttentionTimes, Rounds, Rule
-from strop.kernels.attention.tma import Tile as TmaTile
+from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
-from strop.kernels.gemm.tile import GATED, PLAIN, SUM, Tile
+from strop.kernels.gemm.tile import GATED, PLAIN, SUM, GemmTile
 from strop.kernels.gemm.times import Cost, GemmTimes, LibraryTimes
 from strop.kernels.tuned.tuned import Tuned
 
@@ -28,73 +28,73 @@ DEVICE = Device(
     clock_hz=1.98e9,
 )
 
-CONV_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
-    Tile(2, 128, 5, keeps_on=True): Cost(0.0, 2.8, 0.368),
-    Tile(2, 128, 6, split=2): Cost(3.0, 6.4, 0.446),
-    Tile(2, 160, 5, keeps_on=True): Cost(2.6, 5.2, 0.42),
-    Tile(2, 160, 5, split=2): Cost(5.6, 7.6, 0.475),
-    Tile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
-    Tile(2, 160, 5, split=4): Cost(0.7, 8.4, 0.496),
-    Tile(2, 160, 5, split=6): Cost(7.4, 8.2, 0.425),
-    Tile(2, 160, 5, split=8): Cost(3.2, 3.8, 0.68),
-    Tile(2, 184, 4, split=4): Cost(5.4, 9.3, 0.518),
-    Tile(2, 256, 3, keeps_on=True): Cost(2.4, 3.7, 0.703),
-    Tile(3, 128, 5): Cost(2.4, 6.0, 0.539),
-    Tile(3, 128, 5, split=2): Cost(3.1, 8.3, 0.574),
-    Tile(3, 160, 3, keeps_on=True): Cost(2.4, 3.1, 0.678),
-    Tile(3, 160, 4): Cost(3.4, 17.1, 0.607),
-    Tile(3, 160, 4, split=2): Cost(5.2, 8.6, 0.682),
+CONV_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
+    GemmTile(2, 128, 5, keeps_on=True): Cost(0.0, 2.8, 0.368),
+    GemmTile(2, 128, 6, split=2): Cost(3.0, 6.4, 0.446),
+    GemmTile(2, 160, 5, keeps_on=True): Cost(2.6, 5.2, 0.42),
+    GemmTile(2, 160, 5, split=2): Cost(5.6, 7.6, 0.475),
+    GemmTile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
+    GemmTile(2, 160, 5, split=4): Cost(0.7, 8.4, 0.496),
+    GemmTile(2, 160, 5, split=6): Cost(7.4, 8.2, 0.425),
+    GemmTile(2, 160, 5, split=8): Cost(3.2, 3.8, 0.68),
+    GemmTile(2, 184, 4, split=4): Cost(5.4, 9.3, 0.518),
+    GemmTile(2, 256, 3, keeps_on=True): Cost(2.4, 3.7, 0.703),
+    GemmTile(3, 128, 5): Cost(2.4, 6.0, 0.539),
+    GemmTile(3, 128, 5, split=2): Cost(3.1, 8.3, 0.574),
+    GemmTile(3, 160, 3, keeps_on=True): Cost(2.4, 3.1, 0.678),
+    GemmTile(3, 160, 4): Cost(3.4, 17.1, 0.607),
+    GemmTile(3, 160, 4, split=2): Cost(5.2, 8.6, 0.682),
 }
-STRIDED_TILES: Mapping[Tile, Cost] = {
-    Tile(1, 80, 8): Cost(0.9, 7.7, 0.191),
-    Tile(1, 160, 7): Cost(2.6, 5.5, 0.29),
-    Tile(2, 80, 6, keeps_on=True): Cost(0.3, 18.9, 0.304),
-    Tile(2, 128, 5, keeps_on=True): Cost(0.2, 7.5, 0.399),
-    Tile(2, 160, 5, keeps_on=True): Cost(3.4, 3.0, 0.436),
-    Tile(2, 160, 5, split=6): Cost(6.6, 8.7, 0.466),
-    Tile(2, 160, 5, split=8): Cost(3.4, 7.4, 0.642),
-    Tile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
+STRIDED_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(1, 80, 8): Cost(0.9, 7.7, 0.191),
+    GemmTile(1, 160, 7): Cost(2.6, 5.5, 0.29),
+    GemmTile(2, 80, 6, keeps_on=True): Cost(0.3, 18.9, 0.304),
+    GemmTile(2, 128, 5, keeps_on=True): Cost(0.2, 7.5, 0.399),
+    GemmTile(2, 160, 5, keeps_on=True): Cost(3.4, 3.0, 0.436),
+    GemmTile(2, 160, 5, split=6): Cost(6.6, 8.7, 0.466),
+    GemmTile(2, 160, 5, split=8): Cost(3.4, 7.4, 0.642),
+    GemmTile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
 }
 # Four windows each.
-UPSAMPLED_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
-    Tile(2, 128, 5, keeps_on=True): Cost(1.5, 1.2, 0.39),
-    Tile(2, 160, 5, keeps_on=True): Cost(1.8, 1.3, 0.478),
-    Tile(2, 160, 4, keeps_on=True, apart=True): Cost(1.2, 1.2, 0.475),
-    Tile(2, 256, 3, keeps_on=True): Cost(2.4, 1.5, 0.8),
-    Tile(3, 128, 4, keeps_on=True): Cost(1.5, 1.9, 0.56),
-    Tile(3, 160, 3, keeps_on=True): Cost(2.4, 3.1, 0.678),
+UPSAMPLED_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
+    GemmTile(2, 128, 5, keeps_on=True): Cost(1.5, 1.2, 0.39),
+    GemmTile(2, 160, 5, keeps_on=True): Cost(1.8, 1.3, 0.478),
+    GemmTile(2, 160, 4, keeps_on=True, apart=True): Cost(1.2, 1.2, 0.475),
+    GemmTile(2, 256, 3, keeps_on=True): Cost(2.4, 1.5, 0.8),
+    GemmTile(3, 128, 4, keeps_on=True): Cost(1.5, 1.9, 0.56),
+    GemmTile(3, 160, 3, keeps_on=True): Cost(2.4, 3.1, 0.678),
 }
-LINEAR_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 160, 5, keeps_on=True): Cost(3.2, 1.0, 0.443),
-    Tile(2, 80, 6, keeps_on=True): Cost(3.0, 7.6, 0.189),
-    Tile(1, 160, 7): Cost(2.3, 9.8, 0.284),
-    Tile(1, 80, 8): Cost(0.7, 9.0, 0.238),
-    Tile(2, 128, 5, keeps_on=True): Cost(2.9, 1.1, 0.37),
-    Tile(2, 256, 3, keeps_on=True): Cost(4.6, 1.6, 0.719),
-    Tile(2, 192, 4, keeps_on=True): Cost(3.3, 1.4, 0.556),
-    Tile(3, 160, 4): Cost(4.5, 4.4, 0.656),
+LINEAR_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(2, 160, 5, keeps_on=True): Cost(3.2, 1.0, 0.443),
+    GemmTile(2, 80, 6, keeps_on=True): Cost(3.0, 7.6, 0.189),
+    GemmTile(1, 160, 7): Cost(2.3, 9.8, 0.284),
+    GemmTile(1, 80, 8): Cost(0.7, 9.0, 0.238),
+    GemmTile(2, 128, 5, keeps_on=True): Cost(2.9, 1.1, 0.37),
+    GemmTile(2, 256, 3, keeps_on=True): Cost(4.6, 1.6, 0.719),
+    GemmTile(2, 192, 4, keeps_on=True): Cost(3.3, 1.4, 0.556),
+    GemmTile(3, 160, 4): Cost(4.5, 4.4, 0.656),
 }
 # Those of LINEAR_TILES, and those that small products want.
-SUM_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 160, 5, keeps_on=True): Cost(5.0, 2.0, 0.44),
-    Tile(1, 160, 7): Cost(2.7, 9.8, 0.284),
-    Tile(2, 80, 7): Cost(2.8, 7.6, 0.272),
-    Tile(1, 80, 8): Cost(1.9, 9.0, 0.226),
-    Tile(2, 128, 5, keeps_on=True): Cost(4.2, 1.4, 0.30),
-    Tile(3, 160, 4): Cost(6.5, 4.4, 0.634),
-    Tile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
-    Tile(2, 80, 7, split=2): Cost(4.9, 6.0, 0.39),
-    Tile(2, 80, 7, split=4): Cost(3.5, 6.0, 0.41),
-    Tile(1, 80, 8, split=2): Cost(3.0, 2.8, 0.253),
-    Tile(1, 80, 8, split=4): Cost(2.6, 2.8, 0.374),
+SUM_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(2, 160, 5, keeps_on=True): Cost(5.0, 2.0, 0.44),
+    GemmTile(1, 160, 7): Cost(2.7, 9.8, 0.284),
+    GemmTile(2, 80, 7): Cost(2.8, 7.6, 0.272),
+    GemmTile(1, 80, 8): Cost(1.9, 9.0, 0.226),
+    GemmTile(2, 128, 5, keeps_on=True): Cost(4.2, 1.4, 0.30),
+    GemmTile(3, 160, 4): Cost(6.5, 4.4, 0.634),
+    GemmTile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
+    GemmTile(2, 80, 7, split=2): Cost(4.9, 6.0, 0.39),
+    GemmTile(2, 80, 7, split=4): Cost(3.5, 6.0, 0.41),
+    GemmTile(1, 80, 8, split=2): Cost(3.0, 2.8, 0.253),
+    GemmTile(1, 80, 8, split=4): Cost(2.6, 2.8, 0.374),
 }
-GATED_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 256, 4, keeps_on=True): Cost(2.8, 2.2, 0.761),
-    Tile(2, 160, 4, keeps_on=True, apart=True): Cost(3.0, 0.4, 0.537),
-    Tile(2, 128, 5, keeps_on=True, apart=True): Cost(0.3, 0.9, 0.437),
-    Tile(2, 192, 4, keeps_on=True, apart=True): Cost(1.7, 0.0, 0.604),
+GATED_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(2, 256, 4, keeps_on=True): Cost(2.8, 2.2, 0.761),
+    GemmTile(2, 160, 4, keeps_on=True, apart=True): Cost(3.0, 0.4, 0.537),
+    GemmTile(2, 128, 5, keeps_on=True, apart=True): Cost(0.3, 0.9, 0.437),
+    GemmTile(2, 192, 4, keeps_on=True, apart=True): Cost(1.7, 0.0, 0.604),
 }
 
 # How many clusters of so many programs run at a time, one program a multiprocessor: what the driver
@@ -170,7 +170,7 @@ LEAST_WORDS = WORDS - MASKED + 1  # and of a tile that takes no fewer
 FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that holds
     40: (
         Rule(WgmmaTile(2, WORDS, 1, 2), 2 << 20, WORDS),
-        Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        Rule(CrossTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
         Rule(TmaTile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20),
     ),
     64: (
@@ -179,7 +179,7 @@ FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that
     ),
     80: (
         Rule(WgmmaTile(1, WORDS, 1, 2), 2 << 20, WORDS),
-        Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        Rule(CrossTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
         Rule(_BOX, 4 << 20),
     ),
     160: (Rule(WgmmaTile(1, WORDS, 1, 2), UNBOUNDED, WORDS), Rule(_BOX, 1 << 20)),

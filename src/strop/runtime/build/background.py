@@ -25,7 +25,7 @@ from strop.ir.source import KernelSource
 from strop.runtime.build import compilers
 
 log = logging.getLogger("strop")
-Order = Callable[[Sequence[KernelSource]], Sequence[KernelSource]]
+BuildOrder = Callable[[Sequence[KernelSource]], Sequence[KernelSource]]
 ORDER = None  # among kernels: the order of some has to be found
 Work = KernelSource | None
 LOW_PRIORITY = 19  # niceness of processes for which nobody waits
@@ -43,7 +43,7 @@ class BackgroundBuild:
         cache: compilers.Cache | None = None,
         workers: int = 1,
         niceness: int = LOW_PRIORITY,
-        order: Order | None = None,
+        order: BuildOrder | None = None,
     ) -> None:
         self.total = len(sources)
         self.num_built = 0  # compiled, not found in the cache

@@ -14,7 +14,7 @@ from strop.ir.device import CPU, LEAST_ARCH, Device
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, driver
-from strop.runtime.build.background import BackgroundBuild, Order
+from strop.runtime.build.background import BackgroundBuild, BuildOrder
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.devices import gpu
 from strop.runtime.build.driver import View
@@ -52,7 +52,9 @@ class KernelLoader(Protocol):
         """Build these already, which ``build`` will ask for."""
         ...
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
+    def later(
+        self, sources: Sequence[KernelSource], order: BuildOrder | None = None
+    ) -> BackgroundBuild:
         """These kernels for the background, in an order, not begun. It gets what has been started,
         and is not at work."""
         ...
@@ -100,7 +102,9 @@ class CpuLoader:
     def begin(self, sources: Sequence[KernelSource]) -> None:
         pass  # one call of the compiler makes all
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
+    def later(
+        self, sources: Sequence[KernelSource], order: BuildOrder | None = None
+    ) -> BackgroundBuild:
         return BackgroundBuild(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
@@ -172,7 +176,9 @@ class CudaLoader:
         target = self.device.target
         BackgroundBuild(sources, target, self._cache, self._workers, niceness=0).start()
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
+    def later(
+        self, sources: Sequence[KernelSource], order: BuildOrder | None = None
+    ) -> BackgroundBuild:
         target = self.device.target
         later = BackgroundBuild(sources, target, self._cache, self._workers, order=order)
         later.keep_processes()

@@ -15,7 +15,7 @@ from strop.kernels.kernel import Call, Problem
 from strop.kernels.library import Choice
 from strop.runtime.loop.hoisting import written
 
-Order = Callable[[Sequence[KernelSource]], list[KernelSource]]
+BuildOrder = Callable[[Sequence[KernelSource]], list[KernelSource]]
 FACTORS = (1.5, 2, 0.5, 0.75)
 
 
@@ -85,7 +85,7 @@ def sources_elsewhere(
     return tuple(source for source in dict.fromkeys(all_kernels) if source not in here)
 
 
-def likely_first(program: Program, env: Mapping[str, int], device: Device) -> Order:
+def likely_first(program: Program, env: Mapping[str, int], device: Device) -> BuildOrder:
     """Put kernels for other sizes in an order: first what most of some sizes near these need. Half
     of them are for sizes that are rare."""
 

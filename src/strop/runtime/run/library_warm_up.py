@@ -33,7 +33,7 @@ MOST_BYTES = 64 << 20  # of a call's operands and result: more would be memory t
 Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """What a plan is made for."""
 
     op: str
@@ -71,7 +71,7 @@ def prime(
     return num_calls
 
 
-def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[Form]:
+def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[CallForm]:
     """Of the library calls of a program for CUDA at these sizes, each once, in its order."""
 
     def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
     def look(ref: TensorRef) -> Look:
         return sizes(ref.shape), sizes(ref.strides), program.buffers[ref.buffer].dtype
 
-    steps, found = program.at(env), dict[Form, None]()
+    steps, found = program.at(env), dict[CallForm, None]()
     chosen = choices.choices_of(program, steps, sizes, device)
     for position, step in enumerate(steps):
         if (
@@ -89,7 +89,7 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
             and not chosen[position].launches
         ):
             result = program.buffers[step.outputs[0]]
-            form = Form(
+            form = CallForm(
                 step.op,
                 step.attrs,
                 tuple(map(look, step.inputs)),
@@ -100,7 +100,7 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
     return list(found)
 
 
-def _call(form: Form, device: Device) -> None:
+def _call(form: CallForm, device: Device) -> None:
     operands, attrs = [torch.empty_strided(s, t, dtype=d) for s, t, d in form.operands], form.attrs
     if form.op not in CUDA_PLANNED_OUT:
         allocating_on(device)[form.op](dict(attrs))(operands)
@@ -110,7 +110,7 @@ def _call(form: Form, device: Device) -> None:
     CUDA_PLANNED_OUT[form.op](dict(attrs))(operands, _result(form))
 
 
-def _result(form: Form) -> Tensor:
+def _result(form: CallForm) -> Tensor:
     sizes, strides, dtype = form.result
     if form.op in OF_ROWS:
         return torch.empty(math.prod(sizes[:-1]), sizes[-1], dtype=dtype)
