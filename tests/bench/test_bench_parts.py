@@ -217,7 +217,7 @@ def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) 
         "contenders": {},
         "environment": {"date": "2030-01-01", "switches": {}},
     }
-    newer = {"date": "2030-01-02", "switches": {"tma_geglu": True}}
+    newer = {"date": "2030-01-02", "switches": {"kernels_off": ["wgmma_gemm"]}}
     for number, result in enumerate((usual, usual | {"environment": newer})):
         (tmp_path / f"{number}.json").write_text(json.dumps(result))
     assert load(sorted(tmp_path.iterdir())) == [usual]

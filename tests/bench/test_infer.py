@@ -6,11 +6,14 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from strop.backend import compile_graph
 from strop.bench import (
     infer,
     infer_measure,
@@ -23,8 +26,11 @@ from strop.bench.infer_contenders import Clock, Plan, attempt, in_order
 from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
 from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
+from strop.codegen.assemble import Signature
 from strop.dispatch.variants import VariantStore
 from strop.errors import OptionError
+from strop.options import Options
+from tests.frontend.tracing import trace
 
 TINY = Plan("cpu", "fp32", ("eager", "eager-graph"), samples=3)
 
@@ -86,7 +92,7 @@ def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     assert second["counts"]["num_recompiles"] == first["random"]["counts"]["num_recompiles"] == 0
     assert first["random"]["summary"]["rms_to_peer"] < 1e-5
     cold, warm = first["random"]["shapes"]
-    names = {"strop", *(f"no {n}" for n in CHOOSING if n != "tma_geglu"), "with tma_geglu"}
+    names = {"strop", *(f"no {name}" for name in CHOOSING)}
     assert set(warm["p50_ms"]) == names | {"eager"}
     fastest = warm["p50_ms"][warm["best"]]
     assert warm["to_best"] == pytest.approx(warm["p50_ms"]["strop"] / fastest, abs=1e-3)
@@ -149,13 +155,6 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         "no check_finite",
         "no early_launch",
         "no in_place",
-        "no narrow_conv",
-        "no tma_attention",
-        "no wgmma_gemm",
-        "no product_sum",
-        "no upsampled_conv",
-        "no skinny_gemm",
-        "with tma_geglu",
         "all off",
     ]
     assert all(switch["p50_ms"] > 0 for switch in switches.values())
@@ -163,6 +162,36 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert switches["no cuda_graphs"]["num_launches"] == switches["all on"]["num_launches"]
     assert "failed" not in found["judge"]
     assert all(switch["error"]["is_good"] for switch in switches.values())
+
+
+def test_each_kernel_that_runs_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries are none, nor are kernels that no call chose."""
+    ran = [SimpleNamespace(kernel=name) for name in ("cublas", "wgmma_gemm", "narrow_conv")]
+    graph = SimpleNamespace(passes=[("dot_merge", 0.0, 2, 1)], choices=ran)
+    told = SimpleNamespace(graphs=[graph, SimpleNamespace(passes=[], choices=[])])
+    monkeypatch.setattr(infer_variants, "explain", lambda target: told)
+    usual = Options(kernels_off=("geglu",), disable=("pointwise_conv",))
+    found = infer_variants.variants(usual, None, "step")
+    assert "no cublas" not in found
+    assert found["no wgmma_gemm"].kernels_off == ("geglu", "wgmma_gemm")
+    assert found["no narrow_conv"].kernels_off == ("geglu", "narrow_conv")
+    assert found["no dot_merge"].disable == ("pointwise_conv", "dot_merge")
+    assert found["no dot_merge"].kernels_off == usual.kernels_off
+    everything = found["all off"]
+    assert set(everything.kernels_off) == {"geglu", "wgmma_gemm", "narrow_conv"}
+    assert everything.disable == ("pointwise_conv", "dot_merge")
+    assert not everything.in_place
+    assert everything.hoist
+    assert not infer_variants.variants(usual, None, "picture")["all off"].hoist
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_what_variants_switch_off(name: str) -> None:
+    """A kernel of the library, or a pass; both are known to the compiler."""
+    options = infer_variants.without(Options(), name)
+    assert (options.kernels_off, options.disable).count((name,)) == 1
+    traced = trace(torch.relu, "n 4", n=3)
+    compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options)
 
 
 @pytest.mark.slow

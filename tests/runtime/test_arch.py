@@ -17,16 +17,16 @@ from strop.codegen.triton import emit
 from strop.errors import CodegenError, OptionError
 from strop.ir.device import CPU, SHARED_BYTES, Device, GpuTarget
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import geglu
+from strop.kernels.library import forms, select
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, loader
-from strop.runtime.build.background import BackgroundBuild
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.cubin import Cubin, cache_key, request_of
 from strop.runtime.build.loader import CudaLoader, kernel_loader
 from strop.runtime.run import library_calls as calls
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import A100, H100, RTX_5090
+from tests.kernels.launching import PLAIN, SAME, problem
 
 KIB = 1 << 10
 CHANGED = {"name", "arch", "shared_bytes", "runs_on"}
@@ -202,17 +202,21 @@ def test_a_kernel_has_the_shared_memory_of_its_architecture(
         library.build([POINTWISE])
 
 
-@pytest.mark.parametrize(("device", "count"), [(H100, 2), (H100.as_arch(80), 1), (A100, 1)])
-def test_kernels_for_wgmma_are_not_begun_elsewhere(
-    device: Device, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[tuple[int, GpuTarget | None]] = []
-    monkeypatch.setattr(
-        BackgroundBuild, "start", lambda self: begun.append((self.total, self._target))
+@pytest.mark.parametrize(
+    ("device", "is_there"), [(H100, True), (H100.as_arch(80), False), (A100, False)]
+)
+def test_kernels_for_wgmma_are_not_begun_elsewhere(device: Device, is_there: bool) -> None:
+    """Nor are any that read by the tensor memory accelerator."""
+    x, heads = (2048, 1280), (2, 8, 4096, 40)
+    asked = (
+        problem("linear", x, (1280, 1280)),
+        problem("conv2d", (2, 320, 64, 64), (320, 320, 3, 3), **SAME),
+        problem("attention", heads, heads, heads, **PLAIN),
     )
-    boxed = geglu.tma_geglu(geglu.TILE, torch.float16, has_bias=True)
-    CudaLoader(DiskCache(tmp_path), 1, device).begin([POINTWISE, boxed])
-    assert begun == [(count, device.target)]
+    for each in asked:
+        chosen = select(each.call, each, device)
+        for sources in (chosen.sources, list(forms(each.call, device))):
+            assert any(source.boxes for source in sources) == is_there
 
 
 # library calls

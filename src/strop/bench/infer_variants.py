@@ -31,6 +31,7 @@ from strop.bench.infer_contenders import (
 from strop.bench.infer_rows import Row
 from strop.bench.models import Size
 from strop.debug.explain import explain
+from strop.kernels.library import OURS
 from strop.runtime.build.compilers import BUILDS
 
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
@@ -38,10 +39,17 @@ VARIANT_SAMPLES = 3  # where all choices of kernels are beside it: a tenth is lo
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
 MOST_GRAPH_BYTES = 16 << 30  # of many contenders
-OPT_IN = ("tma_geglu",)  # knobs of speed that are off by default
 OF_LOOPS = ("hoist",)  # which a step has not
-# Knobs of kernels that run at some sizes and not at others; for --variants.
-CHOOSING = ("tma_attention", "tma_geglu", "wgmma_gemm", "product_sum", "upsampled_conv")
+# Kernels, and passes that make calls for them, which run at some sizes and not at others; for
+# --variants.
+CHOOSING = (
+    "wgmma_gemm",
+    "wgmma_attention",
+    "cross_attention",
+    "tma_attention",
+    "product_sum",
+    "upsampled_conv",
+)
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 
@@ -52,7 +60,7 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     ``cold_s`` is the very first call, compile included; ``first_s`` the first call at every
     further shape, ``longest_s`` the longest of the calls after it, a capture included;
     ``kernels_s`` of all of them went by waiting for kernels, of which so many were built meanwhile.
-    Where the plan wants ``variants``, each of ``CHOOSING`` flipped is beside it.
+    Where the plan wants ``variants``, each of ``CHOOSING`` switched off is beside it.
     """
     device = plan.where
     peer = "eager-graph" if device.type == "cuda" and row.kind == "step" else "eager"
@@ -89,11 +97,9 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     return result
 
 
-def flipped(options: strop.Options, name: str) -> tuple[str, strop.Options]:
-    """Return the options with one of them switched the other way, and a name for that."""
-    is_on = getattr(options, name)
-    other: dict[str, Any] = {name: not is_on}
-    return f"{'no' if is_on else 'with'} {name}", replace(options, **other)
+def without(options: strop.Options, name: str) -> strop.Options:
+    """Return the options with a hand-written kernel, or a pass, switched off."""
+    return options.without(**{"kernels" if name in OURS else "passes": (name,)})
 
 
 def _roomy(group: Field) -> Field:
@@ -103,9 +109,13 @@ def _roomy(group: Field) -> Field:
 
 
 def _others(group: Field) -> dict[str, Field]:
-    """Return contenders like this one, each with another choice of kernels."""
-    every = (flipped(group.options, name) for name in CHOOSING)
-    return {who: replace(group, options=options, built={}) for who, options in every}
+    """Return contenders like this one, each without one of ``CHOOSING`` that is on."""
+    every = ((name, without(group.options, name)) for name in CHOOSING)
+    return {
+        f"no {name}": replace(group, options=options, built={})
+        for name, options in every
+        if options != group.options
+    }
 
 
 def _random_shape(
@@ -238,20 +248,22 @@ def _switched(
 
 
 def variants(options: strop.Options, target: Any, kind: str) -> dict[str, strop.Options]:
-    """Return each option that is on by default, and each pass that the compiler has run for
-    ``target``, switched off, and what is off by default switched on. ``kind`` is that of a row."""
-    ran = dict.fromkeys(step[0] for graph in explain(target).graphs for step in graph.passes)
+    """Return the options with one thing switched off: each option that is on by default, each pass
+    that the compiler has run for ``target``, and each hand-written kernel that runs one of its
+    calls; and with all of these. ``kind`` is that of a row."""
+    graphs = explain(target).graphs
+    ran = dict.fromkeys(step[0] for graph in graphs for step in graph.passes)
     passes = tuple(name for name in ran if name not in NEEDED_PASSES)
+    chosen = {row.kernel for graph in graphs for row in graph.choices}
+    kernels = tuple(name for name in OURS if name in chosen)
     off: dict[str, Any] = {
         knob.name: False
         for knob in fields(options)
         if knob.default is True and (kind == "picture" or knob.name not in OF_LOOPS)
     }
-    found = {f"no {name}": replace(options, disable=(name,)) for name in passes}
+    found = {f"no {name}": without(options, name) for name in passes}
     for name, value in off.items():
         found[f"no {name}"] = replace(options, **{name: value})
-    for name in OPT_IN:
-        on: dict[str, Any] = {name: True}
-        found[f"with {name}"] = replace(options, **on)
-    found["all off"] = replace(options, disable=passes, **off)
+    found |= {f"no {name}": without(options, name) for name in kernels}
+    found["all off"] = replace(options.without(kernels=kernels, passes=passes), **off)
     return found
