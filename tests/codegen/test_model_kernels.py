@@ -29,8 +29,7 @@ from strop.ir import interpret as judge
 from strop.ir.device import GpuTarget
 from strop.ir.dims import Env
 from strop.ir.loops import Schedule
-from strop.ir.source import Emitted, KernelForm, KernelSource
-from strop.kernels.conv import narrow as narrow_conv
+from strop.ir.source import Emitted, KernelSource, Variant
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.runtime.build import compilers as builds
@@ -47,7 +46,7 @@ SLOW_PATH_STACK = 32  # bytes: the table of digits in the slow path of sin and c
 class Model:
     """The distinct kernels of one program with the form of each, and the sizes it was traced at."""
 
-    samples: dict[KernelSource, tuple[Sample, Emitted | KernelForm]]
+    samples: dict[KernelSource, tuple[Sample, Emitted | Variant]]
     env: Env
 
 
@@ -86,7 +85,7 @@ def kernels_of(name: str, dtype: torch.dtype) -> Model:
 def model_of(compiled: Compiled) -> Model:
     env, groups = compiled.graph.hints, compiled.plan.groups
     stored = {node for group in groups for node in group.stores}
-    samples: dict[KernelSource, tuple[Sample, Emitted | KernelForm]] = {}
+    samples: dict[KernelSource, tuple[Sample, Emitted | Variant]] = {}
     for group in groups:
         sample = _sample(lower(group, stored, env), env)
         emitted = emit(sample.kernel)
@@ -97,8 +96,7 @@ def model_of(compiled: Compiled) -> Model:
         sample = _sample(lower(stitch.whole, stored - inside, env), env)
         for form in stitched(sample.kernel):
             samples.setdefault(form.source, (sample, form))
-    own_calls = filter(None, map(narrow_conv.of_node, compiled.graph.nodes))  # not generated
-    assert samples.keys() | set(own_calls) == set(compiled.program.sources)
+    assert samples.keys() == set(compiled.program.sources)
     return Model(samples, env)
 
 
@@ -107,8 +105,8 @@ def _sample(low: Lowered, env: Env) -> Sample:
     return Sample(low.kernel, tuple(numels), (env,))
 
 
-def check(sample: Sample, env: Env, splits: int, form: Emitted | KernelForm | None = None) -> None:
-    if isinstance(form, KernelForm):
+def check(sample: Sample, env: Env, splits: int, form: Emitted | Variant | None = None) -> None:
+    if isinstance(form, Variant):
         size = form.size.eval(env)
         if size > form.most or size % form.multiple:
             return  # it is for other sizes
