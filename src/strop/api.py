@@ -89,7 +89,12 @@ def _is_pipeline(obj: Any) -> bool:
 
 
 def restore(obj: T) -> T:
-    """Undo ``optimize``. Parameters keep their values (merged ones share a storage).
+    """Undo ``optimize``: every attribute that it has set is the very object that was there before.
+    Parameters keep their values (merged ones share a storage).
+
+    Functions of diffusers are its own again when no optimised pipeline is left. What others have
+    set in the same place since stays. A component that another optimised pipeline has as well stays
+    compiled until that one is restored. Restoring again does nothing.
 
     Raises OptionError for anything that is neither a module nor a pipeline.
     """

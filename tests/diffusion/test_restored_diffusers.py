@@ -108,7 +108,7 @@ _different = object()
 
 @contextmanager
 def nothing_remains(pipe: Any, but: Collection[str] = ()) -> Iterator[None]:
-    """Behind this everything is as it was. ``but``: what diffusers itself has changed."""
+    """Everything is as it was behind this. ``but`` names what diffusers itself has changed."""
     diffusers, own = of_diffusers(), of_pipeline(pipe)
     yield
     found = different(diffusers, of_diffusers())
@@ -120,7 +120,7 @@ def nothing_remains(pipe: Any, but: Collection[str] = ()) -> Iterator[None]:
 
 
 class OwnBar(StableDiffusionPipeline):
-    """Which has a bar of its own, as Marigold's."""
+    """It has a bar of its own, as Marigold's pipelines do."""
 
     def progress_bar(self, iterable: Any = None, total: Any = None, desc: str = "") -> Any:
         return super().progress_bar(iterable, total)
@@ -174,7 +174,7 @@ def without_weak_references() -> Any:
 
 
 def hooked_before() -> Any:
-    """As hooks of accelerate leave a module when they are removed."""
+    """Hooks of accelerate leave a module like this when they are removed."""
     pipe: Any = tiny.pipeline()
     pipe.unet.forward = pipe.unet.forward
     return pipe
@@ -305,6 +305,14 @@ def test_diffusers_is_as_it_was_when_the_pipeline_is_gone(name: str) -> None:
     assert not different(before, of_diffusers())
 
 
+def test_the_pipeline_may_have_drawn_before_it_is_gone() -> None:
+    pipe, before = tiny.pipeline(), of_diffusers()
+    controls.picture(strop.optimize(pipe, options=OPTIONS), 16, 16)
+    del pipe
+    gc.collect()
+    assert not different(before, of_diffusers())
+
+
 def test_modules_that_diffusers_loads_in_the_meantime() -> None:
     """They import what stands there, which is ours."""
     place = "diffusers.pipelines.marigold.pipeline_marigold_normals"
@@ -350,7 +358,7 @@ def calls_in(run: Callable[[], Any], codes: dict[Any, str]) -> tuple[Counter[str
 
 
 def drawn(pipe: Any, **more: Any) -> Tensor:
-    """As PIL, and from the host's noise as if it were on its way to a GPU."""
+    """The bytes of a picture, whose noise comes from the host as if it went to a GPU."""
     g = torch.Generator().manual_seed(3)
     prompt = torch.randn(1, 7, tiny.PROMPT_DIM, generator=g)
     (image,) = pipe(
@@ -430,6 +438,14 @@ def test_a_module_that_was_optimised_by_itself_makes_no_optimised_pipeline(
     assert not dispatchers_of(pipe)
 
 
+def test_dynamo_traces_diffusers_own_code_through_ours(answered: list[str]) -> None:
+    pipes: list[Any] = [tiny.pipeline(), strop.optimize(tiny.pipeline(), options=OPTIONS)]
+    for pipe in pipes:
+        cast = torch.compile(lambda x, p=pipe: x.to(p.unet.dtype), backend="eager", fullgraph=True)
+        assert cast(torch.ones(2).half()).dtype == torch.float32
+    assert not answered
+
+
 def test_one_of_two_is_restored(answered: list[str]) -> None:
     one, other = (tiny.pipeline() for _ in range(2))
     wanted = drawn(one)
@@ -464,6 +480,17 @@ def test_shared_components_stay_until_both_are_restored(is_reversed: bool) -> No
         assert sorted(dispatchers_of(second)) == ["unet", "vae.decoder", "vae.encoder"]
         assert denoise_loops.loops_of(second)
         strop.restore(second)
+
+
+def test_a_pipeline_that_is_gone_claims_nothing() -> None:
+    one: Any = tiny.pipeline()
+    strop.optimize(one, options=OPTIONS)
+    other: Any = StableDiffusionImg2ImgPipeline(**one.components, requires_safety_checker=False)
+    strop.optimize(other, options=OPTIONS)
+    other.itself = SimpleNamespace(pipe=other)  # nobody but the collector finds out
+    del other
+    strop.restore(one)
+    assert not dispatchers_of(one)
 
 
 def test_a_pipeline_made_of_an_optimised_one_is_restored_at_once(answered: list[str]) -> None:

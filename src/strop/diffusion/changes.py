@@ -1,4 +1,4 @@
-"""What Strop sets in objects that are not its own, and how that is undone.
+"""This records what Strop sets in objects that are not its own, and undoes it.
 
 Everything that ``optimize`` puts somewhere else than in front of a ``forward`` goes through
 ``Changes``, so that ``restore`` can take out exactly that. What others have put in the same place
@@ -44,12 +44,12 @@ class Change:
 
     @property
     def is_of_module(self) -> bool:
-        """Whether other modules may have imported ``ours`` in the meantime."""
+        """Tell whether other modules may have imported ``ours`` in the meantime."""
         return any(isinstance(owner, ModuleType) for owner in self.owners)
 
 
 class Changes:
-    """What was set on behalf of one pipeline, or of all of them."""
+    """An object of this class holds what was set for one pipeline, or for all of them."""
 
     def __init__(self) -> None:
         self._made = WeakSet[Change]()
@@ -67,7 +67,7 @@ class Changes:
                 setattr(owner, name, ours)
 
     def share(self, ours: Any) -> None:
-        """What another has put in its place is to stay there for this one as well."""
+        """Hold what another has put in its place, so that it stays until both have undone it."""
         with LOCK:
             if in_force(ours):
                 self._hold(vars(ours)[_NOTE])
@@ -90,7 +90,7 @@ class Changes:
 
 
 class Shared:
-    """Changes to what all pipelines use. They are made for the first dispatcher that is held, and
+    """These changes to what all pipelines use are made for the first dispatcher that is held, and
     undone when the last one has left its module or is gone.
 
     A dispatcher counts, not the pipeline: a pipeline that was made of another's components lives
@@ -110,7 +110,7 @@ class Shared:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """They are there within, though all dispatchers be replaced."""
+        """Keep the changes within, even if all dispatchers are replaced there."""
         token = object()
         self._enter(id(token))
         try:
@@ -134,20 +134,21 @@ class Shared:
 
 
 def in_force(ours: Any) -> bool:
-    """Whether somebody still wants what was set. Else it must do what the original does."""
+    """Tell whether somebody still wants what was set. Otherwise it must do what the original
+    does."""
     change = _change_of(ours)
     return change is not None and bool(change.holders)
 
 
 def is_around(value: Any) -> bool:
-    """Whether something in force is this, or is what this wraps by ``functools.wraps``."""
+    """Tell whether a value is in force, or wraps what is by ``functools.wraps``."""
     change = getattr(value, "__dict__", {}).get(_NOTE)
     return isinstance(change, Change) and bool(change.holders)
 
 
 def original(value: Any) -> Any:
-    """What stood in the place of something that others have put back after it was undone; else the
-    value itself."""
+    """Return what stood in the place of something that others have put back after it was undone, or
+    the value itself."""
     while (change := _change_of(value)) is not None and not change.holders:
         value = change.before
     return value

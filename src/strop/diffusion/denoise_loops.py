@@ -59,7 +59,7 @@ def is_watched(pipe: Any) -> bool:
 
 
 def kinds() -> tuple[list[Any], Any]:
-    """The classes of pipelines that diffusers has, and that of blocks with a loop, or None."""
+    """Return the classes of diffusers' pipelines, and that of blocks with a loop, or None."""
     pipelines = [_found(where, name) for where, name in _PIPELINES]
     return [kind for kind in pipelines if kind is not None], _found(*_BLOCKS)
 
@@ -74,7 +74,7 @@ def _found(where: str, name: str) -> Any:
 def _replace(
     changes: Changes, kind: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Put what is made of a method in its place. A function, which classes bind to an object."""
+    """Put a function that is made of a method in its place; classes bind functions to objects."""
     mend(kind, name)
     own = getattr(kind, name)
     changes.put([kind], name, functools.wraps(own)(make(own)))
@@ -113,7 +113,8 @@ def loops_of(pipe: Any) -> Sequence[Loop]:
 
 
 def _dispatcher_for(pipe: Any, module: Any) -> Dispatcher | None:
-    """A user may have optimised one module of an optimised pipeline anew, by itself."""
+    """Return what serves a part of a pipeline. A user may have optimised one module of an optimised
+    pipeline anew, by itself."""
     return (pipelines_dispatcher if record_of(pipe) is None else dispatcher_in)(module)
 
 

@@ -45,7 +45,7 @@ ASKED = frozenset(
 
 
 class Unwaited(StandIn):
-    """Draw the same numbers without waiting."""
+    """It draws the same numbers."""
 
     def is_for(
         self,
@@ -74,13 +74,13 @@ class Unwaited(StandIn):
 
 
 def sent(noise: Tensor, device: Any) -> Tensor:
-    """Send noise on its way to a GPU."""
+    """Return noise that is on its way to a GPU."""
     return noise.pin_memory().to(device, non_blocking=True)
 
 
 def draw_without_waiting(changes: Changes) -> bool:
-    """Have it stand in the place of diffusers' function. Whether it does: another than the known
-    one stays."""
+    """Have it stand in the place of diffusers' function, and tell whether it does: another function
+    than the known one stays."""
     return put_in_place(changes, PLACE, NAME, ASKED, Unwaited)
 
 

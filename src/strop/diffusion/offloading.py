@@ -53,7 +53,7 @@ class Registries:
 
 
 class Quick(StandIn):
-    """Answers for one component of an optimised pipeline, by a shorter walk or by none."""
+    """It answers for one component of an optimised pipeline, by a shorter walk or by none."""
 
     def __init__(self, own: Callable[..., Any], registries: Registries) -> None:
         super().__init__(own)
@@ -179,8 +179,8 @@ QUICK: Mapping[tuple[str, str], tuple[type[Quick], frozenset[str]]] = {
 
 
 def search_quickly(changes: Changes) -> list[str]:
-    """Put a ``Quick`` in the place of each of these functions. The names of those that are there:
-    another function than the known one stays."""
+    """Put a ``Quick`` in the place of each of these functions, and return the names of those that
+    are there: another function than the known one stays."""
     try:
         hooks = importlib.import_module(HOOKS)
     except ImportError:  # no diffusers, or one without such hooks

@@ -1,4 +1,4 @@
-"""Know which pipelines are optimised, and what belongs to them.
+"""This knows which pipelines are optimised, and what belongs to them.
 
 A pipeline is optimised if ``optimize`` was given it, or if it has components that were compiled for
 one that was (``from_pipe``, ``Img2Img(**pipe.components)``).
@@ -20,9 +20,12 @@ from strop.diffusion.parts import COMPONENTS, parts_of, pipelines_dispatcher
 
 
 class Record:
-    """Hold what was done for one pipeline that ``optimize`` was given. ``compiled``: the modules
-    that were compiled for it, ``components``: all modules that it has had since. Whatever the
-    pipeline does not need any more may be collected."""
+    """A record tells what was done for one pipeline that ``optimize`` was given.
+
+    ``compiled`` are the modules that were compiled for it, ``components`` all modules that it has
+    had since. Both are weak: what the pipeline does not need any more may be collected. ``end``
+    undoes the changes, and is called when the pipeline is restored or collected.
+    """
 
     def __init__(self, pipe: Any) -> None:
         self.changes = Changes()
@@ -48,8 +51,8 @@ def record_of(pipe: Any) -> Record | None:
 
 
 def new_record(pipe: Any) -> Record | None:
-    """The record of a pipeline, which is made if there is none. None for an object of which Python
-    cannot tell when it is gone."""
+    """Return the record of a pipeline, which is made if there is none. It is None for an object of
+    which Python cannot tell when it is gone."""
     with LOCK:
         if id(pipe) not in _RECORDS:
             try:
@@ -60,7 +63,7 @@ def new_record(pipe: Any) -> Record | None:
 
 
 def is_claimed(module: nn.Module) -> bool:
-    """Tell whether a module was compiled for a pipeline that is optimised still."""
+    """Tell whether a module was compiled for a pipeline that is still optimised."""
     return any(module in record.compiled for record in list(_RECORDS.values()))
 
 

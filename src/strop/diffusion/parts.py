@@ -1,4 +1,4 @@
-"""Find which modules of a pipeline are compiled, and which dispatchers a pipeline has."""
+"""This says which modules of a pipeline are compiled, and which dispatchers it has."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
 
 
 def dispatcher_in(module: Any) -> Dispatcher | None:
-    """The dispatcher that is the ``forward`` of a module."""
+    """Return the dispatcher that is the ``forward`` of a module."""
     own = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
     return own if isinstance(own, Dispatcher) and not own.has_left else None
 
 
 def pipelines_dispatcher(module: Any) -> Dispatcher | None:
-    """The same, if it is there because a pipeline was optimised, and not the module by itself."""
+    """Return it if it is there because a pipeline was optimised, and not the module by itself."""
     own = dispatcher_in(module)
     return None if own is None or own.on_leave is None else own

@@ -68,8 +68,9 @@ def _as_pil(levels: Tensor) -> list[Any]:
 
 
 def convert_on_device(pipe: Any, changes: Changes) -> bool:
-    """Put ``Pictures`` in the place of the function of a pipeline's image processor. Whether it is
-    there: another processor than the known one, or one that somebody has changed, stays as it is.
+    """Put ``Pictures`` in the place of the function of a pipeline's image processor, and tell
+    whether it is there: another processor than the known one, or one that somebody has changed,
+    stays as it is.
     """
     processor: Any = getattr(pipe, "image_processor", None)
     if type(processor).__name__ != CLASS:

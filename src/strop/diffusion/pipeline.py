@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import logging
 from collections.abc import Mapping
@@ -113,6 +114,8 @@ def restore_pipeline(pipe: Any) -> None:
     if record is not None:
         record.end()
         modules += record.compiled
+    if record is not None and any(map(is_claimed, modules)):
+        gc.collect()  # a pipeline that nobody can reach claims nothing
     for module in modules:
         if record is None or not is_claimed(module):
             restore(module)
@@ -145,7 +148,7 @@ class _MarkedBar:
 
 
 def _import_diffusers() -> None:
-    """Whoever sets attributes cannot wait for the import of a module."""
+    """Import what will be changed, since whoever changes it cannot wait for imports (``LOCK``)."""
     for where in (PLACE, HOOKS, *(where for where, _ in QUICK)):
         with suppress(ImportError):
             importlib.import_module(where)
@@ -153,7 +156,7 @@ def _import_diffusers() -> None:
 
 
 def _change_diffusers(changes: Changes) -> None:
-    """Set what is there for all optimised pipelines of a process."""
+    """Change what all optimised pipelines of a process share."""
     search_quickly(changes)
     draw_without_waiting(changes)
     watch_pipelines(changes, _compile_like)

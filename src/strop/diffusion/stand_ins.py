@@ -1,4 +1,4 @@
-"""Functions of diffusers in whose place ours stand while a pipeline is optimised.
+"""Functions of Strop stand in the place of diffusers' own while a pipeline is optimised.
 
 Ours give the answers of the function that is known, in less time, to optimised pipelines. All
 others get diffusers' own function, and a function of another edition, which asks for something
@@ -20,7 +20,7 @@ from strop.diffusion.changes import Changes, in_force, original
 
 
 class StandIn(ABC):
-    """Stand in for a function of diffusers, which is ``own``."""
+    """A stand-in answers calls of optimised pipelines; ``own``, for which it stands, all others."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
@@ -32,7 +32,7 @@ class StandIn(ABC):
 
     @abstractmethod
     def is_for(self, *args: Any, **kwargs: Any) -> bool:
-        """Tell whether the call is an optimised pipeline's, and may be answered in another way."""
+        """Tell whether the call is an optimised pipeline's and may be answered in another way."""
 
     @abstractmethod
     def answer(self, *args: Any, **kwargs: Any) -> Any:
