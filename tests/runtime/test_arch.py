@@ -17,6 +17,7 @@ from strop.codegen.triton import emit
 from strop.errors import CodegenError, OptionError
 from strop.ir.device import CPU, SHARED_BYTES, Device, GpuTarget
 from strop.ir.source import KernelSource
+from strop.kernels.library import forms, select
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, loader
 from strop.runtime.build.cache import DiskCache
@@ -25,6 +26,7 @@ from strop.runtime.build.loader import CudaLoader, kernel_loader
 from strop.runtime.run import library_calls as calls
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import A100, H100, RTX_5090
+from tests.kernels.launching import PLAIN, SAME, problem
 
 KIB = 1 << 10
 CHANGED = {"name", "arch", "shared_bytes", "runs_on"}
@@ -198,6 +200,23 @@ def test_a_kernel_has_the_shared_memory_of_its_architecture(
     told = f"{kib * KIB} bytes of shared memory, and a block on {device.name} can have"
     with pytest.raises(CodegenError, match=told):
         library.build([POINTWISE])
+
+
+@pytest.mark.parametrize(
+    ("device", "is_there"), [(H100, True), (H100.as_arch(80), False), (A100, False)]
+)
+def test_kernels_for_wgmma_are_not_begun_elsewhere(device: Device, is_there: bool) -> None:
+    """Nor are any that read by the tensor memory accelerator."""
+    x, heads = (2048, 1280), (2, 8, 4096, 40)
+    asked = (
+        problem("linear", x, (1280, 1280)),
+        problem("conv2d", (2, 320, 64, 64), (320, 320, 3, 3), **SAME),
+        problem("attention", heads, heads, heads, **PLAIN),
+    )
+    for each in asked:
+        chosen = select(each.call, each, device)
+        for sources in (chosen.sources, list(forms(each.call, device))):
+            assert any(source.boxes for source in sources) == is_there
 
 
 # library calls
