@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from diffusers import (
+    DiffusionPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
 from diffusers.hooks import HookRegistry, group_offloading
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models import modeling_utils
@@ -583,6 +587,35 @@ def test_what_others_put_around_ours_stays(
     strop.optimize(pipe, options=OPTIONS)
     strop.restore(pipe)
     assert not different(before, of_diffusers())
+
+
+def around_ours(owner: Any, name: str, patch: pytest.MonkeyPatch) -> Any:
+    """A pipeline that is optimised again, with ours of the first time below somebody's."""
+    patch.setattr(owner, name, vars(owner)[name])  # which comes back in the end
+    pipe: Any = strop.optimize(tiny.pipeline(), options=OPTIONS)
+    ours = vars(owner)[name]
+    setattr(owner, name, lambda *args, **kwargs: ours(*args, **kwargs))
+    return strop.optimize(strop.restore(pipe), options=OPTIONS)
+
+
+def test_ours_of_the_first_time_knows_nothing_of_later_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "_get_top_level_group_offload_hook"
+    pipe = around_ours(group_offloading, name, monkeypatch)
+    place = torch.device("cpu")
+    group_offloading.apply_group_offloading(pipe.vae, place, offload_type="leaf_level")
+    assert group_offloading._get_top_level_group_offload_hook(pipe.vae) is not None
+    strop.restore(pipe)
+
+
+def test_a_loop_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[Any]()
+    pipe = around_ours(DiffusionPipeline, "progress_bar", monkeypatch)
+    monkeypatch.setattr(pipe.unet.forward.loop, "begin", lambda *args, **how: begun.append(args))
+    with pipe.progress_bar(total=1):
+        assert len(begun) == 1
+    strop.restore(pipe)
 
 
 @pytest.mark.parametrize("place", PLACES)
