@@ -169,8 +169,12 @@ def test_the_first_call_waits_for_its_own_forms_only(
     assert set(compilers.seen[0][len(needed) :]) == set(wanted)
     assert len(compilers.started) == 4, "those of the first call"
     # one in work is waited for: not that of the background, whose process is free before it is kept
-    wait_until(lambda: any(builds.BUILDS.has(s, GpuTarget(90)) for s in compilers.seen[LOW_PRIORITY]))
-    in_work = next(s for s in compilers.seen[LOW_PRIORITY] if not builds.BUILDS.has(s, GpuTarget(90)))
+    wait_until(
+        lambda: any(builds.BUILDS.has(s, GpuTarget(90)) for s in compilers.seen[LOW_PRIORITY])
+    )
+    in_work = next(
+        s for s in compilers.seen[LOW_PRIORITY] if not builds.BUILDS.has(s, GpuTarget(90))
+    )
     waits = threading.Thread(target=library.build, args=([in_work],))
     waits.start()
     assert waits.is_alive()
