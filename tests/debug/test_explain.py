@@ -344,8 +344,8 @@ def test_costs_of_each_kind_of_call() -> None:
 def test_what_bounds_a_step() -> None:
     gpu = machine(H100)
     assert gpu.bound_us(2_980_000, 10, torch.float32) == (1.0, "bandwidth")
-    assert gpu.bound_us(10, 989_000_000, torch.float16) == (1.0, "compute")
-    assert gpu.bound_us(10, 61_840_000, torch.float32) == (1.0, "compute")
+    assert gpu.bound_us(10, 1_070_000_000, torch.float16) == (1.0, "compute")
+    assert gpu.bound_us(10, 66_900_000, torch.float32) == (1.0, "compute")
 
 
 def test_to_dict_is_json(block: Block) -> None:

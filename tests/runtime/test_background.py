@@ -120,7 +120,7 @@ def store(library: CudaLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Of a module that lies on the CPU and is compiled for CUDA."""
     monkeypatch.setattr(variants, "library_for", lambda device, options: library)
     monkeypatch.setattr(variants, "device_of", lambda state, shapes: torch.device("cuda"))
-    monkeypatch.setattr(variants.priming, "prime", lambda *args: 0)  # there may be no GPU
+    monkeypatch.setattr(variants.library_warm_up, "prime", lambda *args: 0)  # there may be no GPU
     module = Softmax().eval()
     return variants.VariantStore(module, Options(cache_dir=str(tmp_path)), "it")
 
@@ -169,8 +169,12 @@ def test_the_first_call_waits_for_its_own_forms_only(
     assert set(compilers.seen[0][len(needed) :]) == set(wanted)
     assert len(compilers.started) == 4, "those of the first call"
     # one in work is waited for: not that of the background, whose process is free before it is kept
-    wait_until(lambda: any(builds.BUILDS.has(s, 90) for s in compilers.seen[LOW_PRIORITY]))
-    in_work = next(s for s in compilers.seen[LOW_PRIORITY] if not builds.BUILDS.has(s, 90))
+    wait_until(
+        lambda: any(builds.BUILDS.has(s, GpuTarget(90)) for s in compilers.seen[LOW_PRIORITY])
+    )
+    in_work = next(
+        s for s in compilers.seen[LOW_PRIORITY] if not builds.BUILDS.has(s, GpuTarget(90))
+    )
     waits = threading.Thread(target=library.build, args=([in_work],))
     waits.start()
     assert waits.is_alive()
