@@ -46,7 +46,7 @@ class EntryRunner:
     ) -> None:
         self._name, self._options, self._state = name, options, state
         self.loop, self._counters, self._fallbacks = loop, counters, fallbacks
-        # This keeps nothing alive: a module that is restored must be free at once.
+        # This keeps no dispatcher alive: a module that is restored must be free at once.
         self._forget_others = WeakMethod(forget_others)
 
     def run(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:

@@ -109,8 +109,9 @@ class NarrowTile:
 def narrow_conv(
     window: Window, tile: NarrowTile, dtype: torch.dtype, multiple: int
 ) -> KernelSource:
-    """Return out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y * down + i - top, x * right + j -
-    left, c].
+    """Return the kernel of a convolution with few channels on one side.
+
+    out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y * down + i - top, x * right + j - left, c].
 
     Params: the input at any strides, or if ``tile.depth`` divides its channels with these behind
     each other; weights (CO, KH, KW, CI) and result (B, OH, OW, CO), both dense. Sums are fp32.

@@ -1,7 +1,7 @@
-"""This computes the gates of GEGLU behind a library's GEMM: value * gelu(gate), where [value, gate]
-= x w^T + bias.
+"""This computes the gates of GEGLU behind a library's GEMM.
 
-The formula is that of https://arxiv.org/abs/2002.05202.
+They are value * gelu(gate), where [value, gate] = x w^T + bias, by
+https://arxiv.org/abs/2002.05202.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _text(text: str, bias: str, dtype: torch.dtype) -> str:
 
 
 def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
-    """Return the kernel of the gates, which computes in fp32. Params: the product (M, 2 N), bias (2
-    N,), the result (M, N), all dense; without bias it is not read. Scalars: M * N. ``width`` is N,
-    a multiple of 16."""
+    """Return the kernel of the gates, which computes in fp32. Params: the product (M, 2 N), the
+    bias (2 N,) and the result (M, N), all dense; without bias it is not read. Scalars: M * N.
+    ``width`` is N, a multiple of 16."""
     text = _text(_BEHIND, _BIAS_BEHIND if has_bias else "", dtype)
     constants = (("WIDTH", width), ("BLOCK", BLOCK), ("EARLY", 1))
     return KernelSource(
