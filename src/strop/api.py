@@ -1,4 +1,4 @@
-"""optimize, restore, explain: what a user calls on a module or a diffusers pipeline."""
+"""A user calls these on a module or a diffusers pipeline: optimize, restore, explain."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ T = TypeVar("T")
 
 
 def optimize(obj: T, *, train: bool = False, options: Options | None = None, **unknown: Any) -> T:
-    """Compile a module, or the components of a diffusers pipeline, in place; returns ``obj``.
+    """Compile a module, or the components of a diffusers pipeline, in place, and return ``obj``.
 
     Nothing is compiled yet: the first call of each module does that, once for every size. Class
     identity, ``config``, Parameters, ``state_dict`` keys and hooks stay as they are. ``restore``
-    undoes it. ``train``: calls with gradients, of a module, are compiled too, forward and backward.
-    Raises OptionError for anything that is neither a module nor a pipeline, and for other keywords.
+    undoes it. Where ``train`` is True, calls of a module with gradients are compiled too, forward
+    and backward. Raises OptionError for anything that is neither a module nor a pipeline, and for
+    other keywords.
     """
     options = _checked_options(options, unknown)
     if not isinstance(train, bool):
@@ -114,9 +115,11 @@ def restore(obj: T) -> T:
 
 
 def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
-    """What has run in an optimised module or pipeline; or compile ``obj(*args)`` and tell.
+    """Report what has run in an optimised module or pipeline, which is called first if there are
+    arguments. Anything else is compiled, called with them, and restored.
 
-    The Report prints as text, has a ``.html`` page and a ``.to_dict()``.
+    The Report prints as text, has a ``.html`` page and a ``.to_dict()``. Raises OptionError if
+    there is nothing to run and nothing ran.
     """
     from strop.debug.explain import explain as build_report
 
@@ -124,7 +127,7 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
 
 
 def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
-    """The dispatchers of an optimised module or pipeline, by component name."""
+    """Return the dispatchers of an optimised module or pipeline, by component name."""
     if isinstance(obj, nn.Module):
         found = {type(obj).__name__: dispatcher_of(obj)}
     else:

@@ -1,4 +1,4 @@
-"""The whole compiler: one function a path, every stage one line."""
+"""This is the whole compiler: each path is one function, and each stage one line of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A program and how it came about, for ``explain``."""
+    """This is a program with how it came about, for ``explain``."""
 
     program: Program
     order: tuple[int, ...]  # of the program's steps, each by its place among the plan's
@@ -51,7 +51,8 @@ def compile_captured(
     name: str,
     builder: Builder | None = None,
 ) -> Compiled:
-    """``compile_graph``, leaving its files in ``options.dump``. ``graph`` came from ``gm``."""
+    """Compile ``graph``, which came from ``gm``, as ``compile_graph`` does, and leave its files in
+    ``options.dump`` where that is set. Raises OptionError where they cannot be written."""
     if not options.dump:
         return compile_graph(graph, signature, device, options, builder)
     from strop.debug.dump import compile_and_dump
@@ -69,8 +70,8 @@ def compile_graph(
     options: Options,
     builder: Builder | None = None,
 ) -> Compiled:
-    """One functional graph -> one program for every shape. Builds no kernel, but has ``builder``
-    begin the ones that the traced sizes need, as soon as they are printed."""
+    """Make one program for every shape from one functional graph. No kernel is built here, but
+    ``builder`` begins the ones that the traced sizes need, as soon as they are printed."""
     target = target_for(device, options, generic=signature.generic)
     clock, imported = Clock(), graph if options.wants_graphs else None
     graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
@@ -79,7 +80,7 @@ def compile_graph(
     clock.lap("passes")
     first = FirstKernels(builder, target, graph.hints)
     first.calls(graph)
-    # which nodes share a kernel, and its loops
+    # the plan says which nodes share a kernel, and what its loops are
     fusion, kernels = _planned(graph, signature.generic, device == "cuda", first, clock)
     lowered = {g: (low.kernel, low.buffers, low.offsets) for g, low in kernels.lowered.items()}
     program = assemble(graph, fusion, lowered, signature, target, tuple(kernels.stitches))
@@ -91,7 +92,8 @@ def compile_graph(
 
 
 def _refuse_types(graph: Graph) -> None:
-    """What torch computes may be complex; a kernel that is to copy it cannot be written."""
+    """Raise UnsupportedError where a kernel would have a type that none can be written for. What
+    torch computes may be complex; a kernel that is to copy it cannot be written."""
     for node in graph.nodes:
         if node.kind not in (Kind.OPAQUE, Kind.VIEW) and node.dtype not in KERNEL_DTYPES:
             raise UnsupportedError(f"a kernel for {node.op} of {node.dtype} ({node.origin})")
@@ -100,8 +102,9 @@ def _refuse_types(graph: Graph) -> None:
 def _planned(
     graph: Graph, generic: bool, on_gpu: bool, first: FirstKernels, clock: Clock
 ) -> tuple[FusionPlan, LoweredPlan]:
-    """A plan whose kernels can all be written down: where indices do not divide, each node of
-    the group becomes a kernel of its own, which reads its operands from memory."""
+    """Return a plan whose kernels can all be written down, and these kernels. Where indices do not
+    divide, each node of the group becomes a kernel of its own, which reads its operands from
+    memory."""
     apart: frozenset[Node] = frozenset()
     lower = lower_once(graph.hints, generic=generic)
     while True:
@@ -118,7 +121,7 @@ def _planned(
 
 
 def dynamo_backend(gm: Any, example_inputs: Any, **options: Any) -> Any:
-    """Entry point for ``torch.compile(model, backend="strop")``."""
+    """This is the entry point for ``torch.compile(model, backend="strop")``."""
     from strop.dispatch.dynamo import compile_dynamo
 
     return compile_dynamo(gm, example_inputs, **options)

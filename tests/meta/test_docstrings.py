@@ -48,44 +48,6 @@ will work wrap write yield
 """
 VERBS = frozenset(_VERBS.split())
 
-# Files that others change at this moment. Take a file out once its docstrings are sentences.
-NOT_YET = frozenset(
-    (
-        "api.py",
-        "backend.py",
-        "diffusion/changes.py",
-        "dispatch/dispatcher.py",
-        "dispatch/dynamo.py",
-        "dispatch/module_state.py",
-        "dispatch/stored_variants.py",
-        "dispatch/variants.py",
-        "kernels/conv/narrow.py",
-        "kernels/gemm/geglu.py",
-        "kernels/gemm/rows.py",
-        "kernels/kernel.py",
-        "kernels/libraries.py",
-        "kernels/tuned/h100.py",
-        "runtime/build/background.py",
-        "runtime/build/compilers.py",
-        "runtime/build/cubin.py",
-        "runtime/build/loader.py",
-        "runtime/run/choices.py",
-        "runtime/run/cpu_runs.py",
-        "runtime/run/cuda_graphs.py",
-        "runtime/run/executor.py",
-        "runtime/run/launches.py",
-        "runtime/run/library_calls.py",
-        "runtime/run/library_warm_up.py",
-        "runtime/run/link.py",
-        "runtime/run/memory.py",
-        "runtime/run/memory_plan.py",
-        "runtime/run/run_order.py",
-        "runtime/run/shape_plan.py",
-        "runtime/run/sizes.py",
-        "runtime/run/workspace.py",
-    )
-)
-
 
 def _docstrings(file: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, docstring) of each module, class and function of a file that has one."""
@@ -138,7 +100,4 @@ def test_what_is_refused(text: str, is_good: bool) -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_docstrings_are_sentences(file: Path) -> None:
     faults = _faults(file)
-    if str(file.relative_to(ROOT)) in NOT_YET:
-        assert faults, "its docstrings are sentences: take it out of NOT_YET"
-    else:
-        assert not faults, "\n".join(faults)
+    assert not faults, "\n".join(faults)

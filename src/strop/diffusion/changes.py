@@ -18,7 +18,7 @@ from weakref import WeakSet, finalize
 from strop.dispatch.dispatcher import Dispatcher
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-# The attribute in which what was set keeps its Change. ``functools.wraps`` copies it to others.
+# What was set keeps its Change in this attribute. ``functools.wraps`` copies it to others.
 _NOTE = "strop_change"
 # Finalizers take it too, in whatever thread and at whatever time objects are collected. So nobody
 # may wait for anything while holding it, such as the first import of a module.

@@ -1,4 +1,4 @@
-"""The short way of a small call: plain tensors on a CPU that look as at a call before.
+"""A small call takes a short way: plain tensors on a CPU look as they did at a call before.
 
 A kernel may take one microsecond, so nothing is asked twice and little in Python. torch's own
 guards compare all of a tensor and every mode that lives in the dispatcher's state at once. And
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from strop.runtime.loop.denoise_loop import Loop
     from strop.runtime.run.cpu_runs import Run
 
-# of the arguments: the result, or None: the long way must be taken
+# It takes the arguments and gives the result, or None where the long way must be taken.
 Short = Callable[[tuple[Any, ...]], Any]
 
 
 class Served(Protocol):
-    """Say what the fast path needs to know of a dispatcher, and tells it."""
+    """A dispatcher has these attributes, which the fast path reads and sets."""
 
     module: nn.Module
     counters: Counters
@@ -48,13 +48,13 @@ class Served(Protocol):
 
 
 def untaken(args: tuple[Any, ...]) -> Any:
-    """The short way while no call is prepared."""
+    """Give no result, which means that the long way must be taken: no call is prepared."""
     return None
 
 
 def takes(entry: Entry, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-    """Whether the arguments of a call are the tensors that the program reads, as they are, and its
-    results are new ones, whatever the arguments' memory or gradients."""
+    """Say whether the arguments of a call are the tensors that the program reads, as they are, and
+    its results are new ones, whatever the arguments' memory or gradients."""
     variant = entry.variant
     if entry.aliases or variant.same or variant.layout_reads or variant.wants is not None:
         return False
@@ -71,8 +71,8 @@ def prepared(
     is_unchanged: Callable[[], bool],
     drop: Callable[[], Any],
 ) -> Short:
-    """Prepare the fast path for calls that look like this one. ``drop`` is to be called when
-    ``run`` is of no use more."""
+    """Prepare the fast path for calls that look like this one. ``drop`` is called when ``run`` is
+    of no use any more."""
     fits = _looks_like(tensors)
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
     is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
@@ -131,11 +131,11 @@ def _entrance(served: Served) -> Callable[..., Any]:
     """Return what a module's ``__call__`` takes for compiled code, and calls instead of
     ``_call_impl``.
 
-    Looks for hooks as that does, and calls it wherever the short way is not to be taken.
+    It looks for hooks as that does, and calls it wherever the short way is not to be taken.
     """
     own, ours = served.module.__dict__, served.module
 
-    # A method of this name, so that a copy of the module has its own way even if its class copies
+    # The method has this name so that a copy of the module has its own way even if its class copies
     # all attributes: a deep copy binds the method to the copy, and pickle goes by the name.
     def _call_impl(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not (
@@ -176,6 +176,7 @@ def open_entrance(served: Served) -> None:
 
 
 def remove_entrance(served: Served) -> None:
-    """Leaves alone what the user's own ``module.compile()`` has put there."""
+    """Remove the entrance, but leave alone what the user's own ``module.compile()`` has put
+    there."""
     if served.module.__dict__.get(_PLACE) is served.entrance:
         served.module.__dict__.pop(_PLACE, None)

@@ -1,8 +1,8 @@
-"""The hot path of an optimised module: shapes -> bound program -> results.
+"""A call of an optimised module takes this hot path: shapes -> bound program -> results.
 
-Our own dispatcher instead of Dynamo's guards. One call costs a dictionary lookup on shapes and
-static arguments, a check that the weights are where they were, and the run itself. Where that is
-nothing but kernels on a CPU, the second call of a shape goes the short way (``short``).
+Strop's own dispatcher stands here instead of Dynamo's guards. One call costs a dictionary lookup on
+shapes and static arguments, a check that the weights are where they were, and the run itself. Where
+that is nothing but kernels on a CPU, the second call of a shape goes the short way (``short``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from strop.runtime.run.library_calls import drawing_by
 
 
 def _plain_forward(module: nn.Module) -> Any:
-    """The forward of its class."""
+    """Return the forward of the module's class, bound to the module."""
     return types.MethodType(type(module).forward, module)
 
 
@@ -58,12 +58,13 @@ _ALL: WeakSet[Dispatcher] = WeakSet()
 
 
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
-    """That which serves a module, though somebody may have put other functions around it since."""
+    """Return the dispatcher that serves a module, though somebody may have put other functions
+    around it since, or None."""
     return next((d for d in list(_ALL) if d.module is module and not d.has_left), None)
 
 
 class Dispatcher:
-    """Stands in for ``module.forward``."""
+    """This stands in for ``module.forward``."""
 
     is_strop = True  # tells capture that this forward may be left out of a copy
 
@@ -77,7 +78,7 @@ class Dispatcher:
         loop: Loop | None = None,
         component: nn.Module | None = None,
     ) -> None:
-        """``component``: what the module is a part of, which hooks move as a whole."""
+        """``component`` is what the module is a part of, which hooks move as a whole."""
         self.module, self.options = module, options
         self.component = component or module
         self.name = name or type(module).__name__
@@ -125,14 +126,14 @@ class Dispatcher:
         _ALL.add(self)
 
     def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As without us. Dynamo traces this, and does not know how to make a method."""
+        """Run as without us. Dynamo traces this, and does not know how to make a method."""
         if self._eager is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self._eager(*args, **kwargs)
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """The forward that the module has without us."""
+        """Return the forward that the module has without us."""
         return self._eager or _plain_forward(self.module)
 
     @eager.setter
@@ -152,7 +153,7 @@ class Dispatcher:
         return self._serve_any(args, kwargs)
 
     def _other_short(self, args: tuple[Any, ...]) -> Any:
-        """What comes of the short way of another prepared call, if there is one like this."""
+        """Take the short way of another prepared call if there is one like this, or return None."""
         short = self._prepared.get(cpu_fast_path.plain_key(args), cpu_fast_path.untaken)
         if short is cpu_fast_path.untaken or short is self.short:
             return None
@@ -160,7 +161,7 @@ class Dispatcher:
         return short(args)
 
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of whatever kind."""
+        """Serve a call of whatever kind."""
         reason = self._unfit()
         if reason:
             return self._run_eager(reason, args, kwargs)
@@ -178,7 +179,7 @@ class Dispatcher:
         if beside.floats or beside.generators:
             call = self._maker.resolved(skeleton, tensors, beside)
         plain = None if kwargs else args
-        # normal tensors, whatever the caller's mode: memory and weights outlive this call
+        # Tensors are normal ones, whatever the caller's mode: memory and weights outlive this call.
         with self._lock, drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
@@ -195,7 +196,7 @@ class Dispatcher:
         return self._run_refused(refusal, call, args, kwargs)
 
     def _with_settings(self, skeleton: Skeleton, beside: Beside) -> Skeleton:
-        """The skeleton of a call's arguments with that of settings which a user turns."""
+        """Join the skeleton of a call's arguments and that of the settings that a user turns."""
         if not self.state.turned.names:
             return skeleton
         with self._lock:
@@ -206,7 +207,7 @@ class Dispatcher:
         return (*skeleton, part)
 
     def _read_again(self, call: GivenCall) -> GivenCall:
-        """The call with the settings as they are now."""
+        """Return the call with the settings as they are now."""
         arguments = call.bare[:NUM_ARGUMENTS]
         if arguments == call.bare and not self.state.turned.names:
             return call
@@ -217,8 +218,8 @@ class Dispatcher:
     def _serve(
         self, call: GivenCall, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
     ) -> tuple[StropError | None, Any]:
-        """Why there is no program for the call, or its result. ``plain``: its arguments where none
-        has a name; ``is_no_grad``: whether that is the caller's mode."""
+        """Return why there is no program for the call, or its result. ``plain`` holds its arguments
+        where none has a name; ``is_no_grad`` says whether that is the caller's mode."""
         key = self._maker.key(call)
         if refused := self._still_refused(key):
             return refused, None
@@ -248,8 +249,8 @@ class Dispatcher:
         return None, result
 
     def _look(self, entry: Entry | None, tensors: list[Tensor]) -> tuple[bool, Any]:
-        """Whether the module is another than at the last look. The result, if the call has run
-        ahead of this look and nothing is."""
+        """Say whether the module is another than at the last look. If it is not, and the call has
+        run ahead of this look, its result comes too."""
         if entry is not None and self._is_undisturbed():
             return False, _NO_RESULT
         if entry is None or not self._may_run_ahead(entry):
@@ -266,7 +267,7 @@ class Dispatcher:
         return None if refusal is None or self.state.has_new_cause() else refusal
 
     def _run_ahead(self, entry: Entry, tensors: list[Tensor]) -> Any:
-        """The result of a call whose module is yet to be looked at."""
+        """Return the result of a call whose module is yet to be looked at."""
         self._checked_loop = self.loop.number  # what it keeps is of this loop
         try:
             return self._run(entry, tensors)
@@ -287,7 +288,7 @@ class Dispatcher:
         return self.eager.__code__
 
     def _unfit(self) -> str:
-        """Why this call cannot be served by an inference program, or nothing."""
+        """Say why this call cannot be served by an inference program, or nothing."""
         if (reason := unfit_call(self.module)) or self._is_undisturbed():
             return reason
         if self._replaced:
@@ -307,7 +308,8 @@ class Dispatcher:
     def _run_refused(
         self, refusal: StropError, call: GivenCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """In eager, whose own exception comes first: it says more than that tracing failed."""
+        """Run the call in eager, whose own exception comes first: it says more than that tracing
+        failed."""
         if self.options.strict and refusal.__cause__ is None:
             raise refusal
         try:
@@ -327,11 +329,11 @@ class Dispatcher:
     # weights
 
     def _is_settled(self) -> bool:
-        """Inside a denoise loop of which a call has looked at everything."""
+        """Say whether a call has looked at everything inside the denoise loop that runs."""
         return self.loop.is_running and self._checked_loop == self.loop.number
 
     def _is_undisturbed(self) -> bool:
-        """And nobody can have changed anything since."""
+        """Say whether all is settled, and nobody can have changed anything since."""
         own = self.module
         return (
             not self.loop.has_user_code
@@ -348,8 +350,8 @@ class Dispatcher:
         return self.state.has_new_structure() or self.state.has_new_tensors()
 
     def _may_run_ahead(self, entry: Entry) -> bool:
-        """Whether the module may be looked at while the GPU is at work: a UNet takes a host half a
-        millisecond, at each step of a loop, since a user's code may run between two. Where
+        """Say whether the module may be looked at while the GPU is at work. A UNet takes a host
+        half a millisecond, at each step of a loop, since a user's code may run between two. Where
         something is another, the call is done again.
 
         What the graph reads must still be there: a Parameter's memory can be given back while it is
@@ -367,13 +369,13 @@ class Dispatcher:
         )
 
     def _reset(self) -> None:
-        """Weights, modules or adapters are not where they were: bind everything again."""
+        """Bind everything again, as weights, modules or adapters are not where they were."""
         self.state.scan()
         self.counters.rebinds += 1
         self.forget_shapes()
 
     def _forget_programs(self) -> None:
-        """The patterns in force are others: the next call looks for its program anew."""
+        """Have the next call look for its program anew: the patterns in force are others."""
         with self._lock:
             self.forget_shapes()
 

@@ -1,7 +1,7 @@
-"""``torch.compile(model, backend="strop")``: Dynamo and AOTAutograd around the same compiler.
+"""Dynamo and AOTAutograd run around the same compiler in ``torch.compile(model, backend="strop")``.
 
-Torch decides when to trace again. Each further graph then costs little: kernels are shared by
-the process and the disk. Forward and backward graphs of a training step come the same way.
+Torch decides when to trace again. Each further graph then costs little: kernels are shared by the
+process and the disk. Forward and backward graphs of a training step come the same way.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger("strop")
 
 @dataclass(frozen=True, slots=True)
 class AotRecord:
-    """One graph that torch asked for, for ``explain``."""
+    """This describes one graph that torch asked for, for ``explain``."""
 
     compiled: Compiled
     seconds: float
@@ -64,7 +64,7 @@ class AotRecord:
 
 @dataclass
 class AotLog:
-    """What was compiled through torch.compile: in this process, or for one module."""
+    """This lists what was compiled through torch.compile, in this process or for one module."""
 
     records: list[AotRecord] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -77,7 +77,8 @@ _DETACHING = {"detach", "detach_", "detach.default", "_get_data_attr"}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How one graph is to be compiled. ``joint``: the training step that it is half of."""
+    """This says how one graph is to be compiled. ``joint`` is the training step that it is half
+    of."""
 
     options: Options
     log: AotLog
@@ -86,7 +87,8 @@ class Job:
 
 
 def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
-    """The Dynamo backend. ``options={...}`` of torch.compile are fields of strop.Options."""
+    """Compile what Dynamo hands over, as its backend. ``options={...}`` of torch.compile are fields
+    of strop.Options."""
     record_in = given.pop("record_in", None)
     mode = given.pop("mode", None)
     if mode not in (None, "default"):
@@ -122,8 +124,9 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
 
 
 def _views_of_results(gm: GraphModule) -> AbstractContextManager[Any]:
-    """Torch makes results that share memory anew, from one of them, by the views that it has
-    written down, and for ``y.t().detach()`` it writes down none. It then goes by strides."""
+    """Have torch go by strides where it makes results that share memory anew. It makes them from
+    one of them, by the views that it has written down, and for ``y.t().detach()`` it writes down
+    none."""
     named = {
         getattr(node.target, "__name__", node.target)
         for m in gm.modules()
@@ -234,7 +237,7 @@ def _program(
 
 
 def _sizes(gm: GraphModule) -> Iterator[Any]:
-    """Of all tensors in the graph that are no numbers, as torch's expressions."""
+    """Yield the sizes of all tensors in the graph that are no numbers, as torch's expressions."""
     for fx in gm.graph.nodes:
         value = fx.meta.get("val")
         for size in value.shape if isinstance(value, Tensor) else ():
@@ -243,7 +246,7 @@ def _sizes(gm: GraphModule) -> Iterator[Any]:
 
 
 def _origins(gm: GraphModule) -> dict[str, str]:
-    """The innermost module of each node, as Dynamo recorded it."""
+    """Return the innermost module of each node, as Dynamo recorded it."""
     found = {}
     for fx in gm.graph.nodes:
         stack = fx.meta.get("nn_module_stack")
@@ -262,14 +265,16 @@ def _device_of(inputs: Sequence[Any]) -> torch.device:
 
 
 def root_of(value: Any) -> Any:
-    """What a placeholder tells about sizes: a SymInt's expression, or a tensor's sizes."""
+    """Return what a placeholder tells about sizes: the sizes of a tensor, or the value itself, such
+    as a SymInt."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return value
 
 
 def _boxed(function: Callable[..., Any]) -> Any:
-    """AOTAutograd frees activations early when it can hand them over in a list."""
+    """Let a function take its arguments in a list: AOTAutograd then hands activations over and
+    frees them early."""
 
     def boxed(arguments: list[Any]) -> Any:
         taken = list(arguments)
@@ -281,7 +286,7 @@ def _boxed(function: Callable[..., Any]) -> Any:
 
 
 class AotProgram:
-    """A program whose every argument, weights too, comes with the call."""
+    """This is a program whose every argument, weights too, comes with the call."""
 
     def __init__(
         self,
@@ -309,8 +314,8 @@ class AotProgram:
         return self.run(arguments)
 
     def run(self, arguments: Sequence[Any], env: Mapping[str, int] | None = None) -> list[Any]:
-        """``env``: the sizes, where they are known. Raises UnsupportedError for tensors of a
-        transform of ``torch.func``, which have no memory."""
+        """Run the program. ``env`` holds the sizes, where they are known. Raises UnsupportedError
+        for tensors of a transform of ``torch.func``, which have no memory."""
         try:
             if self.device.type != "cuda":
                 return self._run(arguments, env)
@@ -390,19 +395,20 @@ _WRAPPED = (
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether it is a transform's own, and has no memory."""
+    """Say whether a tensor is a transform's own, and has no memory."""
     is_old: bool = functorch.is_legacy_batchedtensor(tensor)
     return is_old or functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _repeated(program: Program) -> tuple[int, ...]:
-    """The places of results that lie where an earlier result lies: ``y`` and ``y.detach()``."""
+    """Return the places of results that lie where an earlier result lies, as those of ``y`` and
+    ``y.detach()`` do."""
     tensors = [item.tensor for item in program.returned]
     return tuple(n for n, ref in enumerate(tensors) if ref is not None and ref in tensors[:n])
 
 
 def _learn(size: Expr, value: int, env: dict[str, int]) -> None:
-    """``size`` has ``value``: that fixes its root when it is a multiple of one."""
+    """Learn that ``size`` has ``value``, which fixes its root when it is a multiple of one."""
     if len(size.roots) == 1:
         (name,) = size.roots
         if size == size.divisor * symbol(name):

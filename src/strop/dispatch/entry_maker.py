@@ -1,4 +1,4 @@
-"""From a call that is seen for the first time to the entry that serves all calls like it."""
+"""A call that is seen for the first time gets the entry that serves all calls like it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _ON_HOST = torch.empty(0)
 
 
 class EntryMaker:
-    """``may_hoist``: what arguments that stay the same through a loop give may be kept."""
+    """This makes the entries of one module. Where it ``may_hoist``, what comes of arguments that
+    stay the same through a loop may be kept."""
 
     def __init__(
         self,
@@ -41,20 +42,21 @@ class EntryMaker:
         self._adapter, self._fallbacks, self.may_hoist = adapter, fallbacks, may_hoist
 
     def resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> GivenCall:
-        """A call that has floats or generators: which of the floats are inputs."""
+        """Return a call that has floats or generators, and decide which of its floats are
+        inputs."""
         device = (tensors or self._state.tensors or [_ON_HOST])[0].device
         return self._turned.call(bare, beside, tensors, self._state.structure, device)
 
     def key(self, call: GivenCall) -> Hashable:
-        """Equal for calls that one entry serves."""
+        """Return a key that is equal for calls that one entry serves."""
         looks = tuple((t.shape, t.dtype, t.device, memory_order(t)) for t in call.tensors)
         if call.numbers:
             return (call.skeleton, looks, self._turned.outcomes(call))
         return (call.skeleton, looks)
 
     def make(self, call: GivenCall) -> tuple[Entry, GivenCall]:
-        """Find or build the variant; may raise REFUSALS. Also the call, in which other floats may
-        have become inputs."""
+        """Find or build the variant, and return an entry with the call, in which other floats may
+        have become inputs. It may raise one of REFUSALS."""
         if self._state.replaced:
             raise UnsupportedError(self._state.replaced)
         if call.beside.floats and self._turned.note(call):
@@ -80,12 +82,12 @@ class EntryMaker:
         return entry, call
 
     def forget_failure(self, call: GivenCall) -> None:
-        """The call was wrong in itself; may raise REFUSALS."""
+        """Forget that the call failed: it was wrong in itself. It may raise one of REFUSALS."""
         self._variants.forget_failure(self._state, call, self._shapes(call))
 
     def _steady(self, call: GivenCall) -> tuple[int, ...]:
-        """The tensors of the call that stay the same through a loop: numbers are among them, or
-        nothing that they scale would be kept."""
+        """Return the places of the call's tensors that stay the same through a loop. Numbers are
+        among them, or nothing that they scale would be kept."""
         steady = self._adapter.steady(call.skeleton) if self.may_hoist else ()
         return (*steady, *range(len(call.given), len(call.tensors))) if steady else ()
 
@@ -94,7 +96,8 @@ class EntryMaker:
         return all_shapes(shapes, call, device_of(self._state, shapes))
 
     def _variant(self, call: GivenCall) -> tuple[Variant, GivenCall]:
-        """The variant for a call; of floats that it can have as constants only, they are some."""
+        """Find the variant for a call. Floats that it can have only as constants become constants
+        first."""
         while True:
             try:
                 variant = self._variants.get(self._state, call, self._shapes(call))

@@ -1,4 +1,4 @@
-"""Runs the entries of one module: step by step, or from a CUDA graph."""
+"""The entries of one module run here, step by step or from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ log = logging.getLogger("strop")
 
 
 class EntryRunner:
-    """``forget_others``: told of an entry before which weights have been put at other places."""
+    """This runs the entries of one module. ``forget_others`` is told of an entry for which weights
+    have been put at other places."""
 
     def __init__(
         self,
@@ -45,12 +46,13 @@ class EntryRunner:
     ) -> None:
         self._name, self._options, self._state = name, options, state
         self.loop, self._counters, self._fallbacks = loop, counters, fallbacks
-        # not to be kept alive: a module that is restored must be free at once
+        # This keeps no dispatcher alive: a module that is restored must be free at once.
         self._forget_others = WeakMethod(forget_others)
 
     def run(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
-        """``checked_loop``: the denoise loop that this is a call of, if the module has been looked
-        at in it; what the call gives may then be kept for later ones."""
+        """Run an entry with these tensors. ``checked_loop`` is the denoise loop that this is a call
+        of, if the module has been looked at in it; what the call gives may then be kept for later
+        ones."""
         if entry.device.type != "cuda":
             return self._run_bound(entry, tensors, 0, checked_loop)
         if torch.cuda.current_device() == entry.device.index:
@@ -59,23 +61,25 @@ class EntryRunner:
             return self._run_on_gpu(entry, tensors, checked_loop)
 
     def wants_graph(self, entry: Entry) -> bool:
-        """From the second use of a shape on, unless the caller captures one, or is about to."""
+        """Say whether a CUDA graph is to run this: that is so from the second use of a shape on,
+        unless the caller captures one, or is about to."""
         if entry.uses < 2 or not entry.has_graph or not self._options.cuda_graphs:
             return False
         return not (torch.cuda.is_current_stream_capturing() or graph_keep_alive.are_wanted())
 
     def has_graph(self, entry: Entry) -> bool:
-        """Whether there is one, which has been captured."""
+        """Say whether there is a graph of this entry, which has been captured."""
         return cuda_graphs.pool_of(entry.device).has((id(self), entry.number))
 
     def forget(self, devices: Iterable[torch.device]) -> None:
-        """Drop the graphs of all entries on these."""
+        """Drop the graphs of all entries on these devices."""
         for device in devices:
             if device.type in cuda_graphs.DEVICES:
                 cuda_graphs.pool_of(device).forget(id(self))
 
     def _run_on_gpu(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
-        """From a graph if there is one, else step by step; out of memory costs the graphs first."""
+        """Run from a graph if there is one, else step by step. Where memory runs out, all graphs
+        are dropped, and it runs again."""
         if self.wants_graph(entry):
             try:
                 return self._replay(entry, tensors, checked_loop)
@@ -96,7 +100,7 @@ class EntryRunner:
         self, entry: Entry, tensors: list[Tensor], stream: int, checked_loop: int | None
     ) -> Any:
         inputs = as_specified(tensors, entry.variant.specs)
-        if entry.uses == 1:  # whose host has the libraries' first calls to make: compilers are free
+        if entry.uses == 1:  # the host now makes the libraries' first calls: compilers are free
             entry.variant.later.start()
         bound = entry.bounds.get(stream)
         if bound is None:
@@ -161,7 +165,8 @@ class EntryRunner:
         )
 
     def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
-        """Memory as for all else: of a stream, or of the graphs, whose runs are in order."""
+        """Return what to hoist. Its memory is kept as all other is: for a stream, or for the
+        graphs, whose runs are in order."""
         kept = self.loop.kept.setdefault((id(self), id(workspace)), Kept(entry.device))
         inputs = enumerate(entry.variant.program.inputs)
         arguments = [index for index, spec in inputs if not spec.is_state]
@@ -172,8 +177,8 @@ class EntryRunner:
     def _where(
         self, entry: Entry, tensors: Sequence[Tensor], checked_loop: int | None
     ) -> tuple[Stamp | None, Moment | None]:
-        """What arguments are that stay the same through a loop, and at which timestep it is, if
-        this is a loop. What the caller captures must not depend on it."""
+        """Return what the arguments are that stay the same through a loop, and at which timestep it
+        is, if this is a loop. What the caller captures must not depend on it."""
         if not entry.steady or checked_loop is None:
             return None, None
         if entry.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""What of one module ran otherwise than compiled, and why: said once, and counted."""
+"""This counts what of one module ran otherwise than compiled, and says once why."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Fallbacks:
         self._name, self._counters = name, counters
 
     def note(self, reason: str, what: str = "") -> None:
-        """One log line for each reason, and a count of how often."""
+        """Log each reason once, and count how often it comes."""
         found = self._counters.fallbacks
         if reason not in found:
             log.warning("%s%s: %s", self._name, what, reason)
         found[reason] = found.get(reason, 0) + 1
 
     def note_eager(self, reason: str) -> None:
-        """A whole call has run in eager."""
+        """Note that a whole call has run in eager."""
         self.note(reason, " runs in eager")
         self._counters.eager_calls += 1

@@ -26,12 +26,12 @@ from strop.ir.program import Program
 
 _DATA_PTR = Tensor.data_ptr
 _TRAINING = itemgetter("training")
-# Whether tensors lie at these addresses, asked at once in builds of torch for GPUs.
+# This says at once whether tensors lie at these addresses, in builds of torch for GPUs.
 _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class ModuleState:
-    """The Parameters, buffers and tensor attributes of one module, watched."""
+    """This watches the Parameters, buffers and tensor attributes of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -78,11 +78,11 @@ class ModuleState:
         self.merged = [t for t in self.merged if t.data_ptr() in addresses]
 
     def comparison(self) -> Callable[[], bool] | None:
-        """A function that says whether all is as scanned: no module, setting or Parameter is
-        another, no memory has moved, no part is in training mode or has hooks. A quick answer:
-        False only says that a longer look is due. To be used until the next scan.
+        """Return a function that says whether all is as scanned: no module, setting or Parameter is
+        another, no memory has moved, no part is in training mode or has hooks. Its answer is quick:
+        False only says that a longer look is due. It may be used until the next scan.
 
-        None for a module with adapters.
+        A module with adapters gets None.
         """
         if self._adapted:
             return None
@@ -110,14 +110,14 @@ class ModuleState:
         return is_unchanged
 
     def remember(self, placed: Sequence[Tensor | None]) -> None:
-        """Take the present pointers as known. ``placed``: as ``place`` gives it; what is merged
+        """Take the present pointers as known. ``placed`` is as ``place`` gives it; what is merged
         there stays so from one binding to the next."""
         self.pointers = _pointers(self.tensors)
         self.merged += [t for t in placed[len(self.tensors) :] if t is not None]
 
     def has_new_structure(self) -> bool:
-        """Whether modules, settings, processors, adapters, or names that the code reads, are others
-        than at the last scan."""
+        """Say whether modules, settings, processors, adapters, or names that the code reads, are
+        others than at the last scan."""
         return self._has_new_parts() or self.global_guards.have_changed()
 
     def _has_new_parts(self) -> bool:
@@ -131,8 +131,8 @@ class ModuleState:
         return bool(self._adapted) and self.adapters != self._adapter_state()
 
     def ignore(self, labels: Set[str]) -> None:
-        """Names that the module's own code writes when it is traced, as caches: they are no longer
-        watched."""
+        """Watch these names no longer: the module's own code writes them when it is traced, as
+        caches."""
         if not labels <= self._ignored:
             self._ignored |= labels
             self.global_guards = self._global_guards()
@@ -146,7 +146,8 @@ class ModuleState:
             self.effects |= {change.label for change in self.global_guards.changes()}
 
     def has_new_cause(self) -> bool:
-        """Whether anything is another than at the last scan but what the module itself changes."""
+        """Say whether anything but what the module itself changes is another than at the last
+        scan."""
         if self._has_new_parts() or self.has_new_tensors():
             return True
         changes = self.global_guards.changes() if self.global_guards.have_changed() else []
@@ -154,11 +155,11 @@ class ModuleState:
 
     @property
     def wants(self) -> tuple[bool, ...]:
-        """Which tensors require a gradient."""
+        """Say which tensors require a gradient."""
         return tuple(tensor.requires_grad for tensor in self.tensors)
 
     def has_new_tensors(self) -> bool:
-        """Whether a Parameter was replaced or its memory moved."""
+        """Say whether a Parameter was replaced or its memory moved."""
         try:
             same = self._weights.hold()
         except KeyError:
@@ -166,13 +167,14 @@ class ModuleState:
         return not same or self.has_moved()
 
     def has_moved(self) -> bool:
-        """Whether the memory of a Parameter that was there at the last scan is another, or gone."""
+        """Say whether the memory of a Parameter that was there at the last scan is another, or
+        gone."""
         if _lie_at is None:
             return _pointers(self.tensors) != self.pointers
         return not _lie_at(self.tensors, self.pointers, self._numbers)
 
     def _adapter_state(self) -> tuple[Any, ...]:
-        """What peft layers do besides their weights: who is active, with what scale."""
+        """Tell what peft layers do besides their weights: who is active, with what scale."""
         return tuple(
             (
                 tuple(layer.active_adapters),
@@ -184,12 +186,12 @@ class ModuleState:
         )
 
     def settings(self, path: str, part: nn.Module) -> dict[str, Any]:
-        """Plain attributes of a part; of turned ones only the form."""
+        """Return the plain attributes of a part, and of turned ones only the form."""
         found = settings_of(part)
         return {name: self.turned.form_of(path, name) or found[name] for name in found}
 
     def _structure(self) -> int:
-        """A hash of names, classes, processors, adapters, shapes and dtypes."""
+        """Return a hash of names, classes, processors, adapters, shapes and dtypes."""
         modules = tuple(
             (path, type(m), type(m.__dict__.get("processor")), repr(self.settings(path, m)))
             for path, m in self.module.named_modules()
@@ -209,15 +211,16 @@ def _pointers(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _layout(t: Tensor) -> tuple[int, ...] | None:
-    """Strides, unless dense in one of the two usual orders: ``place`` itself changes those."""
+    """Return the strides, or None for a tensor that is dense in one of the two usual orders:
+    ``place`` itself changes those."""
     if t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)):
         return None
     return t.stride()
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes: numbers, texts, functions, and containers of those, decide what a forward
-    does."""
+    """Return the plain attributes of a module: numbers, texts, functions, and containers of those,
+    decide what a forward does."""
     return {
         k: v
         for k, v in vars(module).items()
@@ -226,11 +229,12 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """State arguments as the program wants them in memory, re-pointing Parameters where needed.
+    """Return state arguments as the program wants them in memory, and re-point Parameters where
+    needed.
 
-    Merged weights: one piece of memory whose row slices are the Parameters. What kernels read lies
-    as it was traced; on CUDA other convolution weights become channels-last. Values, shapes and
-    identity of the Parameters stay.
+    Merged weights are one piece of memory whose row slices are the Parameters. What kernels read
+    lies as it was traced; on CUDA other convolution weights become channels-last. Values, shapes
+    and identity of the Parameters stay.
     """
     read = _read_by_place(program)
     for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
@@ -256,7 +260,8 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _read_by_place(program: Program) -> set[int]:
-    """State that somebody reads at strides known since the trace: kernels, and calls on pieces."""
+    """Return the state that somebody reads at strides known since the trace: kernels, and calls on
+    pieces."""
     numbers = {n for step in program.kernel_steps for n in step.buffers}
     refs = [ref for step in program.call_steps for ref in step.inputs]
     refs += [item.tensor for item in program.returned if item.tensor is not None]
@@ -286,7 +291,8 @@ _WHOLES: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictio
 
 
 def _merged(parts: Sequence[Tensor]) -> Tensor:
-    """The parts as one tensor; made anew only if they do not lie behind each other already."""
+    """Return the parts as one tensor, which is made anew only if they do not lie behind each other
+    already."""
     found = _lying_together(parts)
     if found is not None:
         return found
@@ -299,8 +305,8 @@ def _merged(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _piece(whole: Tensor, start: int, rows: int) -> Tensor:
-    """Some rows, as a tensor with a storage of its own over the same memory, which lives as long
-    as one of them does. torch.save writes a tensor's whole storage."""
+    """Return some rows, as a tensor with a storage of its own over the same memory, which lives as
+    long as one of them does. torch.save writes a tensor's whole storage."""
     view = whole[start : start + rows]
     first = view.storage_offset() * view.itemsize
     storage = whole.untyped_storage()[first : first + view.nbytes]

@@ -1,4 +1,4 @@
-"""Calls of one module that have a short way, by how their arguments look."""
+"""Some calls of one module have a short way, which is found by how their arguments look."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ MOST_READY = 1024  # calls kept prepared, of one module
 
 
 class PreparedCalls(dict[Hashable, Short]):
-    """By ``plain_key``, the short way of a call, or ``untaken`` where there can be none: such calls
-    are not looked at again. A dict, as it is asked at each call of a few microseconds."""
+    """This maps the ``plain_key`` of a call to its short way, or to ``untaken`` where there can be
+    none: such calls are not looked at again. It is a dict, as it is asked at each call of a few
+    microseconds."""
 
     def prepare(
         self,

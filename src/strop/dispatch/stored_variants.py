@@ -1,8 +1,8 @@
-"""Variants on disk: a hit runs neither the tracer nor a compiler.
+"""Variants are kept on disk: a hit runs neither the tracer nor a compiler.
 
-The key is everything that shapes the graph: the module's structure, configuration and source
-files, argument layout and symbolic sizes, options, and the versions of everything involved. The
-entry is JSON; loading it evaluates nothing.
+The key is everything that shapes the graph: the module's structure, configuration and source files,
+argument layout and symbolic sizes, options, and the versions of everything involved. The entry is
+JSON; loading it evaluates nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FORMAT = 4
 def key_of(
     module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes, options: Options
 ) -> str:
-    """A digest of all that the graph depends on, weights excepted."""
+    """Return a digest of all that the graph depends on, weights excepted."""
     parts: list[str] = [
         f"format {_FORMAT}",
         *_versions(),
@@ -79,7 +79,7 @@ def _config(module: nn.Module) -> str:
 
 
 def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
-    """Plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
+    """Write out plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
     return repr(sorted((k, text_of(v)) for k, v in state.settings(path, part).items()))
 
 
@@ -96,7 +96,7 @@ def _versions() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def own_source() -> str:
-    """A digest of the compiler itself, so that a change to it never meets an old plan."""
+    """Return a digest of the compiler itself, so that a change to it never meets an old plan."""
     digest = hashlib.sha256()
     root = Path(strop.__file__).parent
     digest.update((root / "backend.py").read_bytes())
@@ -118,7 +118,8 @@ def own_source() -> str:
 
 
 def _source_digest(kind: type) -> str:
-    """Of the file that defines a class: a changed forward is another graph."""
+    """Return a digest of the file that defines a class: a changed forward is another graph. A class
+    without a file is told by the code of its own methods."""
     try:
         file = inspect.getsourcefile(kind)
     except (TypeError, OSError):  # built in, or typed at a prompt
@@ -140,8 +141,8 @@ _DAMAGE = (CacheError, ValueError, LookupError, TypeError, AttributeError, Runti
 
 
 def find(key: str, numbers: Sequence[float], options: Options) -> tuple[str, Variant | None]:
-    """The stored variant for these numbers, or None, and under which key it is, or is to be saved:
-    one whose guards they do not meet leads to another place."""
+    """Return the key under which the variant for these numbers is, or is to be saved, and the
+    stored variant, or None. One whose guards they do not meet leads to another key."""
     while True:
         variant = load(key, options)
         if variant is None or variant.is_for(numbers):
@@ -150,7 +151,7 @@ def find(key: str, numbers: Sequence[float], options: Options) -> tuple[str, Var
 
 
 def load(key: str, options: Options) -> Variant | None:
-    """The stored variant, or None. A damaged entry is dropped with one log line."""
+    """Return the stored variant, or None. A damaged entry is dropped with one log line."""
     from strop.dispatch.variants import Variant
     from strop.frontend.capture import Same
     from strop.ir.tensor_spec import TensorSpec

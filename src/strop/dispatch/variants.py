@@ -1,4 +1,4 @@
-"""The graphs of one module: captured once, compiled once, kept on disk.
+"""Each graph of a module is captured once, compiled once, and kept on disk.
 
 A variant serves every shape that satisfies its guards. Another one is made for another set of
 arguments, dtype or structure, and for sizes that no variant fits; the latter may be built in the
@@ -70,7 +70,7 @@ REFUSALS = (CaptureError, UnsupportedError, ShapeError)  # why a call runs in ea
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A compiled graph and how its arguments and results look."""
+    """This is a compiled graph, with how its arguments and results look."""
 
     program: Program
     specs: tuple[TensorSpec, ...]
@@ -98,11 +98,11 @@ class Variant:
         return all(guard.holds(numbers) for guard in self.number_guards)
 
     def suits(self, state: ModuleState) -> bool:
-        """Whether its gradients are still by the weights that require one."""
+        """Say whether its gradients are still by the weights that require one."""
         return self.wants is None or self.wants == state.wants
 
     def misfit(self, tensors: Sequence[Tensor], *, is_no_grad: bool) -> str:
-        """Why a call that it fits by sizes must not have it, or nothing."""
+        """Say why a call that it fits by sizes must not have it, or nothing."""
         if self.layout_reads and not are_dense(tensors, self.specs):
             return GAPS.format(", ".join(self.layout_reads))
         if self.wants is not None and not (is_no_grad and wants_none(tensors)):
@@ -110,13 +110,14 @@ class Variant:
         return ""
 
     def env(self, sizes: Sizes) -> dict[str, int] | None:
-        """Values of the symbolic sizes; None for arguments that this graph does not serve."""
+        """Return the values of the symbolic sizes, or None for arguments that this graph does not
+        serve."""
         return served_sizes(self.specs, self.program.guards, sizes)
 
 
 @dataclass
 class Progress:
-    """What a store is at, for those who watch from another thread."""
+    """This tells those who watch from another thread what a store is at."""
 
     stage: str = ""
     total: int = 0
@@ -130,7 +131,7 @@ class Progress:
 
 
 class VariantStore:
-    """Finds or makes the variant for a call."""
+    """This finds or makes the variant for a call."""
 
     def __init__(self, module: nn.Module, options: Options, name: str) -> None:
         self.module, self.options, self.name = module, options, name
@@ -145,8 +146,8 @@ class VariantStore:
         return [v for variants in self.variants.values() for v in variants]
 
     def get(self, state: ModuleState, call: GivenCall, shapes: Shapes) -> Variant:
-        """Raises NumbersNeeded where numbers of the call have to be constants, or one of REFUSALS
-        when it has to run in eager."""
+        """Return the variant for a call. Raises NumbersNeeded where numbers of the call have to be
+        constants, or one of REFUSALS when it has to run in eager."""
         key, sizes = _key(state, call.skeleton, shapes), [t.shape for t in call.tensors]
         known = [v for v in self.variants.get(key, ()) if v.is_for(call.numbers) and v.suits(state)]
         for variant in known:
@@ -178,7 +179,8 @@ class VariantStore:
     def _build_first(
         self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
     ) -> tuple[Variant, Shapes]:
-        """The first graph of its kind, and the sizes that it has been traced with."""
+        """Build the first graph of its kind, and return the sizes that it has been traced with
+        too."""
         if shapes.otherwise is None:
             try:
                 return self._build(key, state, call, shapes, sizes), shapes
@@ -195,8 +197,8 @@ class VariantStore:
         return self._build(key, state, call, shapes.otherwise, sizes), shapes.otherwise
 
     def _usual_failure(self, key: Any) -> str:
-        """Why such calls cannot be traced, if two that differ in numbers alone have failed for one
-        reason: a further number would take as long, to fail as well."""
+        """Say why such calls cannot be traced, if two that differ in numbers alone have failed for
+        one reason, or nothing. A further number would take as long, to fail as well."""
         (structure, skeleton, kinds), found = key, Counter[str]()
         alike = without_numbers(skeleton)
         for ((other, its, its_kinds), _), reason in self._failed.items():
@@ -206,13 +208,15 @@ class VariantStore:
         return next((reason for reason, count in found.items() if count > 1), "")
 
     def forget_failure(self, state: ModuleState, call: GivenCall, shapes: Shapes) -> None:
-        """The call was wrong in itself, which says nothing of other calls."""
+        """Forget that the call failed: it was wrong in itself, which says nothing of other
+        calls."""
         self._failed.pop((_key(state, call.skeleton, shapes), shapes.is_ragged), None)
 
     def _build_exactly(
         self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
     ) -> Variant:
-        """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
+        """Build a graph by the very sizes of this call, as one by the usual hints (a batch of at
+        least 2) does not serve it."""
         env = solve_roots(shapes.specs, sizes)
         exact = replace(shapes, hints=env, is_exact=True)
         variant = self._build(key, state, call, exact, sizes)
@@ -243,7 +247,7 @@ class VariantStore:
             self._building.pop(key)
 
     def wait(self) -> None:
-        """Until background builds are done, of graphs and of kernels for other sizes."""
+        """Wait until background builds are done, of graphs and of kernels for other sizes."""
         for work in list(self._building.values()):
             work.join()
         for variant in self.all:
@@ -253,7 +257,7 @@ class VariantStore:
         self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
     ) -> Variant:
         try:
-            with registry.holding(key[0][1]):  # of this very key, whatever other threads declare
+            with registry.holding(key[0][1]):  # this very key, whatever other threads declare
                 variant = self._make(state, call, shapes, sizes)
         except NumbersNeeded:
             raise
@@ -307,7 +311,7 @@ class VariantStore:
         sizes: Sizes,
         started: float,
     ) -> Variant:
-        """Builds the kernels that the first call needs, and lists the others for later."""
+        """Build the kernels that the first call needs, and list the others for later."""
         program, env = variant.program, variant.env(sizes)
         needed = _needed(program, env, library)
         num_ready = library.watch(needed)
@@ -340,7 +344,7 @@ class VariantStore:
         )
 
     def _waits_for_compilers(self, variant: Variant) -> bool:
-        """Whether this thread, which will run the variant, has just begun its kernels."""
+        """Say whether this thread, which will run the variant, has just begun its kernels."""
         is_caller = threading.current_thread() not in self._building.values()
         return is_caller and variant.compiled is not None
 
@@ -397,7 +401,7 @@ class VariantStore:
         shapes: Shapes,
         foresight: contextlib.AbstractContextManager[Any],
     ) -> Captured:
-        """The module's forward, traced in a clone, within ``foresight``."""
+        """Trace the module's forward in a clone, within ``foresight``."""
         self.num_captures += 1
         clone = clone_structure(self.module)
 
@@ -430,12 +434,12 @@ class VariantStore:
 def _needed(
     program: Program, env: Mapping[str, int] | None, library: KernelLoader
 ) -> tuple[KernelSource, ...]:
-    """The kernels of the first call; none where nobody knows its sizes."""
+    """Return the kernels of the first call, or none where nobody knows its sizes."""
     return () if env is None else choices.sources_at(program, env, library.device)
 
 
 def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:
-    """Whether the code has raised an error of its own where a size of 1 was traced as a 2."""
+    """Say whether the code has raised an error of its own where a size of 1 was traced as a 2."""
     is_its_own = type(error.__cause__) in (ValueError, AssertionError, RuntimeError, IndexError)
     return is_its_own and solve_roots(shapes.specs, sizes) != shapes.hints
 
@@ -448,7 +452,8 @@ def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
 
 
 def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
-    """Where all arguments and weights lie; UnsupportedError if that is not one device."""
+    """Return the device where all arguments and weights lie. Raises UnsupportedError if that is not
+    one device."""
     devices = {s.device for s in shapes.specs} | {t.device for t in state.tensors}
     if len(devices) > 1:
         named = ", ".join(sorted(map(str, devices)))
@@ -459,6 +464,7 @@ def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
 
 
 def library_for(device: torch.device, options: Options) -> KernelLoader:
-    """The kernels of a device; UnsupportedError where Strop has no code generator for it."""
+    """Return what loads the kernels of a device. Raises UnsupportedError where Strop has no code
+    generator for it."""
     folder, workers = options.cache_dir, options.build_workers
     return kernel_loader(device.type, device.index or 0, folder, workers, options.arch)

@@ -1,7 +1,7 @@
-"""What the library knows about a kernel: a row of facts, and its launches as plain data.
+"""The library knows this about a kernel: a row of facts, and its launches as plain data.
 
 A row never touches a tensor. It says what it computes, whether it can, how long that takes, and
-what is launched; ``runtime.run.launches`` is the one place that looks at memory and launches.
+what is launched; ``runtime.run.launched_calls`` is the one place that looks at memory and launches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FASTEST = 0.0  # its cost where a measurement, and no model, says that nothing i
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an operator, whose sizes may be symbolic."""
+    """This is a call of an operator, whose sizes may be symbolic."""
 
     op: str
     attrs: tuple[tuple[str, Any], ...]
@@ -38,12 +38,13 @@ class Call:
         return Call(node.op, attrs, tuple(x.shape for x in node.inputs), node.dtype)
 
     def at(self, sizes: Mapping[str, int]) -> Problem:
-        """The call at these sizes."""
+        """Return the call at these sizes."""
         shapes = tuple(tuple(size.eval(sizes) for size in shape) for shape in self.shapes)
         return Problem(self.op, self.attrs, shapes, self.dtype)
 
     def known(self, operand: int) -> tuple[int, ...] | None:
-        """The sizes of an operand, or None where one of them is symbolic or the operand missing."""
+        """Return the sizes of an operand, or None where one of them is symbolic or the operand
+        missing."""
         if operand >= len(self.shapes) or not all(s.is_const for s in self.shapes[operand]):
             return None
         return tuple(size.value for size in self.shapes[operand])
@@ -54,7 +55,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A call at sizes that are known."""
+    """This is a call at sizes that are known."""
 
     op: str
     attrs: tuple[tuple[str, Any], ...]
@@ -63,7 +64,7 @@ class Problem:
 
     @property
     def call(self) -> Call:
-        """The call of a program that has these sizes alone."""
+        """Return the call of a program that has these sizes alone."""
         shapes = tuple(tuple(map(const, shape)) for shape in self.shapes)
         return Call(self.op, self.attrs, shapes, self.dtype)
 
@@ -72,8 +73,8 @@ class Problem:
 
 
 class Lies(Enum):
-    """How an operand must lie in memory. All kinds want an address that is a multiple of 16 bytes
-    and fewer than 2^31 elements."""
+    """An operand must lie in memory in one of these ways. All kinds want an address that is a
+    multiple of 16 bytes and fewer than 2^31 elements."""
 
     DENSE = "dense in the order of its dims"
     ROWS = "its last dim is dense, and other strides are multiples of 16 bytes"
@@ -82,8 +83,9 @@ class Lies(Enum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the tensor memory accelerator sees of an operand: sizes and strides, and the box it
-    moves where the launch tells it. None: those that the operand has, behind ``ones`` dims of 1."""
+    """The tensor memory accelerator sees this of an operand: sizes and strides, and the box it
+    moves where the launch tells it. None stands for those that the operand has, behind ``ones``
+    dims of 1."""
 
     sizes: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
@@ -93,11 +95,11 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One tensor of a launch: input ``number`` of the call, its result (RESULT), or a piece of
-    scratch (``scratch(n)``).
+    """This is one tensor of a launch: input ``number`` of the call, its result (RESULT), or a piece
+    of scratch (``scratch(n)``).
 
     ``piece`` picks, for each pair (dim, index) or triple (dim, begin, length), a part of it;
-    ``order`` then permutes its dims to how the kernel reads them. ``shape``: the sizes that the
+    ``order`` then permutes its dims to how the kernel reads them. ``shape`` has the sizes that the
     first numbers of scratch are seen as, where these are not its own.
     """
 
@@ -113,13 +115,13 @@ RESULT = -1
 
 
 def scratch(number: int) -> int:
-    """The ``number`` of an Operand that is a piece of scratch."""
+    """Return the ``number`` of an Operand that is a piece of scratch."""
     return RESULT - 1 - number
 
 
 @dataclass(frozen=True, slots=True)
 class Stride:
-    """A scalar that the launch takes from an operand, in units of so many elements."""
+    """The launch takes this scalar from an operand, in units of so many elements."""
 
     operand: int  # its place among the launch's operands
     dim: int
@@ -127,8 +129,8 @@ class Stride:
 
 
 class Late(Enum):
-    """A scalar that the launch takes from the program around it: 1 where a kernel that may still
-    run writes the weights, which are the call's second input, else 0."""
+    """The launch takes this scalar from the program around it: 1 where a kernel that may still run
+    writes the weights, which are the call's second input, else 0."""
 
     WEIGHTS = "weights"
 
@@ -138,7 +140,7 @@ Scalar = int | Stride | Late
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: a pointer for each operand, then the scalars."""
+    """One launch gets a pointer for each operand, then the scalars."""
 
     source: KernelSource
     operands: tuple[Operand, ...]
@@ -147,7 +149,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """A library call between launches: ``name`` is a row of ``runtime.run.launches.TORCH``."""
+    """A library is called between launches: ``name`` is a row of
+    ``runtime.run.launched_calls.TORCH``."""
 
     name: str
     operands: tuple[Operand, ...]
@@ -155,7 +158,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Working memory that parts share."""
+    """This is working memory that parts share."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -167,10 +170,10 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """All that a kernel runs for one call, in order.
+    """A kernel runs all of this for one call, in order.
 
-    ``result`` and ``order``: where the call allocates its result, its sizes, and the order of its
-    dims in memory, outermost first.
+    ``result`` and ``order`` say, where the call allocates its result, its sizes, and the order of
+    its dims in memory, outermost first.
     """
 
     parts: tuple[Launch | Torch, ...]
@@ -180,7 +183,8 @@ class Launches:
 
     @property
     def ends_ours(self) -> bool:
-        """Whether a hand-written kernel is the last, beside whose end the next one may begin."""
+        """Say whether a hand-written kernel is the last, beside whose end the next one may
+        begin."""
         return isinstance(self.parts[-1], Launch)
 
     @property
@@ -199,12 +203,12 @@ def _no_forms(call: Call, device: Device) -> Iterable[KernelSource]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A row of the library.
+    """This is a row of the library.
 
-    ``supports``: "" where the kernel can do such a call on such a device at some sizes, else the
-    reason for the no, a clause that goes on from "it". ``cost_us``: microseconds, FASTEST or
-    NEVER. ``launch``: None where a library is called, which looks at memory itself. ``forms``:
-    what the row may launch at any sizes, for builds in the background.
+    ``supports`` gives "" where the kernel can do such a call on such a device at some sizes, else
+    the reason for the no, a clause that goes on from "it". ``cost_us`` gives microseconds, FASTEST
+    or NEVER. ``launch`` gives None where a library is called, which looks at memory itself.
+    ``forms`` gives what the row may launch at any sizes, for builds in the background.
     """
 
     name: str

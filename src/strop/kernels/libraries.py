@@ -1,7 +1,7 @@
-"""Rows of the libraries that are called: cuBLAS, cuDNN, and torch's attention.
+"""Each library that is called has rows here: cuBLAS, cuDNN, and torch's attention.
 
-They support every call of their operators on any GPU, so that there is always a choice. Their
-costs are models by the rates in ``kernels.tuned``.
+They support every call of their operators on any GPU, so that there is always a choice. Their costs
+are models by the rates in ``kernels.tuned``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def anything(call: Call, device: Device) -> str:
 
 
 def conv_us(problem: Problem, device: Device) -> float:
-    """cuDNN: as long as its operations take, or its weights, and a beginning."""
+    """Add a beginning and the time of cuDNN's operations, or of its weights where that is
+    longer."""
     if problem.op == "upsampled_conv2d":
         return NEVER  # it computes all four windows everywhere, and another kernel places them
     (batch, _, *sides), weight = problem.shapes[:2]
@@ -37,7 +38,7 @@ def conv_us(problem: Problem, device: Device) -> float:
 
 
 def linear_us(problem: Problem, device: Device) -> float:
-    """cuBLAS, and what stands behind it: gates, or a sum."""
+    """Add the time of cuBLAS and that of what stands behind it: gates, or a sum."""
     end, of, times = OPS[problem.op], picture_of(problem), tuned(device).gemm.library
     columns = problem.shapes[1][0]
     numel = of.width * columns
@@ -55,7 +56,7 @@ def linear_us(problem: Problem, device: Device) -> float:
 
 
 def product_us(problem: Problem, device: Device) -> float:
-    """cuBLAS, of two operands (..., M, K) and (..., K, N)."""
+    """Return the time of cuBLAS for two operands (..., M, K) and (..., K, N)."""
     *batch, rows, depth = problem.shapes[0]
     columns, times = problem.shapes[1][-1], tuned(device).gemm.library
     ops = 2 * math.prod(batch) * rows * depth * columns
@@ -63,7 +64,8 @@ def product_us(problem: Problem, device: Device) -> float:
 
 
 def unfused_gates_us(problem: Problem, device: Device) -> float:
-    """torch's own GELU and product behind cuBLAS: two more passes over the columns."""
+    """Add the time of torch's own GELU and product behind cuBLAS: two more passes over the
+    columns."""
     of, times = picture_of(problem), tuned(device).gemm.library
     return (
         linear_us(problem, device) + times.adding_us + 8 * of.width * of.outs / times.behind_bytes
@@ -71,13 +73,14 @@ def unfused_gates_us(problem: Problem, device: Device) -> float:
 
 
 def taps_us(problem: Problem, device: Device) -> float:
-    """torch's own sums: it reads the taps in fp32, and writes a dozen pieces of them."""
+    """Return the time of torch's own sums: torch reads the taps in fp32, and writes a dozen pieces
+    of them."""
     times = tuned(device).gemm.library
     return times.adding_us + 24 * math.prod(problem.shapes[0]) / times.behind_bytes
 
 
 def attention_us(problem: Problem, device: Device) -> float:
-    """What was measured, or a share of the device's rate."""
+    """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
     batch, heads, queries, head = problem.shapes[0]
     keys = problem.shapes[1][-2]  # all heads may share them, in a tensor of fewer dims
     measured = attention.library_us(head, batch * heads, queries, keys, device)

@@ -1,1 +1,1 @@
-"""What ``strop.backend`` needs beside the stages: targets, and what joins two of them."""
+"""``strop.backend`` needs these beside the stages: targets, and what joins two of them."""

@@ -1,4 +1,4 @@
-"""How long the stages of a compilation take."""
+"""A clock tells how long the stages of a compilation take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Clock:
-    """Seconds between laps, by name."""
+    """This counts the seconds between laps, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

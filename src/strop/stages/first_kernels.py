@@ -1,4 +1,4 @@
-"""Kernels that the traced sizes run, begun while others are still lowered."""
+"""The kernels that the traced sizes run are begun while others are still lowered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strop.kernels import library
 
 
 class Builder(Protocol):
-    """What builds the kernels of one device."""
+    """This builds the kernels of one device."""
 
     device: Device
 
@@ -23,14 +23,14 @@ class Builder(Protocol):
 
 
 class FirstKernels:
-    """Has ``builder``, if there is one, begin each kernel as soon as it is printed."""
+    """This has ``builder``, if there is one, begin each kernel as soon as it is printed."""
 
     def __init__(self, builder: Builder | None, target: Target, hints: Mapping[str, int]) -> None:
         self.builder, self.target, self.hints = builder, target, hints
         self._done = set[Group]()
 
     def is_one(self, stitch: Stitch, whole: Kernel) -> bool:
-        """Whether the traced sizes run the kernel of the whole, which then is begun."""
+        """Say whether the traced sizes run the kernel of the whole, which is then begun."""
         source = self.target.stitched_at(whole, self.hints)
         if source is not None:
             self._done |= {stitch.statistics, stitch.reader}

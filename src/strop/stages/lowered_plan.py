@@ -1,4 +1,4 @@
-"""The kernels of a plan, and which of its nodes cannot be in one."""
+"""The kernels of a plan are lowered here, and nodes are found that cannot be in one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from strop.stages.first_kernels import FirstKernels
 
 
 class LoweredPlan:
-    """``lowered``: the kernel of each group, those of ``stitches`` among them. ``failed``: nodes
-    whose kernel cannot be written; they want to be ``apart``, or if they are so already, that is an
-    error. Kernels that take longest to compile are lowered, and begun, first."""
+    """``lowered`` holds the kernel of each group, those of ``stitches`` among them. ``failed``
+    holds the nodes whose kernel cannot be written; they want to be ``apart``, or if they are so
+    already, that is an error. Kernels that take longest to compile are lowered, and begun,
+    first."""
 
     def __init__(
         self, graph: Graph, fusion: FusionPlan, apart: Set[Node], lower: Lower, first: FirstKernels
@@ -31,7 +32,7 @@ class LoweredPlan:
         self._stored = {node for group in fusion.groups for node in group.stores}
 
     def stitch(self) -> None:
-        """Adds the kernels of pairs that are one where a row fits on chip, and of the column
+        """Add the kernels of pairs that are one where a row fits on chip, and of the column
         reductions that stay alone."""
         for stitch in stitches(self._graph, self._fusion):
             inside = set(stitch.whole.nodes) - set(stitch.whole.stores)

@@ -1,4 +1,4 @@
-"""The code generator of a device, and what of it options leave out."""
+"""A target is the code generator of a device, without what options leave out of it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TARGETS = {
 
 
 def target_for(device: str, options: Options, *, generic: bool) -> Target:
-    """The target of a device under these options. ``generic``: its kernels have no sizes of their
-    own. Equal kernels, of which a model has many, are printed once.
+    """Return the target of a device under these options. Where it is ``generic``, its kernels have
+    no sizes of their own. Equal kernels, of which a model has many, are printed once.
 
     Raises OptionError where ``options.kernels_off`` names a kernel that does not exist.
     """

@@ -1,8 +1,8 @@
-"""Convolution with few channels on one side: the first layer of a network, or its last.
+"""These kernels convolve with few channels on one side: the first layer of a network, or its last.
 
-An implicit GEMM (https://arxiv.org/abs/1410.0759) of pixels x output channels, whose depth is the
-window's places times the input channels. Libraries pad 3 or 4 channels to 8 with kernels of their
-own, and compute 64 or more columns where a picture has 3.
+Each is an implicit GEMM (https://arxiv.org/abs/1410.0759) of pixels x output channels, whose depth
+is the window's places times the input channels. Libraries pad 3 or 4 channels to 8 with kernels of
+their own, and compute 64 or more columns where a picture has 3.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def narrow_conv(p0, p1, p2, s0, s1, s2, s3, s4, s5, s6, s7, s8, CI: tl.constexpr
     weights = p1 + col[None, :] * (KH * KW * CI) + depth[:, None]
     acc = tl.full([PIXELS, COLS], 0.0, tl.float32)
 """
-# Few input channels: a step reads several places of the window, each a few numbers long.
+# Input channels are few: a step reads several places of the window, each a few numbers long.
 _FEW_IN = """\
     for first in tl.static_range(0, KH * KW * CI, DEPTH):
         at = first + depth
@@ -66,7 +66,7 @@ _FEW_IN = """\
         known = (at < KH * KW * CI)[:, None] & (col < CO)[None, :]
         acc = tl.dot(a, tl.load(weights + first, mask=known, other=0.0), acc)
 """
-# Many: a step reads a part of one place's channels, which lie behind each other.
+# They are many: a step reads a part of one place's channels, which lie behind each other.
 _MANY_IN = """\
     for step in tl.range(0, KH * KW * CI // DEPTH, num_stages=STAGES):
         y = step // (CI // DEPTH * KW)
@@ -86,7 +86,7 @@ _TAIL = """\
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a convolution is beside its tensors; pairs are (down, right)."""
+    """This says what a convolution is beside its tensors; pairs are (down, right)."""
 
     ins: int
     outs: int
@@ -109,7 +109,9 @@ class NarrowTile:
 def narrow_conv(
     window: Window, tile: NarrowTile, dtype: torch.dtype, multiple: int
 ) -> KernelSource:
-    """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y * down + i - top, x * right + j - left, c].
+    """Return the kernel of a convolution with few channels on one side.
+
+    out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y * down + i - top, x * right + j - left, c].
 
     Params: the input at any strides, or if ``tile.depth`` divides its channels with these behind
     each other; weights (CO, KH, KW, CI) and result (B, OH, OW, CO), both dense. Sums are fp32.
@@ -173,7 +175,8 @@ def supports(call: Call, device: Device) -> str:
 def _source(
     attrs: tuple[tuple[str, object], ...], weight: Sequence[int], dtype: torch.dtype
 ) -> KernelSource | None:
-    """The kernel for such weights (CO, CI, KH, KW); None where channels are many on both sides."""
+    """Return the kernel for such weights (CO, CI, KH, KW), or None where channels are many on both
+    sides."""
     given: Mapping[str, Any] = dict(attrs)
     outs, ins, *size = weight
     window = Window(ins, outs, _pair(size), _pair(given["stride"]), _pair(given["padding"]))

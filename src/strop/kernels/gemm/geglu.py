@@ -1,6 +1,7 @@
-"""The gates of GEGLU behind a library's GEMM: value * gelu(gate), [value, gate] = x w^T + bias.
+"""This computes the gates of GEGLU behind a library's GEMM.
 
-Source of the formula: https://arxiv.org/abs/2002.05202.
+They are value * gelu(gate), where [value, gate] = x w^T + bias, by
+https://arxiv.org/abs/2002.05202.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def _text(text: str, bias: str, dtype: torch.dtype) -> str:
 
 
 def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
-    """Params: the product (M, 2 N), bias (2 N,), the result (M, N), all dense; without bias it is
-    not read. In fp32. Scalars: M * N. ``width`` is N, a multiple of 16."""
+    """Return the kernel of the gates, which computes in fp32. Params: the product (M, 2 N), the
+    bias (2 N,) and the result (M, N), all dense; without bias it is not read. Scalars: M * N.
+    ``width`` is N, a multiple of 16."""
     text = _text(_BEHIND, _BIAS_BEHIND if has_bias else "", dtype)
     constants = (("WIDTH", width), ("BLOCK", BLOCK), ("EARLY", 1))
     return KernelSource(
@@ -93,7 +95,7 @@ def supports(call: Call, device: Device) -> str:
 
 
 def cost_us(problem: Problem, device: Device) -> float:
-    """cuBLAS, and a kernel behind it that reads what it has written."""
+    """Add the time of cuBLAS and that of a kernel behind it, which reads what it has written."""
     if 2 * _numel(problem) >= MOST_NUMBERS:
         return NEVER
     times, rows = tuned(device).gemm.library, math.prod(problem.shapes[0][:-1])

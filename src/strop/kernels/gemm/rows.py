@@ -1,5 +1,5 @@
-"""The row of the WGMMA GEMM: which of its tiles computes a convolution or a linear, by sizes alone,
-how long that takes, and what is launched."""
+"""The row of the WGMMA GEMM says which of its tiles computes a convolution or a linear, by sizes
+alone, how long that takes, and what is launched."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ LEAST_PIXELS, LEAST_CHANNELS = 2048, 640
 
 @dataclass(frozen=True, slots=True)
 class GemmForm:
-    """A product, its box: pictures, lines and columns of pixels; and how many of these lie side by
-    side: of pictures, down, right."""
+    """This is a product and its box of pictures, lines and columns of pixels; ``boxes`` says how
+    many of these lie side by side: of pictures, down, right."""
 
     product: Product
     box: Box
@@ -78,8 +78,8 @@ class GemmForm:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The box in which results leave, columns last; none where programs share a sum. Of four
-        windows, every second line."""
+        """Return the box in which results leave, columns last, or none where programs share a sum.
+        One of four windows writes every second line."""
         if self.product.has_parts:
             return ()
         count, height, width = self.box
@@ -87,7 +87,7 @@ class GemmForm:
         return (count, *lines, width, self.product.unit)
 
     def scalars(self, ins: int) -> tuple[int | Late, ...]:
-        """As ``wgmma_gemm`` wants them."""
+        """Return the scalars as ``wgmma_gemm`` wants them."""
         count, down, right = self.boxes
         at_work = self.num_programs // self.product.tile.split
         all_have = self.across, right, down, count, ins, at_work, Late.WEIGHTS
@@ -98,21 +98,21 @@ class GemmForm:
 
     @property
     def together(self) -> int:
-        """Tiles of rows that are gone through together, in shares that are alike: what programs
-        read at a time, of which large weights are more than a cache keeps, is little."""
+        """Return how many tiles of rows are gone through together, in shares that are alike. What
+        programs read at a time is then little, where large weights are more than a cache keeps."""
         count = math.prod(self.boxes)
         return -(-count // -(-count // MOST_TOGETHER))
 
 
 def form(tile: GemmTile, of: ConvShape, end: str = PLAIN, *, sms: int) -> GemmForm:
-    """``of.outs``: columns of the result."""
+    """Return the form of a product by this tile. ``of.outs`` counts the columns of the result."""
     product = Product(tile, of.size, end, of.stride)
     box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
     return GemmForm(product, box, boxes_along(box, of), -(-of.outs // product.width), sms)
 
 
 def kind_of(of: ConvShape, end: str) -> str:
-    """The kind of GEMM, by which tables of tiles are kept."""
+    """Return the kind of GEMM, by which tables of tiles are kept."""
     if of.size == 1:
         return end
     if of.windows > 1:
@@ -121,7 +121,7 @@ def kind_of(of: ConvShape, end: str) -> str:
 
 
 def us_of(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
-    """About how long it takes, on a GPU that does nothing else."""
+    """Return about how many microseconds it takes, on a GPU that does nothing else."""
     product, tile = found.product, found.product.tile
     weights = 2 * of.size**2 * of.ins * found.across * tile.cols * of.windows
     cost: Cost = times.tiles[kind_of(of, product.end)][tile]
@@ -136,20 +136,20 @@ def _steps(of: ConvShape) -> int:
 
 
 def has_steps(tile: GemmTile, of: ConvShape) -> bool:
-    """Whether every part of a sum has some."""
+    """Say whether every part of a sum has some steps."""
     return (tile.split - 1) * -(-_steps(of) // tile.split) < _steps(of)
 
 
 def is_able(product: Product, of: ConvShape) -> bool:
-    """Whether it can do this: its parts have steps, its gates lie behind the values, and no column
-    is added twice."""
+    """Say whether it can do this: its parts have steps, its gates lie behind the values, and no
+    column is added twice."""
     is_whole = of.outs % product.width == 0
     return has_steps(product.tile, of) and (is_whole or product.end == PLAIN)
 
 
 @lru_cache(maxsize=4096)
 def form_of(of: ConvShape, end: str, device: Device) -> tuple[GemmForm | None, float]:
-    """The fastest form, and microseconds; None and NEVER where there is none."""
+    """Return the fastest form and its microseconds, or None and NEVER where there is none."""
     times = tuned(device).gemm
     found = {each: us_of(each, of, times) for each in _forms(of, end, device)}
     best = min(found, key=lambda each: found[each], default=None)
@@ -166,7 +166,8 @@ def _forms(of: ConvShape, end: str, device: Device) -> Iterator[GemmForm]:
 
 
 def _least_rows(end: str) -> int:
-    """Of a linear. Beside a sum no library is faster with few, as it would be another launch."""
+    """Return how many rows a linear must have. Beside a sum no library is faster with few, as it
+    would be another launch."""
     return 1 if end == SUM else LEAST_ROWS
 
 
@@ -176,7 +177,7 @@ def _is_small(of: ConvShape) -> bool:
 
 
 def supports(call: Call, device: Device) -> str:
-    """Whether there are tiles for this convolution or linear."""
+    """Say why there are no tiles for this convolution or linear, or nothing."""
     if not device.has_wgmma:
         return f"multiplies by WGMMA, which {device.name} lacks"
     if call.dtype not in KINDS:
@@ -198,7 +199,8 @@ def supports(call: Call, device: Device) -> str:
 
 
 def _convolution(call: Call, outs: int, ins: int, window: tuple[int, ...]) -> str:
-    """A window of 3x3 pixels, with zeros around that keep height and width but for the stride."""
+    """Say why there are no tiles for a convolution, or nothing. They take a window of 3x3 pixels,
+    with zeros around that keep height and width but for the stride."""
     if min(ins, outs) < LEAST_MEASURED or ins % LINE or outs % LINE:
         return f"was measured from {LEAST_MEASURED} channels on, multiples of {LINE}"
     stride = tuple(call.attr("stride"))
@@ -237,7 +239,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
 
 
 def dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor."""
+    """Return the strides of a dense tensor."""
     return tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
 
 
@@ -247,7 +249,7 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
 
 
 def _forms_of(call: Call, device: Device) -> Iterator[Product]:
-    """What may compute such a call at some number of rows or pixels."""
+    """Yield what may compute such a call at some number of rows or pixels."""
     end, weight = OPS[call.op], call.known(1)
     assert weight is not None
     # the number of rows is not known: it decides no more than which of these runs
@@ -260,8 +262,8 @@ def _forms_of(call: Call, device: Device) -> Iterator[Product]:
 
 
 def picture_of(problem: Problem) -> ConvShape:
-    """From the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or (..., K) and
-    (N, K), whose rows are one line of pixels."""
+    """Return the shape by the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or
+    (..., K) and (N, K), whose rows are one line of pixels."""
     x, weight = problem.shapes[:2]
     if problem.op in CONVOLUTIONS:
         return convolution_of(x, weight, dict(problem.attrs).get("stride", (1,))[0])
@@ -270,7 +272,7 @@ def picture_of(problem: Problem) -> ConvShape:
 
 
 def line_of(rows: int, columns: int, depth: int, end: str) -> ConvShape:
-    """A linear of so many columns, those of gates among them."""
+    """Return the shape of a linear of so many columns, those of gates among them."""
     return ConvShape(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
 
 

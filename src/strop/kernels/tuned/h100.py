@@ -1,7 +1,8 @@
-"""What kernels and libraries take on an H100 SXM in fp16: every fitted number, in one place.
+"""These numbers say what kernels and libraries take on an H100 SXM in fp16: every fitted number is
+in this one place.
 
-`benchmarks/fit_kernels.py` measures the shapes that these numbers are fitted to, and
-`strop bench select` judges the choices that follow from them.
+`benchmarks/fit_kernels.py` measures the shapes that these numbers are fitted to, and `strop bench
+select` judges the choices that follow from them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ STRIDED_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 160, 5, split=8): Cost(3.4, 7.4, 0.642),
     GemmTile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
 }
-# Four windows each.
+# Each of these has four windows.
 UPSAMPLED_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
     GemmTile(2, 128, 5, keeps_on=True): Cost(1.5, 1.2, 0.39),
@@ -76,7 +77,7 @@ LINEAR_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 192, 4, keeps_on=True): Cost(3.3, 1.4, 0.556),
     GemmTile(3, 160, 4): Cost(4.5, 4.4, 0.656),
 }
-# Those of LINEAR_TILES, and those that small products want.
+# These are the tiles of LINEAR_TILES, and those that small products want.
 SUM_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 160, 5, keeps_on=True): Cost(5.0, 2.0, 0.44),
     GemmTile(1, 160, 7): Cost(2.7, 9.8, 0.284),
@@ -97,8 +98,8 @@ GATED_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 192, 4, keeps_on=True, apart=True): Cost(1.7, 0.0, 0.604),
 }
 
-# How many clusters of so many programs run at a time, one program a multiprocessor: what the driver
-# says of an H100.
+# The driver of an H100 says how many clusters of so many programs run at a time, one program a
+# multiprocessor.
 CLUSTERS: Mapping[int, int] = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 LIBRARY = LibraryTimes(
     # cuDNN takes the time of its operations, or of its weights, and a beginning. It is the faster
@@ -129,7 +130,7 @@ GEMM = GemmTimes(
     LIBRARY,
 )
 
-# The measurements that set the numbers of attention: batch, heads, queries, keys, head.
+# These measurements set the numbers of attention: batch, heads, queries, keys, head.
 ATTENTION_SHAPES = (
     (2, 8, 1024, 77, 80),
     (2, 8, 4096, 77, 40),

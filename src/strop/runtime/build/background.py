@@ -1,8 +1,8 @@
-"""Kernels that are built before anybody asks for them, in threads of their own.
+"""Kernels are built here before anybody asks for them, in threads of their own.
 
-Soon: those that the first call is going to need, as they are printed. Later: those that only other
-sizes need, by processes of low priority, once the first call has its own: those that built what it
-needed. A shape that needs one of them earlier builds it itself, for which it borrows these
+SOON builds those that the first call is going to need, as they are printed. LATER builds those that
+only other sizes need, once the first call has its own, by the processes that built these, at low
+priority. A shape that needs one of them earlier builds it itself, for which it borrows these
 processes, or waits for the one in work: which kernel runs is a matter of sizes alone. When the
 process ends, what is not built is left.
 """
@@ -33,8 +33,8 @@ SHARE, MOST_LATER = 3 / 4, 12  # how many of those: this share of all workers, a
 
 
 class BackgroundBuild:
-    """Some kernels, and how far they are. ``order``: of all of them, which is asked for when the
-    first is about to be built."""
+    """This is a number of kernels, and how far they are. ``order`` puts all of them in order, and
+    is asked when the first is about to be built."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class BackgroundBuild:
         self._done = threading.Event()
 
     def keep_processes(self) -> None:
-        """Those that are idle, as many as this will use, so that it has none to start."""
+        """Keep processes that are idle, as many as this will use, so that it has none to start."""
         compilers.hand_over(min(self._workers, self.total), self._niceness)
 
     def start(self) -> None:
@@ -72,7 +72,7 @@ class BackgroundBuild:
             self._done.set()
 
     def wait(self) -> None:
-        """Until all are built."""
+        """Wait until all are built."""
         self.start()
         self._done.wait()
 
@@ -101,7 +101,7 @@ class BackgroundBuild:
 
     @property
     def is_done(self) -> bool:
-        """Or given up, because the process ends."""
+        """Say whether all are built, or given up because the process ends."""
         return self._done.is_set()
 
     def give_up(self) -> None:
@@ -110,8 +110,9 @@ class BackgroundBuild:
 
 @dataclass
 class Queue:
-    """Kernels of all programs. Where somebody waits for them, the longest text first, so that no
-    process is left alone with a large kernel at the end; else first come, first served."""
+    """This holds the kernels of all programs that are to be built. Where somebody waits for them,
+    the longest text comes first, so that no process is left alone with a large kernel at the end;
+    else the first to come is the first to be served."""
 
     niceness: int
     _waiting: list[tuple[int, int, BackgroundBuild, Work]] = field(default_factory=list)  # a heap
@@ -149,13 +150,14 @@ class Queue:
             compilers.stop_workers(self.niceness)
 
     def close(self) -> list[threading.Thread]:
-        """The process ends: the threads that are still at work."""
+        """Give up what waits, as the process ends, and return the threads that are still at
+        work."""
         with self._lock:
             self._give_up()
             return list(self._threads)
 
     def forget(self) -> None:
-        """In a fork, which has none of the threads."""
+        """Forget the threads in a fork, which has none of them."""
         self._lock = threading.Lock()
         self._threads = []
         self._give_up()

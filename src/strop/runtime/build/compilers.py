@@ -1,4 +1,5 @@
-"""Triton sources to machine code: disk cache first, then compiled by several processes in parallel.
+"""Triton sources become machine code: the disk cache is asked first, then several processes compile
+in parallel.
 
 A source that the cache knows is loaded without importing Triton. Nothing is built twice in one
 process, also when several threads ask at once, or one in the background (``background.py``).
@@ -34,14 +35,14 @@ _PATIENCE_S = 5.0  # with a process that was told to end
 
 
 class Cache(Protocol):
-    """What ``build`` needs of a disk cache."""
+    """``build`` needs this of a disk cache."""
 
     def get(self, key: str) -> bytes | None: ...
     def put(self, key: str, data: bytes) -> None: ...
 
 
 class Worker:
-    """One compiler process."""
+    """This is one compiler process."""
 
     def __init__(self, niceness: int = 0) -> None:
         self.niceness = 0
@@ -53,7 +54,7 @@ class Worker:
             self.lower(niceness)
 
     def lower(self, niceness: int) -> None:
-        """From now on it compiles what nobody waits for."""
+        """Have it compile what nobody waits for, from now on."""
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         self.niceness = niceness
 
@@ -80,18 +81,18 @@ class Worker:
         return self._process.poll() is None
 
     def dismiss(self) -> None:
-        """It ends when it next reads, which may be after it has imported Triton."""
+        """Let it end when it next reads, which may be after it has imported Triton."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
 
     def terminate(self) -> None:
-        """It ends at once, and takes its files along; who waits for an answer gets none."""
+        """Stop it at once. It takes its files along, and who waits for an answer gets none."""
         self._process.send_signal(signal.SIGTERM)
 
     def forget(self) -> None:
-        """In a fork of the process that owns it: its pipes are none of ours."""
+        """Let go of its pipes in a fork of the process that owns it: they are none of ours."""
         nothing = os.open(os.devnull, os.O_RDWR)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -107,13 +108,13 @@ class Worker:
 
 
 def cores_are_taken() -> bool:
-    """So that a process of low priority would get little. The average is over a minute."""
+    """Say whether a process of low priority would get little. The average is over a minute."""
     return os.getloadavg()[0] > len(os.sched_getaffinity(0))
 
 
 @dataclass
 class Builds:
-    """What this process has built, and its compiler processes."""
+    """This counts what this process has built, and keeps its compiler processes."""
 
     num_built: int = 0  # while somebody waited
     num_cached: int = 0
@@ -132,8 +133,8 @@ class Builds:
     def claim(
         self, sources: Iterable[KernelSource], target: GpuTarget
     ) -> tuple[dict[KernelSource, Future[Cubin]], list[KernelSource]]:
-        """What will hold each kernel, and those that nobody has built or is building: the caller
-        must."""
+        """Return what will hold each kernel, and those that nobody has built or is building: the
+        caller must."""
         futures, mine = {}, []
         keys = {source: cache_key(source, target) for source in sources}
         with self._change:
@@ -152,7 +153,7 @@ class Builds:
         self._memo[cache_key(source, target)].set_result(cubin)
 
     def fail(self, source: KernelSource, target: GpuTarget, error: BaseException) -> None:
-        """Those who wait get the error; those who ask later start again."""
+        """Give the error to those who wait; those who ask later start again."""
         with self._change:
             self._memo.pop(cache_key(source, target)).set_exception(error)
 
@@ -169,7 +170,7 @@ class Builds:
             self._change.notify_all()
 
     def hand_over(self, most: int, niceness: int) -> None:
-        """Idle processes become ones of low priority, until there are ``most`` of these."""
+        """Make idle processes ones of low priority, until there are ``most`` of these."""
         with self._change:
             self._idle = [w for w in self._idle if w.is_alive]
             there = sum(bool(worker.niceness) for worker in (*self._idle, *self._busy))
@@ -191,7 +192,7 @@ class Builds:
             self._leaving = [w for w in self._leaving if w.is_alive] + going
 
     def close(self) -> None:
-        """The process ends: nobody wants what is being compiled any more."""
+        """Stop all processes: this one ends, and nobody wants what is being compiled any more."""
         with self._change:
             self.is_closing = True
             busy = list(self._busy)
@@ -204,7 +205,8 @@ class Builds:
             worker.wait()
 
     def forget(self) -> None:
-        """In a fork, which has none of the threads and may talk to none of the processes."""
+        """Forget, in a fork, what it does not have: none of the threads is there, and it may talk
+        to none of the processes."""
         self._change = threading.Condition()
         self._num_lent = self._num_asking = 0
         self._memo = {key: f for key, f in self._memo.items() if f.done()}
@@ -216,8 +218,8 @@ class Builds:
 
     @contextlib.contextmanager
     def process(self, niceness: int = 0, most: int = sys.maxsize) -> Iterator[Worker]:
-        """A compiler process as long as this lasts: idle, lent by the background, or new. Of those
-        that compile what somebody waits for there will be ``most``."""
+        """Hand out a compiler process as long as this lasts: idle, lent by the background, or new.
+        No more than ``most`` compile what somebody waits for."""
         worker = self._taken(niceness, most)
         try:
             yield worker
@@ -241,7 +243,8 @@ class Builds:
             return worker
 
     def _free(self, niceness: int) -> Worker | None:
-        """An idle process, off the list. One of low priority is for those who ask for it first."""
+        """Take an idle process off the list, or return None. One of low priority is for those who
+        ask for it first."""
         if self.is_closing:
             raise SystemExit
         self._idle = [w for w in self._idle if w.is_alive]
@@ -255,7 +258,7 @@ class Builds:
         return worker
 
     def _should_wait(self, niceness: int, most: int) -> bool:
-        """Whether there will be a process, so that none has to start."""
+        """Say whether there will be a process, so that none has to start."""
         if niceness:
             return bool(self._num_lent or self._num_asking)
         if sum(not w.niceness for w in self._busy) + self._num_lent >= most:
@@ -295,8 +298,8 @@ def hand_over(most: int, niceness: int) -> None:
 def build(
     sources: Iterable[KernelSource], target: GpuTarget, cache: Cache, workers: int
 ) -> dict[KernelSource, Cubin]:
-    """Machine code for every source: from this process, the cache, or the compiler, of which no
-    more than ``workers`` are started."""
+    """Return machine code for every source: from this process, the cache, or the compiler, of which
+    no more than ``workers`` are started."""
     began = time.perf_counter()
     futures, mine = BUILDS.claim(dict.fromkeys(sources), target)
     open_ = set(mine)
@@ -310,7 +313,7 @@ def build(
             open_.discard(source)
             BUILDS.count(built=1)
 
-        # longest text first, so that no process is left alone with a large kernel at the end
+        # the longest text goes first: no process is left alone with a large kernel at the end
         _in_threads(make, sorted(missing, key=lambda s: -len(s.text)), workers)
     except BaseException as error:
         for source in open_:
@@ -324,8 +327,8 @@ def build(
 def build_one(
     source: KernelSource, target: GpuTarget, cache: Cache, niceness: int, workers: int = sys.maxsize
 ) -> bool:
-    """Make sure that a kernel is there; whether it had to be compiled here. Those of low priority
-    are counted by who asks. ``workers`` as for ``build``."""
+    """Make sure that a kernel is there, and say whether it had to be compiled here. Those of low
+    priority are counted by who asks. ``workers`` is as for ``build``."""
     _, mine = BUILDS.claim([source], target)
     if not mine:
         return False
@@ -358,8 +361,8 @@ def _keep(source: KernelSource, target: GpuTarget, cache: Cache, cubin: Cubin) -
 def _in_threads(
     make: Callable[[KernelSource, Worker], None], sources: Sequence[KernelSource], count: int
 ) -> None:
-    """In daemon threads, unlike those of an executor, for which the end of a process waits. Each
-    keeps its process while there is work. After an error nothing new is begun."""
+    """Make kernels in daemon threads, unlike those of an executor, for which the end of a process
+    waits. Each keeps its process while there is work. After an error nothing new is begun."""
     left, errors = deque(sources), list[BaseException]()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Machine code of a Triton kernel: its form on disk, its key, and the request that makes it."""
+"""The machine code of a Triton kernel has a form on disk, a key, and a request that makes it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """How the tensor memory accelerator moves a piece of a tensor: ``sizes`` in elements, the last
-    dim being dense, and the numbers of CUtensorMapDataType and CUtensorMapSwizzle. ``steps``: from
-    one element of the piece to the next, by dim, or () for 1."""
+    """This says how the tensor memory accelerator moves a piece of a tensor: ``sizes`` in elements,
+    the last dim being dense, and the numbers of CUtensorMapDataType and CUtensorMapSwizzle.
+    ``steps`` go from one element of the piece to the next, by dim; () stands for 1."""
 
     sizes: tuple[int, ...]
     dtype: int
@@ -55,13 +55,13 @@ class Box:
 
     @staticmethod
     def of(sizes: Sequence[int], dtype: int, swizzle: int, steps: Sequence[int] = ()) -> Box:
-        """From what JSON can say."""
+        """Make a box from what JSON can say."""
         return Box(tuple(sizes), dtype, swizzle, tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """Machine code of one kernel. ``arch``: that whose features it uses."""
+    """This is the machine code of one kernel, which uses the features of ``arch``."""
 
     entry: str
     code: bytes
@@ -73,12 +73,12 @@ class Cubin:
 
     @staticmethod
     def of(header: Mapping[str, Any], code: bytes) -> Cubin:
-        """From what JSON can say."""
+        """Make a cubin from its code and what JSON can say."""
         boxes = [box and Box.of(*box) for box in header.get("boxes", ())]
         return Cubin(**{**header, "code": code, "boxes": tuple(boxes)})
 
     def to_bytes(self) -> bytes:
-        """A line of JSON, then the code."""
+        """Write a line of JSON, then the code."""
         header = {
             "entry": self.entry,
             "shared": self.shared,
@@ -105,7 +105,7 @@ class Cubin:
 
 
 def request_of(source: KernelSource, target: GpuTarget) -> dict[str, Any]:
-    """The compile request: plain data, everything that decides the machine code. Raises
+    """Return the compile request: plain data, everything that decides the machine code. Raises
     CodegenError for a kernel in PTX where the target lacks what it is written for."""
     if source.language == "ptx":
         return _assembly_request(source, target)
@@ -135,7 +135,8 @@ def request_of(source: KernelSource, target: GpuTarget) -> dict[str, Any]:
 
 
 def _target_fields(target: GpuTarget) -> dict[str, int]:
-    """One number where code and features are of one architecture, so that keys stay as they are."""
+    """Give one number where code and features are of one architecture, so that keys stay as they
+    are."""
     fields = {"arch": target.arch}
     return fields if target.is_native else {**fields, "runs_on": target.runs_on}
 
@@ -176,7 +177,8 @@ def _argument_names(source: KernelSource) -> list[str]:
 
 @lru_cache(maxsize=1)
 def triton_version() -> str:
-    """The installed version, without importing Triton."""
+    """Return the installed version, without importing Triton. Raises CodegenError if there is
+    none."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""The generated kernels of one device behind one interface: build them, then bind and call."""
+"""The generated kernels of one device stand behind one interface: build them, then bind and
+call."""
 
 from __future__ import annotations
 
@@ -34,33 +35,35 @@ class BoundKernel(Protocol):
 
 
 class KernelLoader(Protocol):
-    """Kernels of one device. ``build`` compiles what no cache holds, each kernel once."""
+    """This loads the kernels of one device. ``build`` compiles what no cache holds, each kernel
+    once."""
 
     device: Device
 
     def warm_up(self, workers: int | None = None) -> None:
-        """A compilation is about to come: start what takes time to start."""
+        """Start what takes time to start: a compilation is about to come."""
         ...
 
     def cool_down(self) -> None:
-        """No more compilation is about to come."""
+        """Stop what is idle: no more compilation is about to come."""
         ...
 
     def build(self, sources: Sequence[KernelSource]) -> None: ...
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        """Build these already, which ``build`` will ask for."""
+        """Begin to build these, which ``build`` will ask for."""
         ...
 
     def later(
         self, sources: Sequence[KernelSource], order: BuildOrder | None = None
     ) -> BackgroundBuild:
-        """These kernels for the background, in an order, not begun. It gets what has been started,
-        and is not at work."""
+        """Return a build of these kernels for the background, in an order, not begun. It gets the
+        processes that have been started and are not at work."""
         ...
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
-        """Tells how many of these kernels are ready, while they are built."""
+        """Return a function that tells how many of these kernels are ready, while they are
+        built."""
         ...
 
     def bind(
@@ -72,20 +75,21 @@ class KernelLoader(Protocol):
         early: bool = False,
         views: Sequence[View] = (),
     ) -> BoundKernel:
-        """``early``: launched before the last launch has ended, where that can be. ``views``: of
-        each param that has a box, in order."""
+        """Bind a kernel to its arguments. It is launched ``early``, before the last launch has
+        ended, where that can be. ``views`` are those of each param that has a box, in order."""
         ...
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int: ...
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Kernels built and kernels found in the disk cache so far, while somebody waited."""
+        """Count the kernels built and the kernels found in the disk cache so far, while somebody
+        waited."""
         ...
 
 
 class CpuLoader:
-    """C++ functions in shared objects."""
+    """This loads C++ functions from shared objects."""
 
     device = CPU
 
@@ -134,7 +138,7 @@ class CpuLoader:
 
 
 class CudaLoader:
-    """Cubins for one GPU, or for it as if it were of an older architecture."""
+    """This loads cubins for one GPU, or for it as if it were of an older architecture."""
 
     def __init__(self, cache: DiskCache, workers: int, device: Device) -> None:
         self.device = device
@@ -164,8 +168,8 @@ class CudaLoader:
         self._cubins.update(built)
 
     def _check_shared(self, made: cubin.Cubin) -> None:
-        """The driver says so too, but knows nothing of the architecture that a card stands in
-        for."""
+        """Refuse a kernel that needs too much shared memory. The driver says so too, but knows
+        nothing of the architecture that a card stands in for."""
         if made.shared > self.device.shared_bytes:
             raise CodegenError(
                 f"{made.entry} needs {made.shared} bytes of shared memory, and a block on"
@@ -219,7 +223,7 @@ class CudaLoader:
 
 
 def _unsupported(device: str, index: int) -> str:
-    """Why a device has no kernels, or nothing."""
+    """Say why a device has no kernels, or nothing."""
     if device not in ("cpu", "cuda"):
         return f"there is no code generator for the device {device}"
     if device == "cpu":
@@ -236,7 +240,7 @@ def _unsupported(device: str, index: int) -> str:
 
 
 class _BytesByKey:
-    """The disk cache as ``compilers.build`` wants it."""
+    """This is the disk cache as ``compilers.build`` wants it."""
 
     def __init__(self, cache: DiskCache) -> None:
         self._cache = cache
@@ -252,7 +256,8 @@ TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"
 
 
 def default_workers() -> int:
-    """The 69 kernels that a UNet's first shape needs keep 16 processes of 150 MB busy for 1 s."""
+    """Return how many processes compile. The 69 kernels that a UNet's first shape needs keep 16 of
+    them, with 150 MB each, busy for 1 s."""
     return min(len(os.sched_getaffinity(0)), 16)
 
 
@@ -260,7 +265,7 @@ def default_workers() -> int:
 def kernel_loader(
     device: str, index: int, cache_dir: str, workers: int, arch: int = 0
 ) -> KernelLoader:
-    """One library for each device and cache folder, shared by all programs of the process.
+    """Return the one loader for a device and cache folder, which all programs of the process share.
 
     ``arch`` is an older architecture that a GPU stands in for, or 0; a CPU stands in for none.
     Raises UnsupportedError for a device that no code generator knows, OptionError for an ``arch``

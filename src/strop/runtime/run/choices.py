@@ -1,4 +1,5 @@
-"""Which kernels of the library run the calls of a program, at some sizes or at any."""
+"""The library has kernels that run the calls of a program, at some sizes or at any: these are
+chosen here."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ FACTORS = (1.5, 2, 0.5, 0.75)
 
 
 def call_of(program: Program, step: CallStep) -> Call:
-    """A step as the library is asked about it."""
+    """Return a step as the library is asked about it."""
     dtype = program.buffers[step.inputs[0].buffer].dtype
     return Call(step.op, step.attrs, tuple(ref.shape for ref in step.inputs), dtype)
 
@@ -31,7 +32,7 @@ def choices_of(
     sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
     device: Device,
 ) -> dict[int, Choice]:
-    """What runs each call that the library has rows for, by its position among ``steps``."""
+    """Return what runs each call that the library has rows for, by its position among ``steps``."""
     found = {}
     for position, step in enumerate(steps if device.arch else ()):
         if isinstance(step, CallStep) and step.op in library.BY_OP:
@@ -43,7 +44,7 @@ def choices_of(
 
 
 def steady_weights(program: Program) -> frozenset[int]:
-    """The buffers that are the module's, and that no step of the program writes."""
+    """Return the buffers that are the module's, and that no step of the program writes."""
     changed = {number for step in program.steps for number in written(step)}
     return frozenset(
         number
@@ -57,7 +58,7 @@ def steady_weights(program: Program) -> frozenset[int]:
 def sources_at(
     program: Program, env: Mapping[str, int], device: Device
 ) -> tuple[KernelSource, ...]:
-    """All kernels that run at these sizes on such a GPU, those of calls too."""
+    """Return all kernels that run at these sizes on such a GPU, those of calls too."""
 
     def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
         return tuple(expr.eval(env) for expr in exprs)
@@ -68,7 +69,7 @@ def sources_at(
 
 
 def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ...]:
-    """What calls launch at any sizes on such a GPU."""
+    """Return what calls launch at any sizes on such a GPU."""
     found = dict[KernelSource, None]()
     for step in program.call_steps if device.arch else ():
         if step.op in library.BY_OP:
@@ -80,7 +81,7 @@ def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ..
 def sources_elsewhere(
     program: Program, needed: Collection[KernelSource], device: Device
 ) -> tuple[KernelSource, ...]:
-    """All kernels that run at some sizes on such a GPU but those that are ``needed``."""
+    """Return all kernels that run at some sizes on such a GPU but those that are ``needed``."""
     here, all_kernels = set(needed), (*program.sources, *sources_anywhere(program, device))
     return tuple(source for source in dict.fromkeys(all_kernels) if source not in here)
 

@@ -1,4 +1,4 @@
-"""Ways to run a bound program that is nothing but kernels on a CPU, without a walk over its steps.
+"""A bound program that is nothing but kernels on a CPU can run without a walk over its steps.
 
 Small calls take a few microseconds, and so would finding out at each what is the same at all.
 """
@@ -25,7 +25,7 @@ Patch = tuple[int, BoundKernel, int, int]  # tensor, and where its address goes,
 
 
 class Watched(Protocol):
-    """``around``: a debugger's place between the steps, who would miss them here."""
+    """``around`` is a debugger's place between the steps, who would miss them here."""
 
     around: Any
 
@@ -38,8 +38,8 @@ def straight(
     workspace: Workspace,
     structured: Callable[[list[Any]], Any],
 ) -> Run | None:
-    """A run that gives what ``structured`` makes of the results; None for a program that has more
-    to do than to launch kernels, or gives back another thing than what they write."""
+    """Return a run that gives what ``structured`` makes of the results, or None for a program that
+    has more to do than to launch kernels, or gives back another thing than what they write."""
     numbers = _results(plan)
     if numbers is None or any(plan.order.parts[:2]):
         return None
@@ -65,7 +65,8 @@ def straight(
 
 
 def _results(plan: ShapePlan) -> list[int] | None:
-    """The buffers that are given back, if they are all results, each of them once and whole."""
+    """Return the buffers that are given back, if they are all results, each of them once and
+    whole."""
     refs = [item.tensor for item in plan.program.returned]
     whole = [ref.buffer for ref in refs if ref is not None and plan.sizes.is_whole(ref)]
     is_all = len(whole) == len(refs) and sorted(whole) == [number for number, _ in plan.results]
@@ -83,8 +84,8 @@ def of_many(
     memory: Tensor | None,
     faults: BoundsChecks,
 ) -> Run:
-    """From ``count`` arguments to results that look so. ``memory``: that the kernels work in, if
-    they do; None comes of a call where it has moved."""
+    """Return a run from ``count`` arguments to results that look so. ``memory`` is what the kernels
+    work in, if they do; a call where it has moved gives None."""
     calls = [kernel.call for kernel in kernels]
     places = [(which, kernel.pointers, place, move) for which, kernel, place, move in patches]
     lock, address = workspace.lock, Tensor.data_ptr
@@ -108,8 +109,8 @@ def of_many(
 
 
 def of_one(watched: Watched, kernel: BoundKernel, look: Look, argument: int, place: int) -> Run:
-    """``of_many`` for one kernel from one argument to one result, which uses no working memory:
-    without loops, and with a set of arguments for each thread instead of a lock."""
+    """Do as ``of_many`` for one kernel from one argument to one result, which uses no working
+    memory: without loops, and with a set of arguments for each thread instead of a lock."""
     shape, strides, dtype = look
     spare = [kernel.again()]
 

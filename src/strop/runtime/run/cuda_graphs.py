@@ -1,9 +1,9 @@
-"""CUDA graphs: one for each shape, captured at its second use, all in one memory pool.
+"""Each shape has a CUDA graph, which is captured at its second use, and all lie in one memory pool.
 
-Replays are serialised by a lock and an event, so graphs of different shapes share their memory,
-and as long as all calls come from one stream they share it with the runs without a graph, too.
-Captures that do not fit the byte budget push out the least recently used ones. A graph's inputs
-are copied in and its results copied out: nobody outside ever holds memory of the pool.
+Replays are serialised by a lock and an event, so graphs of different shapes share their memory, and
+as long as all calls come from one stream they share it with the runs without a graph, too. Captures
+that do not fit the byte budget push out the least recently used ones. A graph's inputs are copied
+in and its results copied out: nobody outside ever holds memory of the pool.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MakeBound = Callable[[Workspace, int], Bound]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Results, by place, that lie in one memory, all of which is ``flat``."""
+    """The results at these ``places`` lie in one memory, all of which is ``flat``."""
 
     flat: Tensor
     places: tuple[int, ...]
@@ -48,7 +48,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One graph with the memory that it reads and writes."""
+    """This is one graph with the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     prologue: torch.cuda.CUDAGraph | None  # replayed where what it leaves is not there
@@ -64,7 +64,7 @@ class Captured:
     def replay(
         self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
     ) -> tuple[list[Any], int]:
-        """The results, and how many kernels have run behind the prologue."""
+        """Replay it, and return the results and how many kernels have run behind the prologue."""
         bound, count = self.bound, self.num_kernels
         bound.raise_faults()
         is_there, rows = bound.hoisted.is_there(stamp), bound.timetable.rows(moment)
@@ -93,8 +93,8 @@ class Captured:
 
 
 def copies_of(results: Sequence[Any], shared: Sequence[Shared] = ()) -> list[Any]:
-    """With tensors of the caller's own. Of several, in one launch: a text encoder that is asked for
-    all its states has 34. Those in ``shared`` memory share the copy."""
+    """Copy the results to tensors of the caller's own. Several are copied in one launch: a text
+    encoder that is asked for all its states has 34. Those in ``shared`` memory share the copy."""
     found = [*results]
     for memory in shared:
         flat = memory.flat.clone()
@@ -116,7 +116,7 @@ def copies_of(results: Sequence[Any], shared: Sequence[Shared] = ()) -> list[Any
 
 
 def shared_by(results: Sequence[Any]) -> tuple[Shared, ...]:
-    """The memory that several of these results lie in."""
+    """Return the memory that several of these results lie in."""
     places: dict[int, list[int]] = {}
     for place, result in enumerate(results):
         if isinstance(result, Tensor):
@@ -126,13 +126,13 @@ def shared_by(results: Sequence[Any]) -> tuple[Shared, ...]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All of its memory."""
+    """Return all of a tensor's memory."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
 
 
 class GraphPool:
-    """The graphs of one device."""
+    """This holds the graphs of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -158,11 +158,11 @@ class GraphPool:
         stamp: Stamp | None = None,
         moment: Moment | None = None,
     ) -> tuple[list[Any], int]:
-        """Replay the graph of ``key``, capturing it first if need be; also how many kernels ran.
+        """Replay the graph of ``key``, capturing it first if need be, and say how many kernels ran.
 
         ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
-        ``stamp`` is that of the steady ones, ``moment`` the call's in its denoise loop.
-        Raises NoGraphError where the call must run without. Too little memory ends all graphs.
+        ``stamp`` is that of the steady ones, ``moment`` the call's in its denoise loop. Raises
+        NoGraphError where the call must run without. Too little memory ends all graphs.
         """
         with self._lock:
             stream = self._current_stream()
@@ -184,7 +184,7 @@ class GraphPool:
         return key in self._graphs
 
     def drop(self) -> int:
-        """Give back the memory of all graphs; how many there were."""
+        """Give back the memory of all graphs, and say how many there were."""
         with self._lock:
             count = len(self._graphs)
             if count:
@@ -197,8 +197,9 @@ class GraphPool:
             return count
 
     def _workspace_for(self, stream: torch.cuda.Stream) -> Workspace:
-        """That of the caller's stream while there is one caller's stream. From the second on one of
-        the graphs' own: runs without a graph wait for nobody on another stream."""
+        """Return the workspace of the caller's stream while there is one caller's stream. From the
+        second on the graphs have one of their own: runs without a graph wait for nobody on another
+        stream."""
         if self._workspace is None:
             self._home = stream.cuda_stream
             self._workspace = workspace_of(self.device, self._home)
@@ -225,7 +226,8 @@ class GraphPool:
         return captured
 
     def _current_stream(self) -> torch.cuda.Stream:
-        """The caller's stream; the same object for the same stream, at a tenth of the cost."""
+        """Return the caller's stream: the same object for the same stream, at a tenth of the
+        cost."""
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle not in self._streams:
             self._streams[handle] = torch.cuda.current_stream(self.device)
@@ -287,7 +289,8 @@ class GraphPool:
         )
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
-        """Ready to be replayed, and how many kernels it has."""
+        """Return a graph that is ready to be replayed, what ``run`` gave, and how many kernels the
+        graph has."""
         graph, results = self._record(run)
         num_kernels = _count_kernels(graph)
         graph.instantiate()
@@ -315,7 +318,8 @@ class GraphPool:
         return graph, results
 
     def _capture_nothing(self) -> None:
-        """A capture that breaks leaves torch's random generator in it; one that works ends that."""
+        """Capture as good as nothing. A capture that breaks leaves torch's random generator in it;
+        one that works ends that."""
         with torch.cuda.graph(
             torch.cuda.CUDAGraph(),
             pool=self._pool,
@@ -330,14 +334,14 @@ class GraphPool:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, is."""
+    """Say whether the error, or what it came from, is that memory ran out."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _count_kernels(graph: torch.cuda.CUDAGraph) -> int:
-    """Kernel nodes of a captured graph, asked of the driver."""
+    """Count the kernel nodes of a captured graph, asked of the driver."""
     cuda = ctypes.CDLL("libcuda.so.1")
     handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     cuda.cuGraphGetNodes(handle, None, ctypes.byref(count))

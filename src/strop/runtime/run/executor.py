@@ -1,4 +1,4 @@
-"""Runs a program at one shape: everything that depends on sizes is worked out once, here.
+"""A program runs here at one shape: everything that depends on sizes is worked out once.
 
 ``Bound`` has a plan (``shape_plan.py``) and is linked to memory (``link.py``). A run patches the
 few pointers that change (arguments, results, what library calls allocate) and walks a list of
@@ -30,7 +30,7 @@ Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling wha
 
 
 class KeepAlive(NamedTuple):
-    """What the kernels of one run point to."""
+    """The kernels of one run point to these."""
 
     faults: BoundsChecks
     memory: tuple[object, ...]
@@ -40,7 +40,8 @@ class KeepAlive(NamedTuple):
 
 
 class Bound:
-    """A program at one shape on one stream. Not thread-safe: the dispatcher serialises runs."""
+    """This is a program at one shape on one stream. It is not thread-safe: the dispatcher
+    serialises runs."""
 
     def __init__(
         self,
@@ -55,9 +56,9 @@ class Bound:
         in_place: bool = True,
         part: Part | None = None,
     ) -> None:
-        """Without ``in_place`` operands of a step are still there when it has run. A ``part`` binds
-        some steps alone, for a timetable. A kernel that no shape before has needed, and that the
-        background has not come to, is built now."""
+        """Plan the program at these sizes, and build a kernel that no shape before has needed, and
+        that the background has not come to. Unless ``in_place``, operands of a step are still there
+        when it has run. A ``part`` binds some steps alone, for a timetable."""
         self.program, self.env = program, env
         self.plan = plan_shape(program, env, kernels, hoist, part, shares=in_place)
         memory = self.plan.memory
@@ -84,7 +85,8 @@ class Bound:
 
     @property
     def num_launches(self) -> int:
-        """Generated kernels and library calls of the latest run, behind what is hoisted."""
+        """Count the generated kernels and library calls of the latest run, behind what is
+        hoisted."""
         return self._num_late + (0 if self._is_looked_up else len(self.timetable.steps))
 
     @cached_property
@@ -93,7 +95,7 @@ class Bound:
 
     @cached_property
     def late_arguments(self) -> list[int]:
-        """The arguments, by place, that are read behind what is hoisted."""
+        """Return the arguments, by place, that are read behind what is hoisted."""
         read = {n for position in self.plan.order.late for n in read_by(self.steps[position])}
         read |= {item.tensor.buffer for item in self.program.returned if item.tensor is not None}
         return [place for place, number in enumerate(self.plan.arguments) if number in read]
@@ -102,19 +104,19 @@ class Bound:
 
     @property
     def is_large(self) -> bool:
-        """Whether it has memory of its own, for the time of a run."""
+        """Say whether it has memory of its own, for the time of a run."""
         return self.program.device == "cuda" and self.arena_bytes > KEPT_BYTES
 
     @property
     def has_moved(self) -> bool:
-        """Whether this was linked to memory that is no longer that of its stream."""
+        """Say whether this was linked to memory that is no longer that of its stream."""
         linked = self._linked
         if linked is None or self.hoisted.has_moved:
             return True
         return self.arena_bytes > 0 and linked.memory is not self._workspace.memory
 
     def let_go(self) -> None:
-        """The next run links anew."""
+        """Have the next run link anew."""
         self._linked = None
 
     def _link(self, memory: Tensor) -> Linked:
@@ -127,8 +129,8 @@ class Bound:
     def run(
         self, inputs: Sequence[Tensor], stamp: Stamp | None = None, moment: Moment | None = None
     ) -> list[Any]:
-        """``inputs``: the arguments that are not state, in order; ``stamp``: of the steady ones;
-        ``moment``: the place of the call in a denoise loop."""
+        """Run all parts. ``inputs`` are the arguments that are not state, in order; ``stamp`` is
+        that of the steady ones; ``moment`` is the place of the call in a denoise loop."""
         with self._workspace.lock:
             linked = self._begin(inputs)
             if not self.hoisted.is_there(stamp):
@@ -147,25 +149,26 @@ class Bound:
             return results
 
     def run_prologue(self, inputs: Sequence[Tensor]) -> None:
-        """The first part of ``run`` alone."""
+        """Run what is hoisted, which is the first part of ``run``, alone."""
         with self._workspace.lock:
             self._walk(self._begin(inputs), self.hoisted.steps)
 
     def run_timed(self, inputs: Sequence[Tensor]) -> None:
-        """What depends on the timestep alone."""
+        """Run what depends on the timestep alone."""
         with self._workspace.lock:
             self._walk(self._begin(inputs), self.timetable.steps)
 
     def run_rest(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """What is left."""
+        """Run what is left, and return the results."""
         with self._workspace.lock:
             return self._run_late(self._begin(inputs))
 
     def straight(self, structured: Callable[[list[Any]], Any]) -> cpu_runs.Run | None:
-        """``run`` without a walk, for a program that is nothing but kernels on a CPU; else None.
+        """Return ``run`` without a walk, for a program that is nothing but kernels on a CPU; else
+        None.
 
-        Gives what ``structured`` makes of the results, or None where working memory has moved, or
-        a debugger is here. To be asked for after a run.
+        It gives what ``structured`` makes of the results, or None where working memory has moved,
+        or a debugger is here. It is to be asked for after a run.
         """
         if self._linked is None:
             return None
@@ -228,35 +231,37 @@ class Bound:
     # between the parts of a run
 
     def make_timetable(self, moment: Moment | None, inputs: Sequence[Tensor]) -> None:
-        """For the steps behind this call, which had to compute its own. Nobody waits for it."""
+        """Make the table for the steps behind this call, which had to compute its own. Nobody waits
+        for it."""
         self.timetable.make(moment, partial(self.holding, inputs), self._bind_part)
 
     def look_up(self, rows: Sequence[Tensor]) -> None:
-        """What depends on the timestep comes from a table."""
+        """Take what depends on the timestep from a table."""
         self.timetable.note_use()
         for place, row in zip(self.of_timestep, rows, strict=True):
             place.copy_(row)
 
     @property
     def of_timestep(self) -> list[Tensor]:
-        """Where what depends on the timestep lies."""
+        """Return the tensors in which what depends on the timestep lies."""
         return [self.contents(number) for number in self.timetable.timed.kept]
 
     def holding(self, inputs: Sequence[Tensor], number: int) -> Tensor:
-        """What a buffer holds between two parts of a run with these arguments."""
+        """Return what a buffer holds between two parts of a run with these arguments."""
         if number in self.plan.arguments:
             return inputs[self.plan.arguments.index(number)]
         return self.contents(number)
 
     def contents(self, number: int) -> Tensor:
-        """What buffer ``number`` holds between two steps of a run, in its logical shape."""
+        """Return what buffer ``number`` holds between two steps of a run, in its logical shape."""
         assert self._linked is not None
         tensor = self._linked.slots[number]
         assert tensor is not None, number
         return tensor
 
     def in_layout(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Arguments by index -> those that ``run`` wants, copied where laid out otherwise."""
+        """Take arguments by index, and return those that ``run`` wants, copied where laid out
+        otherwise."""
         result = []
         for number in self.plan.arguments:
             tensor = tensors[self.program.buffers[number].index]

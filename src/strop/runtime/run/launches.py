@@ -1,4 +1,5 @@
-"""Launches of generated kernels at one shape, but for the addresses that they get."""
+"""The launches of generated kernels at one shape are known here, but for the addresses that they
+get."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ Splits = Callable[[Split, Mapping[str, int]], int]  # programs that share a redu
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """``moves``: where in each of the step's buffers the kernel begins, in bytes.
-    ``scratch_numels``: how many elements each scratch of the source has."""
+    """``moves`` says where in each of the step's buffers the kernel begins, in bytes.
+    ``scratch_numels`` says how many elements each scratch of the source has."""
 
     source: KernelSource
     scalars: tuple[int, ...]
@@ -25,7 +26,7 @@ class Launch:
 
     @property
     def scratch_bytes(self) -> list[int]:
-        """Sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
+        """Return the sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
         pairs = zip(self.source.scratch, self.scratch_numels, strict=True)
         return [0 if s.zeroed else numel * s.dtype.itemsize for s, numel in pairs]
 
@@ -33,7 +34,7 @@ class Launch:
 def launches_of(
     program: Program, steps: Sequence[Step | None], sizes: Sizes, splits: Splits
 ) -> dict[int, Launch]:
-    """The launches by step, those of kernels that have no element to write among them."""
+    """Return the launches by step, those of kernels that have no element to write among them."""
     return {
         position: _launch(program, step, sizes, splits)
         for position, step in enumerate(steps)

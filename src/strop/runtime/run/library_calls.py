@@ -1,4 +1,4 @@
-"""Library calls: what an anchor or an opaque node runs. One row an operator.
+"""An anchor or an opaque node runs one of these library calls: each operator has a row.
 
 A row takes the evaluated attributes and returns a function of the input tensors. Rows in
 PLANNED_OUT write into memory of ours; the others allocate, and their result is copied if it does
@@ -24,7 +24,7 @@ from strop.ir.graph import GeneratorRef, Ref
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 
-# torch's own, whatever a user has put in its place in torch.nn.functional
+# This is torch's own, whatever a user has put in its place in torch.nn.functional.
 _torchs_attention = torch._C._nn.scaled_dot_product_attention
 
 Call = Callable[[Sequence[Tensor]], Any]
@@ -37,7 +37,7 @@ _given = threading.local()
 
 @contextmanager
 def drawing_by(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """The generators of the call that runs meanwhile, in this thread."""
+    """Let the call that runs meanwhile, in this thread, draw from these generators."""
     before = getattr(_given, "generators", ())
     _given.generators = generators
     try:
@@ -98,7 +98,7 @@ def _folded_taps(attrs: Mapping[str, Any]) -> OutCall:
 
 
 def fold_taps(weight: Tensor) -> Tensor:
-    """Taps (O, C, 3, 3) as four windows of 2x2 (4 O, C, 2, 2), for ``upsampled``."""
+    """Turn taps (O, C, 3, 3) into four windows of 2x2 (4 O, C, 2, 2), for ``upsampled``."""
     windows = [[_shared(_shared(weight, 2, down), 3, right) for right in (0, 1)] for down in (0, 1)]
     return torch.cat([*windows[0], *windows[1]])
 
@@ -109,7 +109,8 @@ def _shared(taps: Tensor, dim: int, odd: int) -> Tensor:
 
 
 def upsampled(x: Tensor, taps: Tensor) -> Tensor:
-    """(N, C, H, W) by taps (4 O, C, 2, 2) to (N, O, 2 H, 2 W), all windows at all places."""
+    """Convolve (N, C, H, W) by taps (4 O, C, 2, 2) to (N, O, 2 H, 2 W), all windows at all
+    places."""
     outs, (height, width) = taps.shape[0] // 4, x.shape[2:]
     every = torch.conv2d(x, taps, padding=1).unflatten(1, (2, 2, outs))
     found = x.new_empty(x.shape[0], outs, height, 2, width, 2)
@@ -162,8 +163,9 @@ _LEAVING_OUT = {
 
 
 def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
-    """A result as the plan takes it to be. Torch's shape rules are not always right: that of
-    ``_native_batch_norm_legit`` says fp32 for running statistics of any type."""
+    """Return a result as the plan takes it to be. Torch's shape rules are not always right: that of
+    ``_native_batch_norm_legit`` says fp32 for running statistics of any type. Raises ShapeError
+    where the sizes differ."""
     if traced is None or value is None:
         return value
     shape, dtype = traced
@@ -177,8 +179,9 @@ def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dty
 
 
 def _filled(arg: Any, inputs: Sequence[Tensor]) -> Any:
-    """Not a function within the call: one that names itself is a cycle, and would keep the inputs,
-    activations of a whole step, until garbage is collected."""
+    """Put inputs where an argument names them. This is not a function within the call: one that
+    names itself is a cycle, and would keep the inputs, activations of a whole step, until garbage
+    is collected."""
     if isinstance(arg, Ref):
         return inputs[arg.index]
     if isinstance(arg, GeneratorRef):
@@ -187,7 +190,8 @@ def _filled(arg: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def overload(target: str) -> Callable[..., Any]:
-    """ "aten.embedding.default" -> the OpOverload."""
+    """Return the OpOverload of a name such as "aten.embedding.default". Raises UnsupportedError
+    where this torch has none."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)
@@ -222,8 +226,8 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
 
 
 def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
-    """cuDNN's kernels where they apply: faster than flash at head dims 40, 80 and 64 (log).
-    ``most``: the largest head dim that they take."""
+    """Call cuDNN's kernels where they apply: they are faster than flash at head dims 40, 80 and 64
+    (log). ``most`` is the largest head dim that they take."""
     causal, scale = attrs["causal"], attrs["scale"]
     usual, cudnn = _attention(attrs), torch.ops.aten._scaled_dot_product_cudnn_attention
 
@@ -270,15 +274,15 @@ _WIDE_HEADS: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
 
 
 def allocating_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], Call]]:
-    """Calls that make their results on this device: from sm_90 on cuDNN's attention takes heads of
-    up to 256, where that of older GPUs takes 128."""
+    """Return the calls that make their results on this device. From sm_90 on cuDNN's attention
+    takes heads of up to 256, where that of older GPUs takes 128."""
     if not device.arch:
         return ALLOCATING
     return _WIDE_HEADS if device.arch >= 90 else CUDA_ALLOCATING
 
 
 def planned_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], OutCall]]:
-    """Calls that write where they are told on this device."""
+    """Return the calls that write where they are told on this device."""
     return CUDA_PLANNED_OUT if device.arch else PLANNED_OUT
 
 
@@ -288,8 +292,9 @@ def _returns_view(target: Any) -> bool:
 
 
 def in_own_memory(target: str, getters: list[Getter], is_given: Sequence[bool]) -> list[Getter]:
-    """The getters of an operator's tensors. as_strided and its like count from where the memory of
-    a tensor begins, which is the arena's: they get copies, but of what a caller has given."""
+    """Return the getters of an operator's tensors. as_strided and its like count from where the
+    memory of a tensor begins, which is the arena's: they get copies, except of what a caller has
+    given."""
     schema = overload(target)._schema  # type: ignore[attr-defined]
     if not any(argument.name == "storage_offset" for argument in schema.arguments):
         return getters

@@ -1,4 +1,4 @@
-"""The first library calls of a program, made while its kernels are compiled.
+"""The first library calls of a program are made here, while its kernels are compiled.
 
 A library loads its kernels when they are first called, and cuDNN makes a plan for each new form of
 operands, 60 ms for an attention, and keeps it for the thread that called. Both need a core, while
@@ -21,7 +21,7 @@ from strop.ir.program import CallStep, Program, TensorRef
 from strop.runtime.run import choices
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, allocating_on
 
-# The rest has nothing to load.
+# The other operators have nothing to load.
 LONGEST_FIRST = tuple(
     sorted(
         (name for name, row in OPS.items() if row.anchor.warm_up),
@@ -34,7 +34,7 @@ Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 
 
 class CallForm(NamedTuple):
-    """What a plan is made for."""
+    """A library makes a plan for each of these."""
 
     op: str
     attrs: tuple[tuple[str, Any], ...]
@@ -55,10 +55,10 @@ def prime(
     is_open: Callable[[], bool],
 ) -> int:
     """Call the libraries as ``program`` does at these sizes, each form of operands once, on memory
-    of no meaning, as long as ``is_open()``; how many calls that were.
+    of no meaning, as long as ``is_open()``, and say how many calls that were.
 
-    On the current stream and in this thread. Calls of more than 64 MiB are left out, and those that
-    kernels of ours do on this device.
+    They run on the current stream and in this thread. Calls of more than 64 MiB are left out, and
+    those that kernels of ours do on this device.
     """
     forms = sorted(forms_of(program, env, device), key=lambda form: LONGEST_FIRST.index(form.op))
     num_calls = 0
@@ -72,7 +72,8 @@ def prime(
 
 
 def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[CallForm]:
-    """Of the library calls of a program for CUDA at these sizes, each once, in its order."""
+    """Return the forms of the library calls of a program for CUDA at these sizes, each once, in its
+    order. They are those that ``prime`` makes."""
 
     def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
         return tuple(expr.eval(env) for expr in exprs)

@@ -1,6 +1,6 @@
-"""From a plan, memory, state and kernels to closures: one for each step, and one for each result.
+"""A plan, memory, state and kernels become closures: one for each step, and one for each result.
 
-What kind a step is, sizes say; ``KINDS`` is the table of what each kind becomes. A closure reads
+Sizes say what kind a step is; ``KINDS`` is the table of what each kind becomes. A closure reads
 tensors whose memory stands still as ready-made views, and others from ``slots``.
 """
 
@@ -41,9 +41,9 @@ Table = Mapping[str, Callable[[Mapping[str, Any]], Callable[..., Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a program is linked to, wherever its memory is. ``state``: weights by argument;
-    ``lent``: tensors that buffers of a part lie in. ``faults`` and ``zeroed``, scratch by step and
-    place, are its own and outlive a link."""
+    """A program is linked to these, wherever its memory is. ``state`` holds weights by argument;
+    ``lent`` holds the tensors that buffers of a part lie in. ``faults`` and ``zeroed``, scratch by
+    step and place, are its own and outlive a link."""
 
     state: Sequence[Tensor | None]
     kernels: KernelLoader
@@ -55,8 +55,9 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """A program that can run in this memory. ``slots``: what each buffer holds, None where it is
-    yet to come; ``patches``: by buffer, the kernels that want to know where it then lies."""
+    """This is a program that can run in this memory. ``slots`` say what each buffer holds, None
+    where it is yet to come; ``patches`` say, by buffer, which kernels want to know where it then
+    lies."""
 
     memory: Tensor
     slots: Slots
@@ -73,8 +74,8 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Linking:
-    """What a step is linked to, and the patches that come of it. ``steady``: weights that no step
-    writes."""
+    """This is what a step is linked to, and the patches that come of it. ``steady`` are weights
+    that no step writes."""
 
     plan: ShapePlan
     resources: Resources
@@ -84,12 +85,13 @@ class Linking:
     steady: Collection[int]
 
     def scratch(self, position: int, place: int) -> Tensor:
-        """Bytes of the arena, from where this scratch begins."""
+        """Return the bytes of the arena from where this scratch begins."""
         return self.memory[self.plan.memory.scratch[position, place] :]
 
 
 def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Linked:
-    """``memory``: the arena; ``kept``: where results lie that outlive a run. Both are bytes."""
+    """Link a plan to memory. ``memory`` is the arena; in ``kept`` lie results that outlive a run.
+    Both are bytes."""
     slots = _slots(plan, resources, memory, kept)
     steady = steady_weights(plan.program)
     at = Linking(plan, resources, memory, slots, defaultdict(list), steady)
@@ -101,7 +103,7 @@ def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) ->
 
 
 def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Slots:
-    """What each buffer holds at the beginning of a run."""
+    """Return what each buffer holds at the beginning of a run."""
     slots: Slots = [None] * len(plan.program.buffers)
     for number, buffer in enumerate(plan.program.buffers):
         if buffer.kind == "input" and plan.program.inputs[buffer.index].is_state:
@@ -115,7 +117,7 @@ def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) 
 
 
 def _view(plan: ShapePlan, number: int, memory: Tensor) -> Tensor:
-    """The buffer that begins where these bytes do."""
+    """Return the buffer that begins where these bytes do."""
     shape, strides, dtype = plan.sizes.look(number)
     return memory[: plan.sizes.bytes_of(number)].view(dtype).as_strided(shape, strides)
 
@@ -140,7 +142,7 @@ def kind_of(plan: ShapePlan, position: int) -> str:
 
 
 def nothing() -> None:
-    """A kernel that has no element to write, or whose work another one does."""
+    """Do nothing: the kernel has no element to write, or another one does its work."""
 
 
 def _nothing(at: Linking, position: int, step: object) -> Run:
@@ -164,7 +166,7 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
 
 
 def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
-    """A library call, or a kernel that does one, which writes where it is told."""
+    """Bind a library call, or a kernel that does one, which writes where it is told."""
     device = at.resources.kernels.device
     call, getters = _call(at, position, step, planned_on(device)), _getters(at, step)
     (number,), slots = step.outputs, at.slots
@@ -179,7 +181,7 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
 
 
 def _allocating_call(at: Linking, position: int, step: CallStep) -> Run:
-    """One that allocates its results, which kernels then get to know."""
+    """Bind a call that allocates its results, which kernels then get to know."""
     device = at.resources.kernels.device
     call, getters = _call(at, position, step, allocating_on(device)), _getters(at, step)
     is_single, slots = dict(step.attrs).get("single", True), at.slots
@@ -208,7 +210,8 @@ KINDS: dict[str, Callable[[Linking, int, Any], Run]] = {
 
 
 def _freeing(run: Run, slots: Slots, dead: Sequence[int]) -> Run:
-    """What libraries have allocated is for later steps again once nobody reads it."""
+    """Let a step free what libraries have allocated and nobody reads behind it, so that later steps
+    have it."""
 
     def run_and_free() -> None:
         run()
@@ -218,7 +221,7 @@ def _freeing(run: Run, slots: Slots, dead: Sequence[int]) -> Run:
     return run_and_free
 
 
-# what kernels and calls are given
+# arguments of kernels and calls
 
 
 def _pointer(tensor: Tensor | None) -> int:
@@ -242,7 +245,7 @@ def _scratch_pointer(at: Linking, position: int, place: int, launch: Launch) -> 
 
 
 def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[..., Any]:
-    """What does the call: a library, or the launches that were chosen."""
+    """Return what does the call: a library, or the launches that were chosen."""
     attrs = {name: at.plan.sizes.concrete(value) for name, value in step.attrs}
     library = table[step.op](attrs)
     choice = at.plan.choices.get(position)
@@ -268,7 +271,8 @@ def _getters(at: Linking, step: CallStep) -> list[Getter]:
 
 
 def _getter(at: Linking, ref: TensorRef) -> Getter:
-    """How a library call gets at a piece of a buffer: ready-made where memory stands still."""
+    """Return how a library call gets at a piece of a buffer: ready-made where memory stands
+    still."""
     sizes, slots, number = at.plan.sizes, at.slots, ref.buffer
     shape, strides, offset = sizes.all(ref.shape), sizes.all(ref.strides), sizes.of(ref.offset)
     is_whole, fixed = sizes.is_whole(ref), slots[number]

@@ -1,9 +1,9 @@
-"""Where in working memory values lie: offsets from live ranges.
+"""Values lie in working memory at offsets that are planned from live ranges.
 
-Greedy by size, which meets the liveness bound in practice. Measured on SD1.5, SDXL and the VAE: the
-result equals the largest sum of values alive at once (compiler_feasibility study, section 2).
-Source of the heuristic: Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
-Inference", arXiv:2001.03288, "greedy by size".
+They are placed greedily by size, which meets the liveness bound in practice: on SD1.5, SDXL and the
+VAE the measured result equals the largest sum of values alive at once (compiler_feasibility study,
+section 2). The heuristic is "greedy by size" of Pisarchyk and Lee, "Efficient Memory Management for
+Deep Neural Net Inference", arXiv:2001.03288.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value alive from step ``first`` to step ``last``, both included."""
+    """A value is alive from step ``first`` to step ``last``, both included."""
 
     first: int
     last: int
@@ -27,8 +27,8 @@ class Interval:
 
 
 def plan_arena(intervals: Sequence[Interval]) -> tuple[list[int], int]:
-    """Byte offsets for the intervals, and the size of the arena that holds them. Equal sizes are
-    placed in the order in which they begin, or where that leaves gaps those that live longest
+    """Return byte offsets for the intervals, and the size of the arena that holds them. Equal sizes
+    are placed in the order in which they begin, or where that leaves gaps those that live longest
     first."""
     numbers = range(len(intervals))
     by_size = sorted(numbers, key=lambda i: (-intervals[i].size_bytes, i))
@@ -41,7 +41,7 @@ def plan_arena(intervals: Sequence[Interval]) -> tuple[list[int], int]:
 
 
 def most_alive(intervals: Sequence[Interval]) -> int:
-    """Bytes of values that are alive at once: no arena is smaller."""
+    """Return how many bytes of values are alive at once at most: no arena is smaller."""
     changes = defaultdict[int, int](int)
     for value in intervals:
         changes[value.first] += aligned(value.size_bytes)
@@ -50,7 +50,7 @@ def most_alive(intervals: Sequence[Interval]) -> int:
 
 
 def _placed(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[int], int]:
-    """Each in turn at the lowest place that is free while it lives."""
+    """Put each in turn at the lowest place that is free while it lives."""
     offsets = [0] * len(intervals)
     placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
     total = 0
@@ -73,9 +73,9 @@ def _placed(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[i
 def shared(
     alive: Mapping[int, Interval], pairs: Iterable[tuple[int, int]]
 ) -> tuple[dict[int, Interval], dict[int, int]]:
-    """One memory for the buffers (new, old) of a pair, where the step that makes the new one is the
-    last to read the old one. ``pairs`` in the order of steps. Intervals of what is left to place,
-    and for each buffer that is not the one in whose memory it lies."""
+    """Give one memory to the buffers (new, old) of a pair, where the step that makes the new one is
+    the last to read the old one. ``pairs`` come in the order of steps. Return the intervals of what
+    is left to place, and for each other buffer the one in whose memory it lies."""
     found, host = dict(alive), dict[int, int]()
     taken: set[int] = set()
     for new, old in pairs:
@@ -91,5 +91,5 @@ def shared(
 
 
 def aligned(size_bytes: int) -> int:
-    """To where the next value may begin."""
+    """Round up to where the next value may begin."""
     return -(-max(size_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,4 +1,5 @@
-"""Where the values of a program lie at one shape, and how long each is needed: numbers alone."""
+"""A plan says where the values of a program lie at one shape, and how long each is needed: it is
+numbers alone."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def plan_memory(
     *,
     shares: bool,
 ) -> MemoryPlan:
-    """``scratch``: bytes, by step. Buffers that are ``lent`` lie elsewhere. ``shares``: results may
-    take the memory of operands that end there."""
+    """Plan the memory of a run. ``scratch`` holds bytes, by step. Buffers that are ``lent`` lie
+    elsewhere. Where it ``shares``, results may take the memory of operands that end there."""
     lives, kept = _lives(program, order), order.prologue.kept
     alive = {
         number: Interval(*life, sizes.bytes_of(number))
@@ -67,7 +68,8 @@ def plan_memory(
 
 
 def _lives(program: Program, order: RunOrder) -> dict[int, Life]:
-    """When each buffer that a step touches is needed; what is returned, until behind the run."""
+    """Say when each buffer that a step touches is needed; what is returned is needed until behind
+    the run."""
     lives: dict[int, Life] = {}
     for position, time in order.times.items():
         step = order.steps[position]
@@ -82,7 +84,7 @@ def _lives(program: Program, order: RunOrder) -> dict[int, Life]:
 def _working(
     order: RunOrder, scratch: Mapping[int, Sequence[int]]
 ) -> dict[tuple[int, int], Interval]:
-    """What each step works in, by step and place."""
+    """Return the memory that each step works in, by step and place."""
     times = order.times
     return {
         (position, place): Interval(times[position], times[position], size)
@@ -92,8 +94,8 @@ def _working(
 
 
 def _dead(called: Mapping[int, Life]) -> dict[int, list[int]]:
-    """By the step that reads them last. Library calls that allocate run late, so that a time is a
-    position."""
+    """Sort buffers by the step that reads them last. Library calls that allocate run late, so that
+    a time is a position."""
     dead = defaultdict[int, list[int]](list)
     for number, (_, last) in sorted(called.items()):
         dead[last].append(number)

@@ -1,4 +1,4 @@
-"""Which steps of a program run at one shape, and in which part of a run."""
+"""The order says which steps of a program run at one shape, and in which part of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.runtime.loop.timetable import Part, Timed, timed_of
 class RunOrder:
     """A run walks the ``prologue``, then what is ``timed``, then the ``late`` steps, which are all
     others; the first two only where their results are not there. Steps are named by position.
-    ``steps``: by position, None where another step does the work of one."""
+    ``steps`` go by position, with None where another step does the work of one."""
 
     steps: tuple[Step | None, ...]
     prologue: Prologue
@@ -27,7 +27,7 @@ class RunOrder:
 
     @property
     def times(self) -> dict[int, int]:
-        """When each step runs, in the order of a run: a late one at its position."""
+        """Say when each step runs, in the order of a run: a late one runs at its position."""
         count = len(self.steps)
         times = {position: position - 2 * count for position in self.prologue.steps}
         times |= {position: position - count for position in self.timed.steps}
@@ -41,8 +41,8 @@ def run_order(
     hoist: Hoist | None,
     part: Part | None,
 ) -> RunOrder:
-    """``planned``: library calls that write where they are told. A ``part`` leaves out all steps
-    but its own."""
+    """Sort the steps into the parts of a run. ``planned`` names library calls that write where they
+    are told. A ``part`` leaves out all steps but its own."""
     steps = part.of(program.at(env)) if part else program.at(env)
     prologue = prologue_of(program, steps, hoist.steady if hoist else (), planned)
     timed = timed_of(program, steps, prologue, hoist, planned)

@@ -1,4 +1,5 @@
-"""Everything about a program at one shape that is known before it has memory, as data."""
+"""A plan has everything about a program at one shape that is known before it has memory, as
+data."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from strop.runtime.run.sizes import Look, Sizes
 
 @dataclass(frozen=True, slots=True)
 class ShapePlan:
-    """By step, the ``launches`` of generated kernels, and the library's ``choices`` for calls.
-    ``early``: steps whose kernel may start before the launch before it has ended. Buffers by
-    number: the ``arguments`` of a run, its ``results`` with their looks, and those that hold
-    nothing between runs, ``released``."""
+    """A plan has, by step, the ``launches`` of generated kernels and the library's ``choices`` for
+    calls. ``early`` are the steps whose kernel may start before the launch before it has ended.
+    Buffers are named by number: the ``arguments`` of a run, its ``results`` with their looks, and
+    those that hold nothing between runs, ``released``."""
 
     program: Program
     sizes: Sizes
@@ -40,7 +41,7 @@ class ShapePlan:
 
     @property
     def sources(self) -> list[KernelSource]:
-        """The kernels that run at this shape, each once."""
+        """Return the kernels that run at this shape, each once."""
         generated = [launch.source for launch in self.launches.values()]
         chosen = [source for choice in self.choices.values() for source in choice.sources]
         return list(dict.fromkeys([*generated, *chosen]))
@@ -55,8 +56,9 @@ def plan_shape(
     *,
     shares: bool,
 ) -> ShapePlan:
-    """``env``: the sizes; ``hoist``: leave to run steps once for several runs; ``part``: the steps
-    that run, if not all; ``shares``: as in ``plan_memory``. Builds no kernel."""
+    """Plan a program at one shape, without building a kernel. ``env`` holds the sizes; ``hoist``
+    gives leave to run steps once for several runs; ``part`` has the steps that run, if not all;
+    ``shares`` is as in ``plan_memory``."""
     planned = CUDA_PLANNED_OUT if program.device == "cuda" else PLANNED_OUT
     sizes, order = Sizes(program, env), run_order(program, env, planned, hoist, part)
     choices = choices_of(program, order.steps, sizes.all, kernels.device)
@@ -83,14 +85,14 @@ def _of_kind(program: Program, kind: str) -> list[int]:
 
 
 def _arguments(program: Program) -> tuple[int, ...]:
-    """The buffers of the inputs that are not state."""
+    """Return the buffers of the inputs that are not state."""
     inputs = _of_kind(program, "input")
     return tuple(n for n in inputs if not program.inputs[program.buffers[n].index].is_state)
 
 
 def _early(order: RunOrder, choices: Mapping[int, Choice]) -> frozenset[int]:
-    """The steps behind a launch of ours. A library's kernel lets nobody start before it has ended;
-    the caller's may write weights, which a product fetches before it waits."""
+    """Return the steps behind a launch of ours. A library's kernel lets nobody start before it has
+    ended; the caller's may write weights, which a product fetches before it waits."""
     found = set[int]()
     for part in order.parts:
         is_ours = False

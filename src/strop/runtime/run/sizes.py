@@ -1,4 +1,4 @@
-"""The sizes of a program at one shape, each worked out once."""
+"""The sizes of a program at one shape are each worked out once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sizes:
         return tuple(self.of(size) for size in sizes)
 
     def concrete(self, value: Any) -> Any:
-        """An attribute of a call with numbers in the place of its sizes."""
+        """Return an attribute of a call with numbers in the place of its sizes."""
         if isinstance(value, Expr):
             return self.of(value)
         return tuple(self.concrete(v) for v in value) if isinstance(value, tuple) else value
@@ -48,7 +48,7 @@ class Sizes:
         return self.shapes[number], self.strides[number], self.dtypes[number]
 
     def is_whole(self, ref: TensorRef) -> bool:
-        """Whether a piece of a buffer is all of it, in the same order."""
+        """Say whether a piece of a buffer is all of it, in the same order."""
         shape, strides = self.all(ref.shape), self.all(ref.strides)
         is_all = (shape, strides) == (self.shapes[ref.buffer], self.strides[ref.buffer])
         return is_all and not self.of(ref.offset)

@@ -1,4 +1,4 @@
-"""Working memory of a stream, which its programs take turns in."""
+"""A stream has working memory, which its programs take turns in."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-# On a GPU. A program that needs more works for so long that finding memory for each run costs
+# A program on a GPU that needs more works for so long that finding memory for each run costs
 # nothing, while others may want that memory: a VAE that encodes 48 pictures needs 12.9 GB, which
 # the training step behind it needs, too.
 KEPT_BYTES = 2 << 30
 
 
 class Tenant(Protocol):
-    """Something whose values lie in a workspace's memory."""
+    """The values of a tenant lie in a workspace's memory."""
 
     def let_go(self) -> None:
         """Forget the memory; find it anew at the next run."""
 
 
 class Workspace:
-    """Working memory of one stream. It grows; whoever is bound to the old memory binds again."""
+    """This is the working memory of one stream. It grows; whoever is bound to the old memory binds
+    again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,7 +34,7 @@ class Workspace:
         self._tenants: WeakSet[Tenant] = WeakSet()
 
     def reserve(self, size_bytes: int, tenant: Tenant) -> Tensor:
-        """Memory of this size at least, which ``tenant`` has until it is told to let go."""
+        """Return memory of this size at least, which ``tenant`` has until it is told to let go."""
         if self.memory.numel() < size_bytes:
             self.give_back()  # first, so that there is never the old and the new one
             self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -51,5 +52,5 @@ _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
 
 def workspace_of(device: torch.device, stream: int) -> Workspace:
-    """What all programs on this stream take turns in, forward and backward of a step too."""
+    """Return what all programs on this stream take turns in, forward and backward of a step too."""
     return _WORKSPACES.setdefault((device, stream), Workspace(device))
