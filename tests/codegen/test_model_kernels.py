@@ -29,7 +29,7 @@ from strop.ir import interpret as judge
 from strop.ir.device import GpuTarget
 from strop.ir.dims import Env
 from strop.ir.loops import Schedule
-from strop.ir.source import Emitted, KernelSource, Variant
+from strop.ir.source import Emitted, KernelForm, KernelSource
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.runtime.build import compilers as builds
@@ -46,7 +46,7 @@ SLOW_PATH_STACK = 32  # bytes: the table of digits in the slow path of sin and c
 class Model:
     """The distinct kernels of one program with the form of each, and the sizes it was traced at."""
 
-    samples: dict[KernelSource, tuple[Sample, Emitted | Variant]]
+    samples: dict[KernelSource, tuple[Sample, Emitted | KernelForm]]
     env: Env
 
 
@@ -85,7 +85,7 @@ def kernels_of(name: str, dtype: torch.dtype) -> Model:
 def model_of(compiled: Compiled) -> Model:
     env, groups = compiled.graph.hints, compiled.plan.groups
     stored = {node for group in groups for node in group.stores}
-    samples: dict[KernelSource, tuple[Sample, Emitted | Variant]] = {}
+    samples: dict[KernelSource, tuple[Sample, Emitted | KernelForm]] = {}
     for group in groups:
         sample = _sample(lower(group, stored, env), env)
         emitted = emit(sample.kernel)
@@ -105,8 +105,8 @@ def _sample(low: Lowered, env: Env) -> Sample:
     return Sample(low.kernel, tuple(numels), (env,))
 
 
-def check(sample: Sample, env: Env, splits: int, form: Emitted | Variant | None = None) -> None:
-    if isinstance(form, Variant):
+def check(sample: Sample, env: Env, splits: int, form: Emitted | KernelForm | None = None) -> None:
+    if isinstance(form, KernelForm):
         size = form.size.eval(env)
         if size > form.most or size % form.multiple:
             return  # it is for other sizes
