@@ -28,13 +28,35 @@ HELD_OUT = [
 ]
 
 
-@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.stem)
+MORE = [
+    RESULTS / f"{name}.json"
+    for name in (
+        "conv_wgmma-strided_h100_2026-11-23",
+        "conv_wgmma-others_h100_2026-11-24",
+        "linear_wgmma-sums_h100_2026-11-24",
+    )
+]
+# Widths and heads that no UNet of Stable Diffusion has: a single shape may miss more.
+WIDER = [
+    RESULTS / f"{name}_h100_2026-11-26.json" for name in ("attn_wgmma-heads", "linear_wgmma-widths")
+]
+
+
+@pytest.mark.parametrize("sweep", [*SWEEPS, *MORE], ids=lambda sweep: sweep.stem)
 def test_each_sweep(sweep: Path) -> None:
     found = list(select.choices(sweep))
     assert len(found) >= 9
     assert len({choice.chosen for choice in found}) >= 3
     assert any(choice.chosen not in select.LIBRARIES for choice in found)
     assert select.judged(found, held_out=False).holds
+
+
+@pytest.mark.parametrize("sweep", WIDER, ids=lambda sweep: sweep.stem)
+def test_wider_sweeps(sweep: Path) -> None:
+    verdict = select.judged(list(select.choices(sweep)), held_out=False)
+    assert verdict.count >= 17
+    assert verdict.mean >= select.MUST_MEAN
+    assert verdict.worst.share > 0.8
 
 
 def test_held_out() -> None:
@@ -125,5 +147,5 @@ def test_the_command() -> None:
 
 def test_a_decision_is_quick() -> None:
     first, again = select.decision_us((2, side, 320, 640, 3, 1) for side in range(8, 136))
-    assert again < 20  # 0.3 on a core that does nothing else
-    assert first < 1000
+    assert again < 20  # 2 on a core that does nothing else
+    assert first < 5000  # the kernel's text is printed too
