@@ -122,7 +122,8 @@ class _Kind:
         if reason:
             return reason
         heads = {shape[-1].value for shape in call.shapes}
-        if len(heads) > 1 or not heads <= tuned(device).attention.least_queries.keys():
+        tiles = tuned(device).attention.tiles(min(heads))
+        if len(heads) > 1 or not any(isinstance(tile, self.tile) for tile in tiles):
             sizes = ", ".join(map(str, sorted(heads)))
             return f"was not measured for heads of {sizes} on {device.name}"
         return ""

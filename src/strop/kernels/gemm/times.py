@@ -63,7 +63,7 @@ class GemmTimes:
             for kind, costs in self.tiles.items()
         }
         sms = _ratio(device.sms, fitted.sms)
-        clusters = {programs: int(count * sms) for programs, count in self.clusters.items()}
+        clusters = {programs: max(int(count * sms), 1) for programs, count in self.clusters.items()}
         return GemmTimes(tiles, clusters, self._library_on(device, fitted))
 
     def _library_on(self, device: Device, fitted: Device) -> LibraryTimes:
