@@ -13,6 +13,7 @@ from strop.codegen.assemble import Signature
 from strop.ir.source import KernelSource
 from strop.options import Options
 from tests.frontend.tracing import trace
+from tests.gpus import H100
 
 
 def norms(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,12 +27,15 @@ def test_the_option_decides_for_all_kernels_also_those_begun_before(wanted: bool
     traced = trace(norms, "b 32 h w", b=2, h=8, w=8)
     begun: list[KernelSource] = []
 
-    def begin(sources: Sequence[KernelSource]) -> None:
-        begun.extend(sources)
+    class Builder:
+        device = H100
+
+        def begin(self, sources: Sequence[KernelSource]) -> None:
+            begun.extend(sources)
 
     signature = Signature(traced.returned, traced.captured.guards)
     options = Options(early_launch=wanted)
-    program = compile_graph(traced.graph, signature, "cuda", options, begin).program
+    program = compile_graph(traced.graph, signature, "cuda", options, Builder()).program
     assert begun
     assert set(begun) <= set(program.sources)
     assert {dict(s.constants)["EARLY"] for s in program.sources} == {int(wanted)}
