@@ -122,8 +122,7 @@ class _Kind:
         if reason:
             return reason
         heads = {shape[-1].value for shape in call.shapes}
-        tiles = tuned(device).attention.tiles(min(heads))
-        if len(heads) > 1 or not any(isinstance(tile, self.tile) for tile in tiles):
+        if len(heads) > 1 or not heads <= tuned(device).attention.least_queries.keys():
             sizes = ", ".join(map(str, sorted(heads)))
             return f"was not measured for heads of {sizes} on {device.name}"
         return ""

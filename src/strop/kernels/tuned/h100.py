@@ -224,7 +224,7 @@ IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule h
 }
 LEAST_QUERIES = {
     40: 256,
-    64: 576,
+    64: 192,
     72: 1024,
     80: 128,
     96: 1024,
