@@ -19,6 +19,7 @@ from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 
+CHANNELS_LAST = (0, 2, 3, 1)  # the order in which kernels read (B, C, H, W)
 NEVER = math.inf  # the cost of a kernel that cannot serve these sizes, or was never the fastest
 FASTEST = 0.0  # its cost where a measurement, and no model, says that nothing is faster
 

@@ -16,6 +16,7 @@ from strop.ir.dims import symbol
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.kernel import (
+    CHANNELS_LAST,
     FASTEST,
     RESULT,
     Call,
@@ -26,7 +27,6 @@ from strop.kernels.kernel import (
     Problem,
 )
 
-CHANNELS_LAST = (0, 2, 3, 1)
 MULTIPLE = 16  # of the input channels, whose accesses are 16 bytes wide
 
 # By whether the result's row is odd, then by the smaller picture's row: which of the three it is.

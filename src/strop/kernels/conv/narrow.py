@@ -18,6 +18,7 @@ from strop.ir.dims import symbol
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.kernel import (
+    CHANNELS_LAST,
     FASTEST,
     RESULT,
     Call,
@@ -154,9 +155,6 @@ FEW = 4  # channels
 DEEPEST = 160  # places of the window times few input channels: all steps are unrolled
 FEW_IN = NarrowTile(pixels=128, cols=64, depth=32, num_warps=4)
 FEW_OUT = NarrowTile(pixels=128, cols=16, depth=64, num_warps=4, stages=4)
-
-
-CHANNELS_LAST = (0, 2, 3, 1)
 
 
 def supports(call: Call, device: Device) -> str:

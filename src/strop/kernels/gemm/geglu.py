@@ -29,7 +29,7 @@ from strop.kernels.kernel import (
     Torch,
     scratch,
 )
-from strop.kernels.tuned import tuned
+from strop.kernels.libraries import linear_us
 
 MULTIPLE = 16  # of the width of a result, whose accesses are 16 bytes wide
 MOST_NUMBERS = 2**31
@@ -98,12 +98,7 @@ def cost_us(problem: Problem, device: Device) -> float:
     """Add the time of cuBLAS and that of a kernel behind it, which reads what it has written."""
     if 2 * _numel(problem) >= MOST_NUMBERS:
         return NEVER
-    times, rows = tuned(device).gemm.library, math.prod(problem.shapes[0][:-1])
-    columns, depth = problem.shapes[1]
-    numel = rows * columns
-    us = times.linear_begin_us + times.gap_us + 2 * depth * numel / times.linear_ops
-    us += 2 * numel / times.linear_bytes
-    return us + times.behind_begin_us + 3 * numel / times.behind_bytes
+    return linear_us(problem, device)
 
 
 def _numel(problem: Problem) -> int:

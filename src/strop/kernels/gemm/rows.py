@@ -16,6 +16,7 @@ from strop.kernels.gemm.tile import GATED, PLAIN, SUM, GemmTile, Product
 from strop.kernels.gemm.times import Cost, GemmTimes
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
+    CHANNELS_LAST,
     NEVER,
     RESULT,
     Call,
@@ -42,7 +43,6 @@ OPS: Mapping[str, str] = {
 OPERANDS: Mapping[str, int] = {PLAIN: 2, GATED: 3, SUM: 4}  # SUM: what is added, biases
 CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
 LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
-CHANNELS_LAST = (0, 2, 3, 1)
 
 PIECE = 8  # what the columns and the depth of a linear are multiples of: 16 bytes
 STRIDES, LEAST_MEASURED = (1, 2), 320  # of convolutions: and channels either way
