@@ -7,11 +7,14 @@ it; the newer one is the checkout that this file lies in. Each edition is a proc
 an empty cache, in which all rows stay compiled. The processes are asked in turns (older, newer,
 newer, older, ...), so that clocks and temperature are the same for both.
 
-A row is timed as a whole (``time``: milliseconds of a call, from a queue of calls between two CUDA
-events) and on the host (``host``: microseconds until a call of the UNet has come back, with the
-device idle before; ``loop``: the same within a denoise loop of diffusers' own; ``watched``: in one
-where a user's code may run, so that each step looks at the model). The table has medians, their
-ratio, and the spread of the ratio over the rounds.
+A row of ``strop bench infer`` is timed as a whole (``time``: milliseconds of a call, from a queue
+of calls between two CUDA events) and on the host (``host``: microseconds until a call of the UNet
+has come back, with the device idle before; ``loop``: the same within a denoise loop of diffusers'
+own; ``watched``: in one where a user's code may run, so that each step looks at the model). P6 is
+timed from ``optimize`` to the first output, in seconds, each time in a new process with an empty
+cache. A row of ``strop bench train`` is timed by the step, in milliseconds, as its contender
+"strop-shadow" does it. Timing begins when both editions have built, in the background too, what
+they want. The table has medians, their ratio, and the spread of the ratio over the rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +41,9 @@ HOST_CALLS = 50  # in one sample of the host's time
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--before", type=Path, required=True, help="folder with the older src")
-    parser.add_argument("--rows", default="P1,P3,P5-512", help="rows of strop bench infer")
+    parser.add_argument(
+        "--rows", default="P1,P3,P5-512", help="rows of strop bench infer, and of train"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="pairs of samples of a row")
     parser.add_argument("--calls", type=int, default=20, help="calls of a step in one sample")
     parser.add_argument("--tiny", action="store_true", help="tiny models: to try this out")
@@ -145,6 +151,7 @@ def serve(names: list[str], calls: int, is_tiny: bool) -> None:
         word = line.strip()
         if word == "prepare":
             samplers = {name: sampler(name, calls, is_tiny) for name in names}
+            settle()
             answer: Any = facts()
         else:
             answer = samplers[word]()
@@ -164,15 +171,123 @@ def facts() -> dict[str, str]:
     return found | {"source": digest.hexdigest()[:12]}
 
 
-def sampler(name: str, calls: int, is_tiny: bool) -> Callable[[], dict[str, float]]:
-    """Build and compile a row's model; what measures it then."""
+Sampler = Callable[[], dict[str, float]]
+
+
+def sampler(name: str, calls: int, is_tiny: bool) -> Sampler:
+    """Build and compile what a row needs, and return what measures it then."""
+    from strop.bench.infer_rows import ROWS
+
+    row = next((row for row in ROWS if row.name == name), None)
+    if row is None:
+        return step_sampler(name, calls, is_tiny)
+    if row.kind == "start":
+        return lambda: {"start": cold_start(name, is_tiny)}
+    return call_sampler(row, calls, is_tiny)
+
+
+def step_sampler(name: str, calls: int, is_tiny: bool) -> Sampler:
+    """Measure training steps; the first ones compile and capture."""
+    import torch
+
+    from strop.bench.train_loop import Loop
+    from strop.bench.train_models import torch_set_for
+    from strop.bench.train_rows import ROWS
+    from strop.options import Options
+
+    row = next((row for row in ROWS if row.name == name), None)
+    if row is None:
+        raise SystemExit(f"no row {name} of strop bench infer or strop bench train")
+    row = row.tiny() if is_tiny else row
+    contender = next(each for each in row.contenders if each.name == "strop-shadow")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch_set_for(contender.setup, device):
+        loop = Loop(contender.work, contender.setup, device)
+        loop.prepare(Options.from_environment())
+        for _ in range(6):
+            loop.step()
+
+    def sample() -> dict[str, float]:
+        with torch_set_for(contender.setup, device):
+            return {"time": milliseconds(loop.step, calls)}
+
+    return sample
+
+
+def settle(limit_s: float = 120.0) -> None:
+    """Wait until this process and its children use no processor: then the background builds are
+    done, which otherwise slow the host down."""
+    deadline, used, is_idle = time.monotonic() + limit_s, processor_seconds(), False
+    while not is_idle and time.monotonic() < deadline:
+        time.sleep(1.0)
+        before, used = used, processor_seconds()
+        is_idle = used - before < 0.05
+    if not is_idle:
+        print("timed although the background builds go on", file=sys.stderr)
+
+
+def processor_seconds() -> float:
+    """Return the seconds of processor that this process and its living children have used, by
+    proc(5)."""
+    children, ticks = defaultdict[int, list[int]](list), dict[int, int]()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        pid = int(file.parent.name)
+        children[int(fields[1])].append(pid)
+        ticks[pid] = int(fields[11]) + int(fields[12])
+    found, family = 0, [os.getpid()]
+    while family:
+        pid = family.pop()
+        found += ticks[pid]
+        family += children[pid]
+    return found / os.sysconf("SC_CLK_TCK")
+
+
+def cold_start(name: str, is_tiny: bool) -> float:
+    """Return the seconds that a new process with an empty cache takes from ``optimize`` to the
+    first output. This process's own edition is what it runs."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        words = [sys.executable, __file__, "--cold", name, str(is_tiny)]
+        environment = os.environ | {"STROP_CACHE_DIR": cache}
+        text = subprocess.run(
+            words, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+    return float(text.splitlines()[-1])
+
+
+def cold(name: str, is_tiny: bool) -> None:
+    """Print what ``cold_start`` returns."""
+    import torch
+
+    import strop
+    from strop.bench.infer_rows import MODELS, ROWS
+
+    row = next(row for row in ROWS if row.name == name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = MODELS[row.model]
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    workload = (model.tiny if is_tiny else model.full)(1)(device, dtype)
+    given = workload.inputs((64, 64) if is_tiny else row.size, row.batch)
+    with torch.no_grad():
+        synchronize()
+        start = time.perf_counter()
+        strop.optimize(workload.target)
+        workload.call(workload.target, given)
+        synchronize()
+    print(time.perf_counter() - start)
+
+
+def call_sampler(row: Any, calls: int, is_tiny: bool) -> Sampler:
+    """Measure calls of a module, or pictures of a pipeline."""
     import torch
 
     import strop
     from strop.api import optimize_module
-    from strop.bench.infer_rows import MODELS, ROWS
+    from strop.bench.infer_rows import MODELS
 
-    row = next(row for row in ROWS if row.name == name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = MODELS[row.model]
     dtype = torch.float16 if device.type == "cuda" else torch.float32
@@ -192,10 +307,10 @@ def sampler(name: str, calls: int, is_tiny: bool) -> Callable[[], dict[str, floa
         for _ in range(4):
             call()
     if row.kind == "picture":
-        return lambda: {"time": milliseconds(call, 1)}
+        return lambda: {"time": milliseconds(torch.no_grad()(call), 1)}
 
     def sample() -> dict[str, float]:
-        found = {"time": milliseconds(call, calls), "host": microseconds(call)}
+        found = {"time": milliseconds(torch.no_grad()(call), calls), "host": microseconds(call)}
         loop.begin(None)
         call()
         for measure, is_watched in (("loop", False), ("watched", True)):
@@ -213,20 +328,19 @@ def milliseconds(call: Callable[[], None], count: int) -> float:
     """Of one call, in a queue of ``count``."""
     import torch
 
-    with torch.no_grad():
-        synchronize()
-        if not torch.cuda.is_available():
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            return 1e3 * (time.perf_counter() - start) / count
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+    synchronize()
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
         for _ in range(count):
             call()
-        last.record()
-        synchronize()
-        return first.elapsed_time(last) / count
+        return 1e3 * (time.perf_counter() - start) / count
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    synchronize()
+    return first.elapsed_time(last) / count
 
 
 def microseconds(call: Callable[[], None]) -> float:
@@ -254,5 +368,7 @@ def synchronize() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4] == "True")
+    elif sys.argv[1:2] == ["--cold"]:
+        cold(sys.argv[2], sys.argv[3] == "True")
     else:
         main()
