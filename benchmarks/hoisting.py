@@ -22,7 +22,7 @@ from strop.api import optimize_module
 from strop.bench import models, timer
 from strop.debug.explain import report_of
 from strop.dispatch.dispatcher import Dispatcher
-from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.wording import counted
 
 STEPS = 20  # of a loop
@@ -39,7 +39,7 @@ class Contender:
 
     def __init__(self, config: Any, side: int, *, hoist: bool, knows_timesteps: bool) -> None:
         dtype = torch.float16 if DEVICE.type == "cuda" else torch.float32
-        self.work, self.loop = models.unet_workload(config)(DEVICE, dtype), Loop()
+        self.work, self.loop = models.unet_workload(config)(DEVICE, dtype), DenoiseLoop()
         self.inputs = self.work.inputs((side, side), 2)
         self.timesteps = torch.arange(STEPS * 20, 0, -20, device=DEVICE)
         self.knows_timesteps = knows_timesteps

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from strop.bench import environment
 from strop.train import given_settings, learner, settings
 from strop.train import session as sessions
-from strop.train.loop import Loop
+from strop.train.loop import TrainingLoop
 from strop.train.metrics import NAME, Metrics
 
 WINDOW = 25  # steps that a smoothed loss is the mean of
@@ -141,7 +141,7 @@ def losses(name: str, seed: int, args: argparse.Namespace) -> list[float]:
         sessions.Learner = LEARNERS[name]  # type: ignore[misc]
         watch = Bar(f"{name}, seed {seed}", args.steps)
         made = given_settings.make("text-to-image", given)
-        Loop(sessions.prepare_session(made, watch.stage, watch.warn), watch).run()
+        TrainingLoop(sessions.prepare_session(made, watch.stage, watch.warn), watch).run()
         watch.bar.close()
         rows = [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
     finally:

@@ -17,22 +17,22 @@ from rich.console import Console
 
 import strop
 from strop.cli import models, pictures
-from strop.cli.arguments import Size, check_output
+from strop.cli.arguments import PictureSize, check_output
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, errors, require_diffusion, warn
-from strop.cli.sampling import Request, draw, warm_up
+from strop.cli.sampling import PictureRequest, draw, warm_up
 from strop.cli.stages import compiling, progress_bar, spinner
 from strop.debug.explain import explain
 
-SCENES: tuple[tuple[str, Size], ...] = (
-    ("a red circle above a blue square on a white background", Size(96, 64)),
-    ("a yellow star to the left of a green heart on a navy background", Size(96, 64)),
-    ("a large purple diamond in the center on a beige background", Size(64, 64)),
-    ("a pink ring below an orange triangle on a black background", Size(64, 96)),
-    ("a small cyan cross at the top left on a gray background", Size(96, 96)),
-    ("a green square to the right of a red star on a beige background", Size(96, 64)),
-    ("an orange heart above a purple ring on a white background", Size(64, 96)),
-    ("a large yellow circle on the right on a navy background", Size(96, 96)),
+SCENES: tuple[tuple[str, PictureSize], ...] = (
+    ("a red circle above a blue square on a white background", PictureSize(96, 64)),
+    ("a yellow star to the left of a green heart on a navy background", PictureSize(96, 64)),
+    ("a large purple diamond in the center on a beige background", PictureSize(64, 64)),
+    ("a pink ring below an orange triangle on a black background", PictureSize(64, 96)),
+    ("a small cyan cross at the top left on a gray background", PictureSize(96, 96)),
+    ("a green square to the right of a red star on a beige background", PictureSize(96, 64)),
+    ("an orange heart above a purple ring on a white background", PictureSize(64, 96)),
+    ("a large yellow circle on the right on a navy background", PictureSize(96, 96)),
 )
 COMPARED = (0, 1, 3, 4)
 SEED = 0
@@ -45,7 +45,7 @@ class Sheets:
 
     def __init__(self, pipes: dict[str, Any], steps: int, guidance: float) -> None:
         self.pipes = pipes
-        self.requests = [Request(p, s, steps, guidance, SEED) for p, s in SCENES]
+        self.requests = [PictureRequest(p, s, steps, guidance, SEED) for p, s in SCENES]
         self.pixels: dict[str, dict[int, torch.Tensor]] = {"eager": {}, "strop": {}}
         self.seconds: dict[str, dict[int, float]] = {"eager": {}, "strop": {}}
 
@@ -126,7 +126,7 @@ def run(out: Path, model_name: str, steps: int) -> None:
     Console().print(f"pictures: {targets[0]}, {targets[1]}", markup=False, soft_wrap=True)
 
 
-def _compile(pipe: Any, request: Request) -> float:
+def _compile(pipe: Any, request: PictureRequest) -> float:
     """Put Strop in front of ``pipe``; seconds until everything is compiled."""
     start = time.perf_counter()
     strop.optimize(pipe)

@@ -15,8 +15,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from strop.cli import models, pictures
-from strop.cli.arguments import Size
-from strop.cli.sampling import Request, draw
+from strop.cli.arguments import PictureSize
+from strop.cli.sampling import PictureRequest, draw
 from strop.models import sprites
 from strop.models.sprites.grammar import BACKGROUNDS, COLOURS
 
@@ -101,7 +101,9 @@ def row(folder: Path) -> list[Image.Image]:
     models.quieten()
     pipe = sprites.load_from(folder)
     pipe.set_progress_bar_config(disable=True)
-    requests = [Request(prompt, Size(SIDE, SIDE), STEPS, GUIDANCE, SEED) for prompt in PROMPTS]
+    requests = [
+        PictureRequest(prompt, PictureSize(SIDE, SIDE), STEPS, GUIDANCE, SEED) for prompt in PROMPTS
+    ]
     return [pictures.to_picture(draw(pipe, request)) for request in requests]
 
 

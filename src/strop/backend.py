@@ -19,7 +19,7 @@ from strop.lowering.alike import lower_once
 from strop.options import Options
 from strop.patterns import apply as patterns
 from strop.stages.clock import Clock
-from strop.stages.first_kernels import Builder, FirstKernels
+from strop.stages.first_kernels import FirstKernels, KernelBuilder
 from strop.stages.lowered_plan import LoweredPlan
 from strop.stages.targets import target_for
 
@@ -49,7 +49,7 @@ def compile_captured(
     device: str,
     options: Options,
     name: str,
-    builder: Builder | None = None,
+    builder: KernelBuilder | None = None,
 ) -> Compiled:
     """Compile ``graph``, which came from ``gm``, as ``compile_graph`` does, and leave its files in
     ``options.dump`` where that is set. Raises OptionError where they cannot be written."""
@@ -68,7 +68,7 @@ def compile_graph(
     signature: Signature,
     device: str,
     options: Options,
-    builder: Builder | None = None,
+    builder: KernelBuilder | None = None,
 ) -> Compiled:
     """Make one program for every shape from one functional graph. No kernel is built here, but
     ``builder`` begins the ones that the traced sizes need, as soon as they are printed."""

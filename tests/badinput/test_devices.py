@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.cli.arguments import Device, chosen_device
+from strop.cli.arguments import DeviceName, chosen_device
 from strop.errors import CodegenError, UnsupportedError
 from strop.runtime.build import driver
 from strop.runtime.build import loader as kernels
@@ -135,9 +135,9 @@ def test_the_command_line_says_what_torch_says_of_the_driver(
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    assert chosen_device(Device.auto) == "cpu"
+    assert chosen_device(DeviceName.auto) == "cpu"
     with pytest.raises(Exception, match="driver on your system is too old; use --device cpu"):
-        chosen_device(Device.cuda)
+        chosen_device(DeviceName.cuda)
 
 
 # several GPUs

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from strop.bench import compatibility
-from strop.bench.compatibility import COMPILED, DIFFERS, NOT_RUN, REFUSED, Row
+from strop.bench.compatibility import COMPILED, DIFFERS, NOT_RUN, REFUSED, CompatibilityRow
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.not_built import NOT_BUILT
 from strop.bench.pipelines.tiny import drawn
 
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "compatibility_cpu.json").read_text())
-ROWS = [Row(**row) for row in RESULT["rows"]]
+ROWS = [CompatibilityRow(**row) for row in RESULT["rows"]]
 NOT_DRAWN = {row.name for row in ROWS if row.status == NOT_RUN and row.kind == "pipeline"}
 DRAWN = [case for case in PIPELINES if case.name not in NOT_DRAWN]
 

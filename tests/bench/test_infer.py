@@ -19,7 +19,7 @@ from strop.bench import (
     infer_variants,
     report,
 )
-from strop.bench.infer_contenders import Clock, Plan, attempt, in_order
+from strop.bench.infer_contenders import Deadline, Plan, attempt, in_order
 from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
 from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
@@ -141,7 +141,7 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(infer_variants, "NEEDED_PASSES", passes)
     (row,) = chosen_rows(["P4-512"], tiny=True)
-    found = infer_variants.measure_switches(row, TINY, Clock.of(300), lambda saved: None)
+    found = infer_variants.measure_switches(row, TINY, Deadline.of(300), lambda saved: None)
     switches = found["switches"]
     assert list(switches) == [
         "all on",
@@ -202,13 +202,13 @@ def test_a_slow_peer_leaves_time_to_measure(left: float, limit: float | None) ->
     """It is cut early enough for that, or does not begin where it would be cut for sure."""
     (row,) = chosen_rows(["P1"], tiny=True)
     case = row.case(TINY.torch_dtype)
-    reason, limit_s = infer_measure._terms("inductor-tuned", case, TINY, Clock.of(left))
+    reason, limit_s = infer_measure._terms("inductor-tuned", case, TINY, Deadline.of(left))
     if limit is None:
         assert "left of the budget, it takes 300" in reason
     else:
         assert reason == ""
         assert limit_s == pytest.approx(limit, abs=1.0)
-    assert infer_measure._terms("eager", case, TINY, Clock.of(left)) == ("", 0.0)
+    assert infer_measure._terms("eager", case, TINY, Deadline.of(left)) == ("", 0.0)
 
 
 def test_peers_of_one_setup_are_side_by_side() -> None:

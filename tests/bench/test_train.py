@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import strop.train
 from strop.bench import train, train_loader, train_measure, train_plots, train_report
-from strop.bench.infer_contenders import Clock
+from strop.bench.infer_contenders import Deadline
 from strop.bench.report import plain_table
 from strop.bench.train_loader import Pictures
 from strop.bench.train_loop import PARTS, Loop
@@ -216,18 +216,23 @@ def test_a_rung_that_waits_for_data_takes_more_workers(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(train_measure, "_feed", lambda loop, loader, plan: loader)
 
-    def series(loop: Any, plan: Plan, clock: Clock) -> dict[str, Any]:
+    def series(loop: Any, plan: Plan, clock: Deadline) -> dict[str, Any]:
         work, read = 400.0, 1400.0 / loop.feed.workers
         return {"mean_ms": max(work, read), "wait_ms": max(0.0, read - work)}
 
     monkeypatch.setattr(train_measure, "_series", series)
     plan = replace(TINY, best_loader=(1, True))
-    found = train_measure._timed(loop, compiled, plan, Clock.of(60.0), {}, lambda saved: None)
+    found = train_measure._timed(loop, compiled, plan, Deadline.of(60.0), {}, lambda saved: None)
     assert [tried["loader"]["workers"] for tried in found["loaders"]] == [1, 2, 4]
     assert found["loader"] == {"workers": 4, "is_pinned": True}
     assert found["mean_ms"] == 400.0
     found = train_measure._timed(
-        loop, compiled, replace(plan, best_loader=(8, True)), Clock.of(60.0), {}, lambda saved: None
+        loop,
+        compiled,
+        replace(plan, best_loader=(8, True)),
+        Deadline.of(60.0),
+        {},
+        lambda saved: None,
     )
     assert found["loader"]["workers"] == 8
     assert "loaders" not in found

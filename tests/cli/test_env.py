@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from strop.cli import pictures
-from strop.cli.arguments import Size, nearest_sizes, parse_size
+from strop.cli.arguments import PictureSize, nearest_sizes, parse_size
 from strop.cli.cores import CoreUse, threads_for
 
 from .conftest import Invoke, said
@@ -79,8 +79,8 @@ def test_version(invoke: Invoke) -> None:
 
 
 def test_sizes() -> None:
-    assert parse_size(" 96X64 ") == Size(96, 64)
-    assert str(Size(96, 64)) == "96x64"
+    assert parse_size(" 96X64 ") == PictureSize(96, 64)
+    assert str(PictureSize(96, 64)) == "96x64"
     assert nearest_sizes(64, 16) == (64,)
     assert nearest_sizes(70, 16) == (64, 80)
     assert nearest_sizes(3, 16) == (16,)

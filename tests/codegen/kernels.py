@@ -16,12 +16,12 @@ from strop.ir.dims import Env, Expr, const, symbol, to_expr
 from strop.ir.loops import (
     Apply,
     Axis,
+    CheckIndex,
     Index,
-    Kernel,
     Literal,
     Load,
+    LoopKernel,
     Param,
-    Place,
     Position,
     Reduce,
     Schedule,
@@ -35,7 +35,7 @@ F32, I64, BOOL = torch.float32, torch.int64, torch.bool
 
 @dataclass(frozen=True)
 class Sample:
-    kernel: Kernel
+    kernel: LoopKernel
     numels: tuple[Expr, ...]  # elements of each param
     envs: tuple[Env, ...]  # sizes to test with
 
@@ -101,7 +101,7 @@ class Writer:
         self, value: str, size: Expr | int, wraps: bool = False, guard: str | None = None
     ) -> str:
         out = self.name()
-        self.stmts.append(Place(out, value, to_expr(size), wraps, guard))
+        self.stmts.append(CheckIndex(out, value, to_expr(size), wraps, guard))
         return out
 
     def literal(self, value: float | Expr, dtype: torch.dtype | None = None) -> str:
@@ -147,7 +147,7 @@ def silu_flat(dtype: torch.dtype) -> Sample:
     n = symbol("n")
     w = _writer(dtype)
     w.store(1, index(i=1), w.apply("silu", w.load(0, index(i=1))))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "silu_flat",
         Schedule.POINTWISE,
         (),
@@ -164,7 +164,7 @@ def bias_residual(dtype: torch.dtype) -> Sample:
     at = index(r=c, c=1)
     x = w.apply("add", w.load(0, at), w.load(1, index(c=1)))
     w.store(3, at, w.apply("add", w.load(2, at), x, alpha=0.7))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "bias_residual",
         Schedule.POINTWISE,
         (axis("r", m),),
@@ -181,7 +181,7 @@ def geglu(dtype: torch.dtype) -> Sample:
     w = _writer(dtype)
     value, gate = w.load(0, index(r=2 * c, c=1)), w.load(0, index(c, r=2 * c, c=1))
     w.store(1, index(r=c, c=1), w.apply("mul", value, w.apply("gelu", gate)))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "geglu",
         Schedule.POINTWISE,
         (axis("r", m),),
@@ -204,7 +204,7 @@ def layer_norm(dtype: torch.dtype, c: int = 320) -> Sample:
     y = w.apply("mul", w.apply("sub", x, mean), rstd)
     y = w.apply("add", w.apply("mul", y, w.load(2, lane)), w.load(3, lane))
     w.store(5, at, y)
-    kernel = Kernel(
+    kernel = LoopKernel(
         "layer_norm",
         Schedule.ROW,
         (axis("r", m),),
@@ -225,7 +225,7 @@ def softmax(dtype: torch.dtype) -> Sample:
     e = w.apply("exp", w.apply("sub", x, top))
     (total,) = w.reduce("sum", e)
     w.store(1, at, w.apply("div", e, total))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "softmax",
         Schedule.ROW,
         (axis("r", m),),
@@ -244,7 +244,7 @@ def row_sum(dtype: torch.dtype) -> Sample:
     (total,) = w.reduce("sum", w.load(0, index(r=k, c=1)))
     w.store(1, index(r=1), total)
     w.store(2, index(r=1), w.apply("div", total, w.literal(k)))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "row_sum",
         Schedule.ROW,
         (axis("r", m),),
@@ -263,7 +263,7 @@ def row_range(dtype: torch.dtype) -> Sample:
     (top,) = w.reduce("amax", x)
     (bottom,) = w.reduce("amin", x)
     w.store(1, index(r=1), w.apply("sub", top, bottom))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "row_range",
         Schedule.ROW,
         (axis("r", m),),
@@ -283,7 +283,7 @@ def column_sum(dtype: torch.dtype) -> Sample:
     (total,) = w.reduce("sum", x)
     body = w.take()
     w.store(1, index(c=1), total)
-    kernel = Kernel(
+    kernel = LoopKernel(
         "column_sum",
         Schedule.COLUMN,
         (axis("r", m, reduced=True),),
@@ -305,7 +305,7 @@ def column_extremes(dtype: torch.dtype) -> Sample:
     body = w.take()
     w.store(1, index(n=4, g=1), top)
     w.store(2, index(n=4, g=1), bottom)
-    kernel = Kernel(
+    kernel = LoopKernel(
         "column_extremes",
         Schedule.COLUMN,
         (axis("n", n), axis("r", m, reduced=True)),
@@ -335,7 +335,7 @@ def group_norm_stats(dtype: torch.dtype) -> Sample:
     rstd = w.apply("rsqrt", w.apply("add", var, w.literal(1e-5)))
     w.store(4, index(n=GROUPS, g=1), mean)
     w.store(5, index(n=GROUPS, g=1), rstd)
-    kernel = Kernel(
+    kernel = LoopKernel(
         "group_norm_stats",
         Schedule.COLUMN,
         (axis("n", n), axis("hw", hw, reduced=True)),
@@ -359,7 +359,7 @@ def group_norm_silu(dtype: torch.dtype) -> Sample:
     x = w.apply("mul", w.apply("sub", w.load(0, at), w.load(1, group)), w.load(2, group))
     x = w.apply("add", w.apply("mul", x, w.load(3, lane)), w.load(4, lane))
     w.store(5, at, w.apply("silu", x))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "group_norm_silu",
         Schedule.POINTWISE,
         (axis("n", n), axis("hw", hw)),
@@ -382,7 +382,7 @@ def cat_channels(dtype: torch.dtype) -> Sample:
     x = w.load(0, index(r=a, c=1), guard=first)
     y = w.load(1, index(-a, r=b, c=1), guard=second)
     w.store(2, index(r=a + b, c=1), w.apply("where", first, x, y))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "cat_channels",
         Schedule.POINTWISE,
         (axis("r", m),),
@@ -403,7 +403,7 @@ def upsample_nearest(dtype: torch.dtype) -> Sample:
         index(n=h * w_ * (4 * c), h=w_ * (4 * c), i=w_ * (2 * c), w=2 * c, j=c, c=1),
         x,
     )
-    kernel = Kernel(
+    kernel = LoopKernel(
         "upsample_nearest",
         Schedule.POINTWISE,
         (axis("n", n), axis("h", h), axis("i", 2), axis("w", w_), axis("j", 2)),
@@ -426,7 +426,7 @@ def embeddings_norm(dtype: torch.dtype) -> Sample:
     mean, var = w.reduce("moments", x)
     y = w.apply("sub", x, mean)
     w.store(3, index(b=s * c, s=c, c=1), w.apply("mul", y, w.apply("rsqrt", var)))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "embeddings_norm",
         Schedule.ROW,
         (axis("b", b), axis("s", s)),
@@ -455,7 +455,7 @@ def gather_wrapped(dtype: torch.dtype) -> Sample:
     w.store(
         2, index(n=c, c=1), w.apply("add", x, w.load(0, index(n=6), lookups=((other, const(1)),)))
     )
-    kernel = Kernel(
+    kernel = LoopKernel(
         "gather_wrapped",
         Schedule.POINTWISE,
         (axis("n", n),),
@@ -471,7 +471,7 @@ def nchw_to_nhwc(dtype: torch.dtype) -> Sample:
     w = _writer(dtype)
     x = w.load(0, index(n=c * hw, c=hw, hw=1))
     w.store(1, index(n=c * hw, hw=c, c=1), x)
-    kernel = Kernel(
+    kernel = LoopKernel(
         "nchw_to_nhwc",
         Schedule.POINTWISE,
         (axis("n", n), axis("hw", hw)),
@@ -495,7 +495,7 @@ def timestep_embedding(dtype: torch.dtype) -> Sample:
     first = w.apply("eq", w.position(index(p=1)), w.literal(0, I64), dtype=BOOL)
     y = w.apply("where", first, w.apply("cos", angle), w.apply("sin", angle))
     w.store(1, index(n=2 * half, p=half, i=1), y)
-    kernel = Kernel(
+    kernel = LoopKernel(
         "timestep_embedding",
         Schedule.POINTWISE,
         (axis("n", n),),
@@ -517,7 +517,7 @@ def casts(dtype: torch.dtype) -> Sample:
     w.store(1, index(i=1), z)
     w.store(2, index(i=1), w.apply("cast", y, dtype=I64))
     w.store(3, index(i=1), w.apply("gt", z, w.literal(0.0), dtype=BOOL))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "casts",
         Schedule.POINTWISE,
         (),
@@ -540,7 +540,7 @@ def pointwise(
     names = [w.load(k, index(i=1), compute_dtype(dtype)) for k, dtype in enumerate(args)]
     value = w.apply(op, *names, dtype=out, **dict(attrs or {}))
     w.store(len(args), index(i=1), value)
-    kernel = Kernel(
+    kernel = LoopKernel(
         f"pointwise_{op}",
         Schedule.POINTWISE,
         (),
@@ -551,7 +551,7 @@ def pointwise(
     return Sample(kernel, (n,) * (len(args) + 1), envs("n", [1], [1000]))
 
 
-def every_row(dtype: torch.dtype) -> Kernel:
+def every_row(dtype: torch.dtype) -> LoopKernel:
     """All pointwise rows that compute in this type, each stored to a param of its own."""
     w = Writer(compute_dtype(dtype))
     flags = [w.load(k, index(i=1), BOOL) for k in range(3)]
@@ -568,7 +568,9 @@ def every_row(dtype: torch.dtype) -> Kernel:
         value = w.apply(row.name, *args, dtype=outs[-1], **row.attrs)
         w.store(5 + len(outs), index(i=1), value)
     params = reads(BOOL, BOOL, BOOL, dtype, dtype, dtype) + writes(*outs)
-    return Kernel("every_row", Schedule.POINTWISE, (), (axis("i", symbol("n")),), params, w.take())
+    return LoopKernel(
+        "every_row", Schedule.POINTWISE, (), (axis("i", symbol("n")),), params, w.take()
+    )
 
 
 SAMPLES: Mapping[str, Callable[[torch.dtype], Sample]] = {

@@ -10,7 +10,7 @@ import torch
 from strop.codegen.cpp import emit
 from strop.ir.dims import Expr, const, product, symbol
 from strop.ir.interpret import run
-from strop.ir.loops import Axis, Index, Kernel, Param, Schedule
+from strop.ir.loops import Axis, Index, LoopKernel, Param, Schedule
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels
@@ -98,7 +98,7 @@ class Builder:
 
     def build(self, name: str) -> kernels.Sample:
         rows, cols, body, tail = getattr(self, self.schedule.value)()
-        kernel = Kernel(name, self.schedule, rows, cols, tuple(self.params), body, tail)
+        kernel = LoopKernel(name, self.schedule, rows, cols, tuple(self.params), body, tail)
         return kernels.Sample(kernel, tuple(self.numels), ENVS)
 
     def pointwise(self):

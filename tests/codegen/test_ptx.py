@@ -12,7 +12,7 @@ import torch
 
 from strop.codegen.triton import emit
 from strop.ir.dims import symbol
-from strop.ir.loops import Kernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule
 from strop.runtime.build.cubin import compile_cubin
 from tests.codegen.kernels import Sample, Writer, axis, index, reads, writes
 from tests.codegen.triton_samples import CONTIGUOUS
@@ -25,7 +25,7 @@ ASYNC = re.compile(r"\bcp\.async\.\w+\.shared\.global[\w.:]* \[[^\]]*\], \[[^\]]
 
 
 @cache
-def ptx(kernel: Kernel) -> str:
+def ptx(kernel: LoopKernel) -> str:
     texts: list[str] = []
     usual = triton.compile
 
@@ -41,7 +41,7 @@ def ptx(kernel: Kernel) -> str:
     return text
 
 
-def widths(kernel: Kernel) -> dict[str, set[int]]:
+def widths(kernel: LoopKernel) -> dict[str, set[int]]:
     """Bytes of the accesses to global memory."""
     text = ptx(kernel)
     found: dict[str, set[int]] = {"ld": set(), "st": set()}
@@ -92,7 +92,7 @@ def moved(offset: int, factor: int) -> Sample:
     w = Writer(torch.float32)
     w.store(1, index(i=1), w.apply("mul", w.load(0, index(offset, i=1)), w.literal(2.0)))
     params = reads(F16) + writes(F16)
-    kernel = Kernel("moved", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
+    kernel = LoopKernel("moved", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
     return Sample(kernel, (n + offset, n), ())
 
 

@@ -13,7 +13,7 @@ from strop.codegen.triton import emit
 from strop.codegen.triton_interpreter import interpret
 from strop.ir import interpret as judge
 from strop.ir.dims import symbol
-from strop.ir.loops import Kernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule
 from strop.ir.ops import OPS, POINTWISE, Operands, Types
 from strop.ir.source import Emitted, KernelForm
 from tests.codegen import kernels, triton_samples
@@ -111,7 +111,7 @@ def looped_layer_norm(dtype: torch.dtype) -> Sample:
     w.store(2, index(r=1), top)
     axes = (axis("r", m),), (axis("c", k, reduced=True),)
     params = reads(dtype) + writes(dtype, dtype)
-    kernel = Kernel("looped", Schedule.ROW, *axes, params, w.take())
+    kernel = LoopKernel("looped", Schedule.ROW, *axes, params, w.take())
     return Sample(kernel, (m * k, m * k, m), ({"m": 3, "k": 4500},))
 
 
@@ -127,7 +127,7 @@ def test_whole_reduction_to_one_number():
     (total,) = w.reduce("sum", w.load(0, index(c=1)))
     w.store(1, index(), total)
     params = reads(F32) + writes(F32)
-    kernel = Kernel("total", Schedule.ROW, (), (axis("c", k, True),), params, w.take())
+    kernel = LoopKernel("total", Schedule.ROW, (), (axis("c", k, True),), params, w.take())
     check(Sample(kernel, (k, symbol("one")), ()), {"k": 5000, "one": 1})
 
 
@@ -139,7 +139,9 @@ def test_tail_uses_values_of_the_body():
     body = w.take()
     w.store(2, index(c=1), w.apply("mul", total, scale))
     axes = (axis("r", m, True),), (axis("c", 24),)
-    kernel = Kernel("scaled", Schedule.COLUMN, *axes, reads(F32, F32) + writes(F32), body, w.take())
+    kernel = LoopKernel(
+        "scaled", Schedule.COLUMN, *axes, reads(F32, F32) + writes(F32), body, w.take()
+    )
     sample = Sample(kernel, (m * 24, symbol("c"), symbol("c")), ())
     check(sample, {"m": 9, "c": 24}, splits=2)
 
@@ -163,7 +165,7 @@ def test_cast_rounds():
     x = w.apply("cast", w.apply("mul", w.load(0, index(i=1)), w.literal(3.1)), dtype=F16)
     w.store(1, index(i=1), w.apply("sub", x, w.load(0, index(i=1))))
     params = reads(F32) + writes(F32)
-    kernel = Kernel("round", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
+    kernel = LoopKernel("round", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
     check(Sample(kernel, (n, n), ()), {"n": 1000})
 
 

@@ -9,7 +9,7 @@ import torch
 from strop.codegen.triton import emit
 from strop.codegen.triton_interpreter import interpret
 from strop.codegen.triton_text import loads_first
-from strop.ir.loops import Kernel, Load, Reduce, Schedule, Store, args_of, outs_of
+from strop.ir.loops import Load, LoopKernel, Reduce, Schedule, Store, args_of, outs_of
 from tests.codegen.kernels import Writer, axis, index, reads, writes
 from tests.codegen.triton_samples import CONTIGUOUS
 
@@ -32,19 +32,19 @@ def test_loads_come_before_reductions_and_stores_behind_loads():
         known.update(outs_of(stmt))
 
 
-def gelu(dtype: torch.dtype, size: int) -> Kernel:
+def gelu(dtype: torch.dtype, size: int) -> LoopKernel:
     w = Writer(torch.float32)
     w.store(1, index(i=1), w.apply("gelu", w.load(0, index(i=1)), dtype=dtype))
     params = reads(dtype) + writes(dtype)
-    return Kernel("gelu", Schedule.POINTWISE, (), (axis("i", size),), params, w.take())
+    return LoopKernel("gelu", Schedule.POINTWISE, (), (axis("i", size),), params, w.take())
 
 
-def gelu_backward(dtype: torch.dtype, size: int) -> Kernel:
+def gelu_backward(dtype: torch.dtype, size: int) -> LoopKernel:
     w = Writer(torch.float32)
     loads = [w.load(n, index(i=1)) for n in range(2)]
     w.store(2, index(i=1), w.apply("gelu_backward", *loads, dtype=dtype))
     params = reads(dtype) + reads(dtype) + writes(dtype)
-    return Kernel("slope", Schedule.POINTWISE, (), (axis("i", size),), params, w.take())
+    return LoopKernel("slope", Schedule.POINTWISE, (), (axis("i", size),), params, w.take())
 
 
 def test_the_short_slope_of_gelu_is_as_accurate_as_eager_for_every_number():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from strop.ir.dims import const, symbol
-from strop.ir.loops import Kernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule
 from strop.ir.ops import compute_dtype
 from tests.codegen import kernels
 from tests.codegen.kernels import Sample, Writer, axis, envs, index, reads, writes
@@ -23,7 +23,7 @@ def geglu(dtype: torch.dtype, channels: int) -> Sample:
     w.store(1, index(r=channels, c=1), w.apply("mul", value, w.apply("gelu", gate)))
     axes = (axis("r", m),), (axis("c", channels),)
     params = reads(dtype) + writes(dtype)
-    kernel = Kernel("geglu", Schedule.POINTWISE, *axes, params, w.take())
+    kernel = LoopKernel("geglu", Schedule.POINTWISE, *axes, params, w.take())
     return Sample(kernel, (m * (2 * channels), m * channels), envs("b h", [2, 8]))
 
 
@@ -40,7 +40,7 @@ def group_norm_stats(dtype: torch.dtype, channels: int) -> Sample:
     rstd = w.apply("rsqrt", w.apply("add", var, w.literal(1e-5)))
     w.store(1, index(n=GROUPS, g=1), mean)
     w.store(2, index(n=GROUPS, g=1), rstd)
-    kernel = Kernel(
+    kernel = LoopKernel(
         "group_norm_stats",
         Schedule.COLUMN,
         (axis("n", n), axis("hw", hw, reduced=True)),
@@ -62,7 +62,7 @@ def group_norm_silu(dtype: torch.dtype, channels: int) -> Sample:
     x = w.apply("mul", w.apply("sub", w.load(0, at), w.load(1, group)), w.load(2, group))
     x = w.apply("add", w.apply("mul", x, w.load(3, lane)), w.load(4, lane))
     w.store(5, at, w.apply("silu", x))
-    kernel = Kernel(
+    kernel = LoopKernel(
         "group_norm_silu",
         Schedule.POINTWISE,
         (axis("n", n), axis("hw", hw)),
@@ -81,7 +81,7 @@ def nchw_to_nhwc(dtype: torch.dtype, channels: int) -> Sample:
     w.store(1, index(n=hw * channels, hw=channels, c=1), x)
     axes = (axis("n", n), axis("hw", hw)), (axis("c", channels),)
     params = reads(dtype) + writes(dtype)
-    kernel = Kernel("nchw_to_nhwc", Schedule.POINTWISE, *axes, params, w.take())
+    kernel = LoopKernel("nchw_to_nhwc", Schedule.POINTWISE, *axes, params, w.take())
     return Sample(kernel, (n * hw * channels,) * 2, envs("n h w", [2, 4, 8]))
 
 
@@ -90,7 +90,7 @@ def silu_flat(dtype: torch.dtype, channels: int) -> Sample:
     w = Writer(compute_dtype(dtype))
     w.store(1, index(i=1), w.apply("silu", w.load(0, index(i=1))))
     params = reads(dtype) + writes(dtype)
-    kernel = Kernel("silu_flat", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
+    kernel = LoopKernel("silu_flat", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
     return Sample(kernel, (n, n), envs("n", [8]))
 
 

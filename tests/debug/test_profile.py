@@ -21,7 +21,7 @@ from strop.api import dispatchers_of
 from strop.debug import ceilings, profile, roofline, step_times, trace
 from strop.debug.ceilings import Ceilings
 from strop.debug.profile import measured, profiled, watched
-from strop.debug.roofline import EVENTS, HOST, PROFILER, Cost, ProfileRow, Times, profile_row
+from strop.debug.roofline import EVENTS, HOST, PROFILER, ProfileRow, StepCost, Times, profile_row
 from strop.debug.roofline_page import plot, profile_section
 from strop.debug.trace import Traced, attribute, label, own_times
 from strop.errors import OptionError
@@ -185,8 +185,8 @@ LIMITS = Ceilings(1e12, {"float16": 1e14, "float32": 1e13})
 
 def cost(
     number: int, num_bytes: int, flops: int, unit: str = "float32", kind: str = "row kernel"
-) -> Cost:
-    return Cost(number, f"step_{number}", kind, "", num_bytes, flops, unit, False)
+) -> StepCost:
+    return StepCost(number, f"step_{number}", kind, "", num_bytes, flops, unit, False)
 
 
 COSTS = [

@@ -16,7 +16,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_runner import EntryRunner
 from strop.runtime.run import cuda_graphs as graphs
-from strop.runtime.run.cuda_graphs import Captured, GraphPool, MakeBound
+from strop.runtime.run.cuda_graphs import CapturedGraph, GraphPool, MakeBound
 from strop.runtime.run.workspace import workspace_of
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Recorded:
 
 
 class Pool(GraphPool):
-    """The graphs of the CPU. Prologues, tables and copied inputs are ``Captured``'s own."""
+    """The graphs of the CPU. Prologues, tables and copied inputs are ``CapturedGraph``'s own."""
 
     def __init__(self) -> None:
         self.device, self.num_captures, self._graphs = CPU, 0, OrderedDict()
@@ -60,7 +60,7 @@ class Pool(GraphPool):
         for key in [k for k in self._graphs if k[0] == owner]:
             del self._graphs[key]
 
-    def _capture(self, inputs: Sequence[Tensor], specs: Any, make: MakeBound) -> Captured:
+    def _capture(self, inputs: Sequence[Tensor], specs: Any, make: MakeBound) -> CapturedGraph:
         bound = make(workspace_of(CPU, 0), 0)
         static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
         bound.run(static)
@@ -72,7 +72,7 @@ class Pool(GraphPool):
             timed = Recorded(lambda: bound.run_timed(static))
         graph = Recorded(lambda: bound.run_rest(static))
         self.num_captures += 1
-        return Captured(
+        return CapturedGraph(
             graph,
             prologue,
             timed,

@@ -20,7 +20,7 @@ import strop
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.tiny import drawn
 from strop.dispatch.module_state import ModuleState
-from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.loop.denoise_loop import DenoiseLoop
 from tests.diffusion.replayed import replayed_first
 from tests.e2e import tiny
 
@@ -190,14 +190,14 @@ def test_a_block_that_comes_with_a_hook_runs_it() -> None:
 def of_user(pipe: Any) -> bool:
     """What a loop of the pipeline notes."""
     seen: list[bool] = []
-    begin = Loop.begin
+    begin = DenoiseLoop.begin
 
-    def noted(loop: Loop, *args: Any, **how: Any) -> None:
+    def noted(loop: DenoiseLoop, *args: Any, **how: Any) -> None:
         begin(loop, *args, **how)
         seen.append(loop.has_user_code)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "begin", noted)
+        patch.setattr(DenoiseLoop, "begin", noted)
         picture(pipe)
     (found,) = set(seen)
     return found

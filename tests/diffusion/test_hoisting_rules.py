@@ -18,9 +18,9 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.signature import Skeleton
 from strop.ir.dims import const
 from strop.ir.program import CallStep, TensorRef
-from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.loop.hoisting import prologue_of, stamp_of, versions_of
-from strop.runtime.run.cuda_graphs import Captured
+from strop.runtime.run.cuda_graphs import CapturedGraph
 from strop.runtime.run.executor import Bound
 from tests.diffusion.test_hoisting import plain  # noqa: F401
 from tests.e2e import tiny
@@ -90,7 +90,7 @@ FORWARDS: dict[Forward, int] = {
 }
 
 
-def optimized(forward: Forward, loop: Loop, **more: Any) -> tuple[Net, Dispatcher]:
+def optimized(forward: Forward, loop: DenoiseLoop, **more: Any) -> tuple[Net, Dispatcher]:
     net = Net(forward).eval()
     how = {"adapter": SecondIsSteady(), "loop": loop}
     return net, optimize_module(net, tiny.options(**{"hoist": True} | more), **how)
@@ -108,7 +108,7 @@ def bound_of(dispatcher: Dispatcher) -> Bound:
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
 def test_what_is_hoisted(forward: Forward) -> None:
-    loop = Loop()
+    loop = DenoiseLoop()
     net, dispatcher = optimized(forward, loop)
     twin = Net(forward).eval()
     x, p = arguments()
@@ -129,7 +129,7 @@ def test_what_is_hoisted(forward: Forward) -> None:
 
 
 def test_a_program_that_writes_to_an_argument_keeps_all_its_steps() -> None:
-    net, dispatcher = optimized(keys, Loop())
+    net, dispatcher = optimized(keys, DenoiseLoop())
     net(*arguments())
     bound = bound_of(dispatcher)
     number, buffer = next((n, b) for n, b in enumerate(bound.program.buffers) if b.kind == "input")
@@ -142,7 +142,7 @@ def test_a_program_that_writes_to_an_argument_keeps_all_its_steps() -> None:
 
 
 def test_a_failing_lookup_raises_at_every_step() -> None:
-    loop = Loop()
+    loop = DenoiseLoop()
     net, _ = optimized(looked_up, loop)
     x, p = arguments()
     p.fill_(WIDTH)
@@ -154,7 +154,7 @@ def test_a_failing_lookup_raises_at_every_step() -> None:
 
 def test_a_checked_run_judges_every_step() -> None:
     """Options.check watches runs in their order, prologue first."""
-    loop = Loop()
+    loop = DenoiseLoop()
     net, dispatcher = optimized(two_in_a_row, loop, check=True, cache_dir="")
     loop.begin()
     net(*arguments())
@@ -163,7 +163,7 @@ def test_a_checked_run_judges_every_step() -> None:
 
 
 def test_weights_of_inference_mode_are_not_reused() -> None:
-    loop = Loop()
+    loop = DenoiseLoop()
     with torch.inference_mode():
         weight = nn.Parameter(torch.ones(WIDTH))
         net, _ = optimized(two_in_a_row, loop)
@@ -194,14 +194,14 @@ class Recorded:
 
 
 def test_a_graph_replays_its_prologue_when_it_must() -> None:
-    loop = Loop()
+    loop = DenoiseLoop()
     net, dispatcher = optimized(two_in_a_row, loop)
     x, p = arguments()
     expected = net(x, p)
     bound, inputs, result = bound_of(dispatcher), arguments(), torch.empty_like(expected)
     prologue = Recorded(lambda: bound.run_prologue(inputs))
     rest = Recorded(lambda: result.copy_(*bound.run_rest(inputs)))
-    captured = Captured(rest, prologue, None, inputs, (result,), bound, 0, 0)  # type: ignore[arg-type]
+    captured = CapturedGraph(rest, prologue, None, inputs, (result,), bound, 0, 0)  # type: ignore[arg-type]
 
     def replay(number: int, p: Tensor) -> int:
         found, _ = captured.replay([x, p], stamp_of(number, [p]))

@@ -15,9 +15,9 @@ import strop
 from strop.api import optimize_module
 from strop.dispatch.dispatcher import Dispatcher
 from strop.runtime.loop import hoisting, timetable
-from strop.runtime.loop.denoise_loop import Loop, moment_of, place_among
+from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of, place_among
 from strop.runtime.loop.hoisting import stamp_of
-from strop.runtime.run.cuda_graphs import Captured
+from strop.runtime.run.cuda_graphs import CapturedGraph
 from strop.runtime.run.executor import Bound
 from tests.diffusion.test_hoisting import (
     STEPS,
@@ -355,7 +355,7 @@ def test_nothing_waits_for_the_garbage_collector():
 
 def test_a_graph_that_reads_no_argument_copies_none():
     """One that asks an argument for its size alone."""
-    net, loop = Sizes().eval(), Loop()
+    net, loop = Sizes().eval(), DenoiseLoop()
     dispatcher = optimize_module(net, tiny.options(hoist=True), loop=loop)
     with torch.no_grad():
         x = torch.randn(2, 3)
@@ -364,7 +364,7 @@ def test_a_graph_that_reads_no_argument_copies_none():
         (bound,) = entry.bounds.values()
         result = torch.empty_like(expected)
         rest = Recorded(lambda: result.copy_(*bound.run_rest([x])))
-        captured = Captured(rest, None, None, (x,), (result,), bound, 0, 0)  # type: ignore[arg-type]
+        captured = CapturedGraph(rest, None, None, (x,), (result,), bound, 0, 0)  # type: ignore[arg-type]
         assert bound.late_arguments == []
         assert torch.equal(captured.replay([x], None)[0][0], expected)
 
@@ -386,7 +386,7 @@ def test_a_graph_replays_what_no_timetable_has(plain: Iterator[None]):  # noqa: 
         Recorded(lambda: result.copy_(*bound.run_rest(inputs))),
     ]
     prologue, timed, rest = parts
-    captured = Captured(rest, prologue, timed, tuple(inputs), (result,), bound, 0, 5, 2)  # type: ignore[arg-type]
+    captured = CapturedGraph(rest, prologue, timed, tuple(inputs), (result,), bound, 0, 5, 2)  # type: ignore[arg-type]
 
     def replay(place: int, number: int, known: Tensor | None, launches: int) -> list[int]:
         given, t = stamp_of(number, [prompt]), times[place].expand(2)

@@ -23,7 +23,7 @@ from strop.fusion.plan import FusionPlan
 from strop.fusion.planner import plan
 from strop.ir.dims import Env
 from strop.ir.graph import Graph
-from strop.ir.loops import Kernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule
 from strop.ir.source import Emitted, KernelForm
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 HINTS = {"b": 4, "r": 6, "c": 96}
 ENVS = ({"b": 2, "r": 5, "c": 7}, {"b": 1, "r": 1, "c": 1}, {"b": 3, "r": 9, "c": 130})
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-Built = dict[Kernel, tuple[Emitted, NativeFunction]]
+Built = dict[LoopKernel, tuple[Emitted, NativeFunction]]
 ROW, COLUMN, POINTWISE = Schedule.ROW, Schedule.COLUMN, Schedule.POINTWISE
 
 
@@ -259,7 +259,7 @@ def test_meaning_of_a_plan(name: str):
 
 
 def interpreted(
-    kernel: Kernel, tensors: Sequence[Tensor], env: Env, *, with_variants: bool = False
+    kernel: LoopKernel, tensors: Sequence[Tensor], env: Env, *, with_variants: bool = False
 ) -> None:
     emitted: Emitted | KernelForm = emit(kernel)
     if with_variants:
@@ -296,7 +296,7 @@ def test_triton(name: str):
 @pytest.fixture(scope="module")
 def native(
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[Kernel, tuple[Emitted, NativeFunction]]:
+) -> dict[LoopKernel, tuple[Emitted, NativeFunction]]:
     """The C++ functions of all cases, from one run of the compiler."""
     kernels = [low.kernel for name in CASES for low in lowered(name)]
     emitted = [cpp.emit(kernel) for kernel in kernels]
@@ -307,7 +307,7 @@ def native(
 
 @pytest.mark.parametrize("name", CASES)
 def test_cpp(name: str, native: Built):
-    def execute(kernel: Kernel, tensors: Sequence[Tensor], env: Env) -> None:
+    def execute(kernel: LoopKernel, tensors: Sequence[Tensor], env: Env) -> None:
         emitted, function = native[kernel]
         launch(function, emitted, tensors, env)
 

@@ -20,7 +20,7 @@ from strop.fusion.planner import plan
 from strop.fusion.stitch import stitches
 from strop.ir.dims import Env
 from strop.ir.graph import Graph, Ref
-from strop.ir.loops import Kernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule
 from strop.options import Options
 from strop.passes import run as run_passes
 from tests.frontend.tracing import trace
@@ -106,7 +106,7 @@ def test_meaning_of_the_whole(name: str, env: Env):
         torch.testing.assert_close(own, theirs, rtol=1e-9, atol=1e-9)
 
 
-def interpreted(kernel: Kernel, tensors: Sequence[Tensor], env: Env, most: int) -> None:
+def interpreted(kernel: LoopKernel, tensors: Sequence[Tensor], env: Env, most: int) -> None:
     from strop.codegen.triton import emit
 
     variants = stitched(kernel) if kernel.schedule is Schedule.ROW else ()

@@ -22,7 +22,7 @@ from strop.codegen.triton_interpreter import interpret
 from strop.dispatch import entry_runner, variants
 from strop.ir.device import CPU
 from strop.ir.interpret import run
-from strop.ir.loops import Kernel
+from strop.ir.loops import LoopKernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource, Split
 from strop.runtime.build.background import BackgroundBuild, BuildOrder
@@ -30,10 +30,10 @@ from strop.runtime.run import link
 from strop.stages.targets import TARGETS
 from tests.lowering.run_plan import with_offsets
 
-_KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}
+_KERNELS: dict[tuple[KernelSource, Any], LoopKernel] = {}
 
 
-def _emit(kernel: Kernel) -> Emitted:
+def _emit(kernel: LoopKernel) -> Emitted:
     emitted = cpp.emit(kernel)
     _KERNELS[emitted.source, emitted.scalars] = kernel
     return emitted

@@ -15,7 +15,7 @@ import strop
 from strop.ir.device import CPU, Device
 from strop.kernels import library
 from strop.kernels.gemm.geglu import HALVES, MOST_NUMBERS, ROW, geglu
-from strop.kernels.kernel import NEVER, Call, Launch, Scratch, Torch
+from strop.kernels.kernel import NEVER, Call, Launch, PartScratch, Torch
 from strop.options import Options
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
 from strop.testing import assert_as_accurate_as_eager
@@ -112,7 +112,7 @@ def test_what_is_launched() -> None:
     assert isinstance(product, Torch)
     assert isinstance(gates, Launch)
     assert product.operands[-1] == gates.operands[0]
-    assert launches.scratch == (Scratch((100, 2560), torch.float16),)
+    assert launches.scratch == (PartScratch((100, 2560), torch.float16),)
     assert gates.scalars == (100 * 1280,)
     assert launches.sources == (geglu(1280, torch.float16, has_bias=True),)
 

@@ -18,14 +18,14 @@ from strop.ir.affine import strided
 from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.interpret import run
-from strop.ir.loops import Index, Kernel, Load, Store
+from strop.ir.loops import Index, Load, LoopKernel, Store
 from strop.lowering.lower import lower
 from strop.runtime.run.library_calls import ALLOCATING
 
 Memory = dict[Node, Tensor]
 
 
-Execute = Callable[[Kernel, Sequence[Tensor], Env], None]
+Execute = Callable[[LoopKernel, Sequence[Tensor], Env], None]
 
 
 def run_plan(
@@ -73,7 +73,7 @@ def _empty(node: Node, env: Env, *, exact: bool) -> Tensor:
     return flat.as_strided(sizes, strides)
 
 
-def with_offsets(kernel: Kernel, offsets: Sequence[Any]) -> Kernel:
+def with_offsets(kernel: LoopKernel, offsets: Sequence[Any]) -> LoopKernel:
     def moved(stmt: Any) -> Any:
         if not isinstance(stmt, Load | Store):
             return stmt

@@ -12,7 +12,7 @@ import strop
 from strop.codegen.triton import emit
 from strop.codegen.triton_interpreter import interpret
 from strop.ir.dims import to_expr
-from strop.ir.loops import Kernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule
 from strop.options import Options
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.kernels import Sample, Writer, axis, index, reads, writes
@@ -61,9 +61,9 @@ def summed(schedule: Schedule, rows: int, length: int) -> Sample:
     params = reads(F32) + writes(F32)
     outer, inner = axis("r", rows), axis("c", length, reduced=True)
     if is_row:
-        kernel = Kernel("summed", schedule, (outer,), (inner,), params, body + tail, ())
+        kernel = LoopKernel("summed", schedule, (outer,), (inner,), params, body + tail, ())
     else:
-        kernel = Kernel("summed", schedule, (inner,), (outer,), params, body, tail)
+        kernel = LoopKernel("summed", schedule, (inner,), (outer,), params, body, tail)
     return Sample(kernel, (to_expr(rows * length), to_expr(rows)), ({},))
 
 

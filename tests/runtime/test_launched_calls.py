@@ -19,8 +19,8 @@ from strop.kernels.kernel import (
     Launches,
     Lies,
     Operand,
+    PartScratch,
     Scalar,
-    Scratch,
     Stride,
     Torch,
     View,
@@ -308,7 +308,11 @@ def test_a_sum_is_copied_unless_it_is_there() -> None:
 def test_scratch() -> None:
     """Pieces lie apart, each at an aligned address; a part may see the first of one as another
     shape."""
-    pieces = (Scratch((3, 5), HALF), Scratch((4, 6), torch.float32), Scratch((1,), HALF))
+    pieces = (
+        PartScratch((3, 5), HALF),
+        PartScratch((4, 6), torch.float32),
+        PartScratch((1,), HALF),
+    )
     kernels = Kernels()
     parts = (
         launch(*(Operand(scratch(n)) for n in range(3)), name="whole"),

@@ -12,7 +12,7 @@ from strop.codegen.triton_interpreter import interpret
 from strop.ir.source import KernelSource
 from strop.train import optimizer
 from strop.train.cuda_step import CudaStep
-from strop.train.rules import Rule
+from strop.train.rules import UpdateRule
 from strop.train.sources import Tuning, Tunings
 from strop.train.step import Memory
 
@@ -41,7 +41,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     """Let optimizers of CPU tensors step as on a GPU."""
     launcher = Launcher()
 
-    def make(device: torch.device, rule: Rule, memory: Memory, seed: int | None) -> CudaStep:
+    def make(device: torch.device, rule: UpdateRule, memory: Memory, seed: int | None) -> CudaStep:
         return CudaStep(device, rule, memory, seed, launcher, SMALL)
 
     monkeypatch.setattr(optimizer, "make_stepper", make)

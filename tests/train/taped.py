@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from strop.ir.source import KernelSource
 from strop.train import cuda_step, optimizer, recording
 from strop.train.cuda_step import CudaStep
-from strop.train.rules import Rule
+from strop.train.rules import UpdateRule
 from strop.train.step import Memory
 from tests.train import interpreted
 
@@ -130,7 +130,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     launcher = Launcher(recorder)
 
-    def make(device: torch.device, rule: Rule, memory: Memory, seed: int | None) -> CudaStep:
+    def make(device: torch.device, rule: UpdateRule, memory: Memory, seed: int | None) -> CudaStep:
         return CudaStep(device, rule, memory, seed, launcher, interpreted.SMALL)
 
     monkeypatch.setattr(optimizer, "make_stepper", make)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.train.closure_walk import Watched, reached
+from strop.train.closure_walk import WatchedModules, reached
 
 NET = nn.Linear(2, 2)
 
@@ -133,7 +133,7 @@ CHANGES: dict[Callable[[nn.Sequential], None], str] = {
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
 def test_changes_are_noticed(change: Callable[[nn.Sequential], None]) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1)))
-    watched = Watched([net])
+    watched = WatchedModules([net])
     places, modes = watched.places(), watched.modes()
     assert watched.still_lists([net])
     change(net)

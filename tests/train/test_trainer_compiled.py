@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import strop
 from strop.cli import app
 from strop.models.sprites import network, settings, vocabulary
-from strop.train.loop import Loop
+from strop.train.loop import TrainingLoop
 from strop.train.session import Session
 from tests.e2e import tiny
 from tests.train import trainer
@@ -77,7 +77,7 @@ NIGHTLY = ("checkpointed", "adapters")
 
 def trained(run: Run, values: dict[str, Any]) -> Session:
     made = trainer.session(run.task, **values)
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     return made
 
 

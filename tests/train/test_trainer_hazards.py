@@ -23,7 +23,7 @@ from strop.errors import TrainingError
 from strop.train import checkpoint, files
 from strop.train import model as models
 from strop.train.data import Batch
-from strop.train.loop import Loop, Outcome
+from strop.train.loop import Outcome, TrainingLoop
 from tests.e2e.tiny import DEVICES
 from tests.train import trainer
 
@@ -174,7 +174,7 @@ def test_empty_captions(cached: bool, tiny_model: Path, tmp_path: Path) -> None:
         empty = models.embeddings_of(made.model, empty)
     same = [torch.equal(row, empty[0]) for row in made.source.batch(0).text]
     assert sorted(same) == [False, True, True]
-    assert Loop(made, trainer.Watch()).run().step == 3
+    assert TrainingLoop(made, trainer.Watch()).run().step == 3
 
 
 def test_latents_that_are_not_finite_are_not_cached(
@@ -182,7 +182,7 @@ def test_latents_that_are_not_finite_are_not_cached(
 ) -> None:
     honest = models.moments_of
 
-    def overflows(model: models.Model, pixels: Tensor) -> Tensor:
+    def overflows(model: models.DiffusionModel, pixels: Tensor) -> Tensor:
         found = honest(model, pixels)
         found[2, 0, 0, 0] = torch.inf
         return found
@@ -207,7 +207,7 @@ def tensors_alive() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-def measured(loop: Loop, every: int, used: Callable[[], int]) -> list[tuple[int, int]]:
+def measured(loop: TrainingLoop, every: int, used: Callable[[], int]) -> list[tuple[int, int]]:
     """Run it to its end: tensors and bytes after each ``every`` steps, losses reported."""
     seen: list[tuple[int, int]] = []
     after = loop._after_step
@@ -253,7 +253,7 @@ def test_memory_over_500_steps(
         ),
     )
     used, limit = MEMORY[device]
-    counts, sizes = zip(*measured(Loop(made, trainer.Watch()), 100, used), strict=True)
+    counts, sizes = zip(*measured(TrainingLoop(made, trainer.Watch()), 100, used), strict=True)
     assert len(counts) == 5
     assert max(counts) - counts[0] <= MOST_TENSORS, counts
     assert max(sizes) <= limit(sizes[0]), sizes
@@ -265,7 +265,7 @@ def test_a_leak_would_be_seen(tiny_model: Path, pictures: Path, tmp_path: Path) 
         "text-to-image",
         **values(tiny_model, pictures, tmp_path, max_train_steps=50, checkpointing_steps=50),
     )
-    loop, kept = Loop(made, trainer.Watch()), []
+    loop, kept = TrainingLoop(made, trainer.Watch()), []
     honest = loop.objective
 
     def leaky(batch: Batch, number: int) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 
 from strop.errors import OptionError, TrainingError
 from strop.train.lock import HOLDER, NAME, Hold
-from strop.train.loop import Loop
+from strop.train.loop import TrainingLoop
 from tests.train import trainer
 
 HOLDS = """
@@ -84,7 +84,7 @@ def test_a_training_holds_its_folder_until_it_ends(
     session = trainer.holding("text-to-image", **given)
     with pytest.raises(TrainingError, match="another training writes"):
         trainer.holding("text-to-image", **given)
-    Loop(session, trainer.Watch()).run()
+    TrainingLoop(session, trainer.Watch()).run()
     assert not (tmp_path / "out" / HOLDER).exists()
     Hold(tmp_path / "out", print).release()
 

@@ -16,7 +16,7 @@ from strop.errors import OptionError, TrainingError
 from strop.train import compiled, given_settings, training_settings
 from strop.train.data import Batch
 from strop.train.draws import generator
-from strop.train.loop import Loop
+from strop.train.loop import TrainingLoop
 from strop.train.objective import Objective, joined, snr_weights, target_of
 from strop.train.schedules import learning_rate
 from tests.e2e.tiny import DEVICES, cache_dir
@@ -194,7 +194,7 @@ def test_it_learns(
         return torch.stack(found).mean().item()
 
     before = loss()
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     assert loss() < 0.93 * before
 
 
@@ -260,7 +260,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(
         device=device,
         mixed_precision=precision,
     )
-    loop = Loop(made, trainer.Watch())
+    loop = TrainingLoop(made, trainer.Watch())
     honest = loop.objective
 
     def poisoned(batch: Batch, number: int) -> Tensor:
@@ -288,7 +288,7 @@ def test_gradients_that_are_not_finite_end_the_training(
         checkpoints_total_limit=1,
         device=device,
     )
-    loop = Loop(made, trainer.Watch())
+    loop = TrainingLoop(made, trainer.Watch())
     backward, weight = loop.learner.backward, loop.learner.parameters[0]
 
     def poisoned(loss: Tensor) -> None:

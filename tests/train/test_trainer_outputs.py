@@ -25,7 +25,7 @@ from strop.models import sprites
 from strop.models.sprites import network, vocabulary
 from strop.train import lock, lora, outputs
 from strop.train.folders import open_rgb
-from strop.train.loop import Loop
+from strop.train.loop import TrainingLoop
 from tests.e2e.tiny import DEVICES
 from tests.train import trainer
 
@@ -64,7 +64,7 @@ def test_diffusers_folder(device: str, tiny_model: Path, pictures: Path, tmp_pat
         learning_rate=1e-2,
         device=device,
     )
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     expected = _load(tiny_model)
     before = trainer.picture(expected)
     expected.unet = _as_loaded(made.model.unet)
@@ -219,7 +219,7 @@ def test_the_averages_are_what_is_saved(
         save_precision="bf16",
         device=device,
     )
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     average = made.learner.optimizer.ema
     assert average is not None
     saved = trainer.weights(tmp_path)
@@ -270,7 +270,7 @@ def adapters(
         learning_rate=3e-2,
         device=request.param,
     )
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     pipe = _load(tiny_model)
     made.learner.train(False)
     pipe.unet, pipe.text_encoder = map(_as_loaded, (made.model.unet, made.model.text_encoder))

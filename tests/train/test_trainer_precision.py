@@ -15,7 +15,7 @@ from torch import nn
 import strop
 from strop.train import drawing, lora
 from strop.train.data import Reader
-from strop.train.loop import Loop
+from strop.train.loop import TrainingLoop
 from strop.train.metrics import Journal
 from strop.train.objective import Objective
 from strop.train.session import Session
@@ -148,7 +148,7 @@ def test_adapters_of_mixed_precision(
         mixed_precision=precision,
         train_text_encoder=True,
     )
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     stored = load_file(tmp_path / lora.DIFFUSERS_NAME)
     live = {name.replace(".default.", "."): p for name, p in made.learner.named.items()}
     assert len(stored) == len(live)
@@ -247,7 +247,7 @@ def test_compiled_steps_leave_nothing_to_torch(
         compile_unet=True,
         mixed_precision="bf16",
     )
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     report = strop.explain(made.unet)
     assert {graph.role for graph in report.graphs} >= {"forward", "backward"}
     assert not report.fallbacks
@@ -290,7 +290,7 @@ def test_no_step_waits_for_the_gpu(
         max_train_steps=8,
         **WAITS[name],
     )
-    loop = Loop(made, trainer.Watch())
+    loop = TrainingLoop(made, trainer.Watch())
     loop.journal = Journal(made.settings, 0)
     size = made.settings.gradient_accumulation_steps
     reader = Reader(made.source, 0, 8 * size, made.settings.dataloader_num_workers, pins=True)
@@ -326,7 +326,7 @@ def test_scaled_losses_on_a_gpu(tiny_model: Path, pictures: Path, tmp_path: Path
     assert scaler is not None
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**30})
     before = [p.detach().clone() for p in made.learner.parameters]
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     assert 1 <= scaler.get_scale() < 2.0**30
     assert all(p.isfinite().all() for p in made.learner.parameters)
     assert any(
@@ -338,6 +338,6 @@ def test_channels_last_weights_are_saved(tiny_model: Path, pictures: Path, tmp_p
     """As a GPU has them."""
     made = session("text-to-image", tiny_model, pictures, tmp_path)
     nn.Module.to(made.model.unet, memory_format=torch.channels_last)
-    Loop(made, trainer.Watch()).run()
+    TrainingLoop(made, trainer.Watch()).run()
     for name, tensor in trainer.weights(tmp_path).items():
         assert torch.equal(tensor, made.learner.named[f"unet.{name}"])

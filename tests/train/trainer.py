@@ -14,7 +14,7 @@ from torch import Tensor
 from strop.models.sprites import draw, specs
 from strop.models.sprites.grammar import caption
 from strop.train import given_settings
-from strop.train.loop import Loop, Outcome
+from strop.train.loop import Outcome, TrainingLoop
 from strop.train.metrics import Metrics
 from strop.train.session import Session, prepare_session
 
@@ -62,7 +62,7 @@ def session(task: str, watch: Watch | None = None, **given: Any) -> Session:
 
 def train(task: str, watch: Watch | None = None, **given: Any) -> Outcome:
     watch = watch or Watch()
-    return Loop(holding(task, watch, **given), watch).run()
+    return TrainingLoop(holding(task, watch, **given), watch).run()
 
 
 def draw_pictures(folder: Path, count: int = 5, metadata: bool = True) -> Path:

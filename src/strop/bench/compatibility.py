@@ -40,7 +40,7 @@ SECTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CompatibilityRow:
     """Hold what became of a feature. ``graphs``: the most of one component, over two sizes of
     pictures. ``why``: reasons for what runs in eager, or what was raised; ``left_out``: modules
     that ``optimize`` does not compile."""
@@ -60,7 +60,7 @@ class Task:
     """Describe a row to be made: its key, and what makes it."""
 
     key: str
-    make: Callable[[strop.Options], Row]
+    make: Callable[[strop.Options], CompatibilityRow]
 
 
 def tasks() -> Iterator[Task]:
@@ -80,13 +80,13 @@ def tasks() -> Iterator[Task]:
 # rows
 
 
-def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
+def pipeline_row(case: TinyPipeline, options: strop.Options) -> CompatibilityRow:
     """Draw two pictures of one size, and one of another size where eager draws that, and return the
     row."""
     try:
         eager = case.made()
     except (ImportError, NameError) as error:  # a package of its own is missing
-        return Row("pipeline", case.name, case.kind, **_judged(error, error, {}))
+        return CompatibilityRow("pipeline", case.name, case.kind, **_judged(error, error, {}))
     fast = strop.optimize(case.made(), options=options)
     dispatchers = dispatchers_of(fast)
     wanted, found = (attempt(partial(_twice, case, pipe)) for pipe in (eager, fast))
@@ -96,7 +96,7 @@ def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
         found = attempt(partial(_with_another, found, case, fast))
     row = _judged(wanted, found, dispatchers)
     left = [type(m).__name__ for m in modules_of(fast) if not _is_compiled(m)]
-    return Row("pipeline", case.name, case.kind, **row, left_out=", ".join(left))
+    return CompatibilityRow("pipeline", case.name, case.kind, **row, left_out=", ".join(left))
 
 
 OTHER_SIZE = {"height": 64, "width": 32}
@@ -131,13 +131,13 @@ def schedulers() -> list[str]:
 AS_IN_MODELS: dict[str, dict[str, Any]] = {"PNDMScheduler": {"skip_prk_steps": True}}
 
 
-def scheduler_row(name: str, options: strop.Options) -> Row:
+def scheduler_row(name: str, options: strop.Options) -> CompatibilityRow:
     """Run a scheduler with Stable Diffusion, or with Flux if that pipeline cannot use it."""
     try:
         kind = getattr(importlib.import_module("diffusers"), name)
         kind()
     except (ImportError, TypeError) as error:  # another package, or arguments of its own
-        return Row("scheduler", name, "", NOT_RUN, why=_first_line(error))
+        return CompatibilityRow("scheduler", name, "", NOT_RUN, why=_first_line(error))
     first = None
     for case in (case for case in PIPELINES if case.name in EVERYWHERE):
 
@@ -150,7 +150,7 @@ def scheduler_row(name: str, options: strop.Options) -> Row:
         eager, fast = made(), strop.optimize(made(), options=options)
         dispatchers = dispatchers_of(fast)
         wanted, found = (attempt(partial(_twice, case, pipe)) for pipe in (eager, fast))
-        row = Row("scheduler", name, case.name, **_judged(wanted, found, dispatchers))
+        row = CompatibilityRow("scheduler", name, case.name, **_judged(wanted, found, dispatchers))
         if row.status != NOT_RUN:
             return row
         first = first or row
@@ -158,12 +158,12 @@ def scheduler_row(name: str, options: strop.Options) -> Row:
     return first
 
 
-def feature_row(action: Action, case: TinyPipeline, options: strop.Options) -> Row:
+def feature_row(action: Action, case: TinyPipeline, options: strop.Options) -> CompatibilityRow:
     dispatchers: dict[str, Dispatcher] = {}
     found = outcome(case, action, BETWEEN, options, seen=dispatchers)
     assert found is not None, "FEATURES_ON names a pipeline that has no such thing"
     least = action.decibels if action.decibels < NEAR else NEAR
-    return Row(
+    return CompatibilityRow(
         "feature", action.feature, case.name, **_judged(found.eager, found.fast, dispatchers, least)
     )
 
@@ -207,13 +207,13 @@ def key_of(row: Mapping[str, Any]) -> str:
     return f"{row['kind']}/{row['name']}/{on}"
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[CompatibilityRow]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """Return the page docs/compatibility.md."""
-    rows, found = [Row(**row) for row in result["rows"]], result["environment"]
+    rows, found = [CompatibilityRow(**row) for row in result["rows"]], result["environment"]
     counts = ", ".join(
         f"{sum(row.status == status for row in rows)} {status}"
         for status in (COMPILED, PARTLY, EAGER, REFUSED, DIFFERS, NOT_RUN)
@@ -249,7 +249,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[CompatibilityRow]) -> list[str]:
     lines = [
         "| | with | | graphs | dB | why, and what is not compiled |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -263,7 +263,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _decibels(row: Row) -> str:
+def _decibels(row: CompatibilityRow) -> str:
     if row.status in (NOT_RUN, REFUSED):
         return ""
     return "equal" if row.decibels is None else f"{row.decibels:.0f}"

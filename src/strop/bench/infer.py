@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.bench import environment, infer_measure, infer_variants, peers, report
-from strop.bench.infer_contenders import Clock, Found, Plan, Save, is_there
-from strop.bench.infer_rows import Row, chosen_rows, groups_of
+from strop.bench.infer_contenders import Deadline, Found, Plan, Save, is_there
+from strop.bench.infer_rows import InferRow, chosen_rows, groups_of
 from strop.bench.worker import Task, Worker
 
 SAME = ("gpu", "cpu", "torch", "triton", "cuda", "cudnn", "diffusers")  # or a peer runs again
@@ -25,7 +25,7 @@ Step = Callable[[str, int], None]
 
 
 def run(
-    rows: Sequence[Row],
+    rows: Sequence[InferRow],
     plan: Plan,
     *,
     budget_s: float = 3600.0,
@@ -43,7 +43,7 @@ def run(
     """
     for name in plan.peers:
         peers.peer_named(name)
-    clock = Clock.of(budget_s)
+    clock = Deadline.of(budget_s)
     tasks = [(group, task) for group in groups_of(rows) for task in _tasks(group, plan)]
     tasks.sort(key=lambda pair: ORDER.index(pair[1]["do"]))
     found: dict[str, dict[str, Any]] = {}
@@ -63,11 +63,11 @@ def run(
     return list(found.values())
 
 
-def num_tasks(rows: Sequence[Row], plan: Plan) -> int:
+def num_tasks(rows: Sequence[InferRow], plan: Plan) -> int:
     return sum(len(_tasks(group, plan)) for group in groups_of(rows))
 
 
-def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
+def _tasks(group: Sequence[InferRow], plan: Plan) -> list[dict[str, Any]]:
     """Return what has to be done for the rows of one model."""
     kinds = ["start"] if group[0].kind == "start" else ["rows"]
     if group[0].kind in ("step", "picture"):
@@ -90,7 +90,7 @@ class Processes:
     def __init__(self, is_needed: bool = True) -> None:
         self._next = Worker() if is_needed else None
 
-    def perform(self, task: Task, clock: Clock, *, is_last: bool) -> dict[str, Any]:
+    def perform(self, task: Task, clock: Deadline, *, is_last: bool) -> dict[str, Any]:
         refusal = clock.refusal(LEAST_S)
         if refusal:
             return {"skipped": refusal}
@@ -105,14 +105,14 @@ class Processes:
             self._next.close()
 
 
-def _until(clock: Clock) -> float:
+def _until(clock: Deadline) -> float:
     """Return the end of the clock as a time that other processes know too."""
     return time.time() + clock.left()
 
 
 def perform(task: Task, save: Save) -> dict[str, Any]:
     """Do one task in this process."""
-    clock = Clock.of(task["until"] - time.time())
+    clock = Deadline.of(task["until"] - time.time())
     plan = Plan(**{**task["plan"], "peers": tuple(task["plan"]["peers"])})
     rows = chosen_rows(task["rows"], tiny=task["is_tiny"])
     if task["do"] == "rows":
@@ -143,7 +143,7 @@ def _put(result: dict[str, Any], what: str, answer: Found, *, is_first: bool) ->
         result[what] = had | reason
 
 
-def _empty(row: Row, plan: Plan, described: dict[str, Any]) -> dict[str, Any]:
+def _empty(row: InferRow, plan: Plan, described: dict[str, Any]) -> dict[str, Any]:
     return {
         "row": row.name,
         "kind": "infer",

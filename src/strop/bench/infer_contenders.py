@@ -19,7 +19,7 @@ import strop
 from strop.api import dispatchers_of
 from strop.bench import peers, timer
 from strop.bench.cases import BenchCase
-from strop.bench.infer_rows import Row
+from strop.bench.infer_rows import InferRow
 from strop.bench.models import Size, Workload
 
 Found = dict[str, Any]  # for the JSON
@@ -58,14 +58,14 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class Deadline:
     """Tell when everything has to be over."""
 
     end: float
 
     @staticmethod
-    def of(seconds: float) -> Clock:
-        return Clock(time.monotonic() + seconds)
+    def of(seconds: float) -> Deadline:
+        return Deadline(time.monotonic() + seconds)
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -171,7 +171,7 @@ class Field:
     built: dict[str, Contender] = field(default_factory=dict)
 
     @staticmethod
-    def of(row: Row, plan: Plan, cache: str) -> Field:
+    def of(row: InferRow, plan: Plan, cache: str) -> Field:
         options = strop.Options.from_environment(cache_dir=cache)
         return Field(row.case(plan.torch_dtype), plan.where, options)
 
@@ -238,7 +238,7 @@ def take_turns(
     device: torch.device,
     samples: int,
     most: int = LOOP_CALLS,
-    clock: Clock | None = None,
+    clock: Deadline | None = None,
 ) -> dict[str, Found]:
     """Return the percentiles of calls that have run, and how many calls a sample has. Where the
     clock is short it takes fewer samples, but at least three.

@@ -16,7 +16,7 @@ from strop.bench import accuracy, environment, peers, timer
 from strop.bench import compile as compile_bench
 from strop.bench.cases import BenchCase
 from strop.bench.infer_contenders import (
-    Clock,
+    Deadline,
     Field,
     Found,
     Plan,
@@ -26,7 +26,7 @@ from strop.bench.infer_contenders import (
     is_there,
     take_turns,
 )
-from strop.bench.infer_rows import Row
+from strop.bench.infer_rows import InferRow
 from strop.debug.explain import explain
 
 PROFILE_S = 10.0
@@ -36,7 +36,9 @@ MAX_TOP = 20  # kernels of a profile that are kept
 MEMORY_PEERS = ("eager", "eager-naive")
 
 
-def measure_rows(rows: Sequence[Row], plan: Plan, clock: Clock, save: Save) -> dict[str, Found]:
+def measure_rows(
+    rows: Sequence[InferRow], plan: Plan, clock: Deadline, save: Save
+) -> dict[str, Found]:
     """Measure Strop and its peers on the rows of one model, by the row's name."""
     results: dict[str, Found] = {}
     calls: dict[str, dict[str, timer.Call]] = {}
@@ -58,7 +60,12 @@ def measure_rows(rows: Sequence[Row], plan: Plan, clock: Clock, save: Save) -> d
 
 
 def _measure(
-    row: Row, group: Field, plan: Plan, clock: Clock, result: Found, note: Callable[[], None]
+    row: InferRow,
+    group: Field,
+    plan: Plan,
+    clock: Deadline,
+    result: Found,
+    note: Callable[[], None],
 ) -> dict[str, timer.Call]:
     """Fill in ``result``; the calls of those that have run."""
     case = replace(group.case, name=row.name, sizes=(row.size,), batches=(row.batch,))
@@ -95,12 +102,12 @@ def _measure(
     return calls
 
 
-def _terms(name: str, case: BenchCase, plan: Plan, clock: Clock) -> tuple[str, float]:
+def _terms(name: str, case: BenchCase, plan: Plan, clock: Deadline) -> tuple[str, float]:
     """Return why a contender cannot run here and now, or nothing; and when it is given up."""
     if name == "strop":
         return "", 0.0
     peer = peers.peer_named(name)
-    mine = Clock(clock.end - TURNS_S) if peer.is_slow else clock
+    mine = Deadline(clock.end - TURNS_S) if peer.is_slow else clock
     return (
         peer.serves(case, plan.where) or mine.refusal(peer.first_s),
         min(peer.limit_s, mine.left()),
@@ -113,7 +120,7 @@ def _references(case: BenchCase, plan: Plan, outputs: dict[str, Any]) -> Found:
 
 
 def _start(
-    name: str, row: Row, group: Field, calls: dict[str, timer.Call], outputs: dict[str, Any]
+    name: str, row: InferRow, group: Field, calls: dict[str, timer.Call], outputs: dict[str, Any]
 ) -> Found:
     call, found, results = group.start(name, row.size, row.batch)
     calls[name] = call
@@ -130,7 +137,7 @@ def _error(outputs: Mapping[str, Any]) -> Found | None:
 
 
 def _profile(
-    row: Row, calls: Mapping[str, timer.Call], result: Found, group: Field, clock: Clock
+    row: InferRow, calls: Mapping[str, timer.Call], result: Found, group: Field, clock: Deadline
 ) -> None:
     """Count the launches of everything whose graph is not made by hand; for a picture, only
     Strop's."""
@@ -153,7 +160,7 @@ def _profile(
         result["contenders"][name]["profile"] = found
 
 
-def measure_start(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
+def measure_start(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Found:
     """Measure the seconds from ``optimize`` to the first result with an empty cache, and where they
     went."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:

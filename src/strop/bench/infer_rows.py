@@ -36,7 +36,7 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class InferModel:
     """Describe a model, which ``full`` and ``tiny`` build for a number of denoising steps."""
 
     full: Callable[[int], Build]
@@ -59,40 +59,40 @@ _PICTURES, _TINY_PICTURES = (
     Draws(range(1, 3), _sides(32, 96, 16), most=4),
 )
 
-MODELS: dict[str, Model] = {
-    "sd15-unet": Model(
+MODELS: dict[str, InferModel] = {
+    "sd15-unet": InferModel(
         lambda steps: models.unet_workload(models.SD15_UNET),
         lambda steps: models.unet_workload(models.TINY_UNET, tokens=7),
         Draws(range(1, 9), _sides(256, 1024, 64)),
         _TINY_UNET_DRAWS,
     ),
-    "sdxl-unet": Model(
+    "sdxl-unet": InferModel(
         lambda steps: models.unet_workload(models.SDXL_UNET),
         lambda steps: models.unet_workload(models.TINY_SDXL_UNET, tokens=7),
         Draws(range(1, 5), _sides(512, 1280, 64)),
         _TINY_UNET_DRAWS,
     ),
-    "sd-vae": Model(
+    "sd-vae": InferModel(
         lambda steps: models.vae_workload(models.SD_VAE),
         lambda steps: models.vae_workload(models.TINY_VAE),
         Draws(range(1, 5), _sides(256, 1024, 8)),
         Draws(range(1, 4), _sides(32, 128, 8)),
     ),
-    "sd15-pipe": Model(
+    "sd15-pipe": InferModel(
         lambda steps: models.pipeline_workload(*_SD15, steps),
         lambda steps: models.pipeline_workload(*_TINY, steps),
         _PICTURES,
         _TINY_PICTURES,
         kind="pipe",
     ),
-    "sd15-img2img": Model(
+    "sd15-img2img": InferModel(
         lambda steps: models.pipeline_workload(*_SD15, steps, from_picture=True),
         lambda steps: models.pipeline_workload(*_TINY, 2 * steps, from_picture=True),
         _PICTURES,
         _TINY_PICTURES,
         kind="pipe",
     ),
-    "sdxl-pipe": Model(
+    "sdxl-pipe": InferModel(
         lambda steps: models.sdxl_pipeline_workload(
             models.SDXL_UNET, models.SD_VAE, _BOTH_CLIPS, steps
         ),
@@ -107,7 +107,7 @@ MODELS: dict[str, Model] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InferRow:
     """Describe a row. ``kind``: "step" is timed in ms and "picture" in s a call; "start" is the
     seconds of a cold compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch``
     are in that unit. ``cost_s`` is what Strop and eager need on a GPU, once the model has been
@@ -139,7 +139,7 @@ class Row:
     def unit(self) -> str:
         return {"step": "ms", "memory": "of eager"}.get(self.kind, "s")
 
-    def tiny(self) -> Row:
+    def tiny(self) -> InferRow:
         """Return the same row with tiny widths, a small size and few steps; its speed says
         nothing."""
         height, width = (side // TINY_SCALE for side in self.size)
@@ -152,15 +152,23 @@ def _square(side: int) -> Size:
     return (side, side)
 
 
-ROWS: tuple[Row, ...] = (
-    Row("P1", "SD1.5 UNet step 512², batch 2", "step", "sd15-unet", _square(512), 2, 4.8, 4.0, 12),
-    Row("P2", "SD1.5 UNet step 1024², batch 2", "step", "sd15-unet", _square(1024), 2, 21, 18, 20),
-    Row("P2b", "SD1.5 UNet step 512², batch 8", "step", "sd15-unet", _square(512), 8, 15, 13, 18),
-    Row("P3", "SDXL UNet step 1024², batch 2", "step", "sdxl-unet", _square(1024), 2, 26, 23, 40),
-    Row("P4-512", "SD VAE decode 512²", "step", "sd-vae", _square(512), 1, 6.5, 5.5, 10),
-    Row("P4-1024", "SD VAE decode 1024²", "step", "sd-vae", _square(1024), 1, 26, 21, 20),
+ROWS: tuple[InferRow, ...] = (
+    InferRow(
+        "P1", "SD1.5 UNet step 512², batch 2", "step", "sd15-unet", _square(512), 2, 4.8, 4.0, 12
+    ),
+    InferRow(
+        "P2", "SD1.5 UNet step 1024², batch 2", "step", "sd15-unet", _square(1024), 2, 21, 18, 20
+    ),
+    InferRow(
+        "P2b", "SD1.5 UNet step 512², batch 8", "step", "sd15-unet", _square(512), 8, 15, 13, 18
+    ),
+    InferRow(
+        "P3", "SDXL UNet step 1024², batch 2", "step", "sdxl-unet", _square(1024), 2, 26, 23, 40
+    ),
+    InferRow("P4-512", "SD VAE decode 512²", "step", "sd-vae", _square(512), 1, 6.5, 5.5, 10),
+    InferRow("P4-1024", "SD VAE decode 1024²", "step", "sd-vae", _square(1024), 1, 26, 21, 20),
     *(
-        Row(
+        InferRow(
             f"P5-{side}{suffix}",
             f"SD1.5, 50 steps, {what} {side}²",
             "picture",
@@ -182,7 +190,7 @@ ROWS: tuple[Row, ...] = (
             (1024, None, None, 30.0),
         )
     ),
-    Row(
+    InferRow(
         "P5x",
         "SDXL 1024², 30 steps, prompt to picture",
         "picture",
@@ -194,7 +202,7 @@ ROWS: tuple[Row, ...] = (
         60,
         steps=30,
     ),
-    Row(
+    InferRow(
         "P6",
         "cold compile SD1.5 UNet, optimize to first output",
         "start",
@@ -205,7 +213,7 @@ ROWS: tuple[Row, ...] = (
         12,
         15,
     ),
-    Row(
+    InferRow(
         "P7",
         "peak memory of P5 at 1024²",
         "memory",
@@ -220,7 +228,7 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:
+def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, ...]:
     """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
     all rows."""
     known = {row.name.lower(): {row.name} for row in ROWS}
@@ -235,9 +243,9 @@ def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:
     return tuple(row.tiny() if tiny else row for row in found)
 
 
-def groups_of(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+def groups_of(rows: Sequence[InferRow]) -> list[tuple[InferRow, ...]]:
     """Return rows that share a process: those of one model, except for starts and peaks."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str, str], list[InferRow]] = {}
     for row in rows:
         alone = row.name if row.kind in ("start", "memory") else ""
         found.setdefault((row.model, alone), []).append(row)

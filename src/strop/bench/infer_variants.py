@@ -19,7 +19,7 @@ from torch import Tensor
 import strop
 from strop.bench import accuracy, timer
 from strop.bench.infer_contenders import (
-    Clock,
+    Deadline,
     Field,
     Found,
     Plan,
@@ -28,7 +28,7 @@ from strop.bench.infer_contenders import (
     is_there,
     take_turns,
 )
-from strop.bench.infer_rows import Row
+from strop.bench.infer_rows import InferRow
 from strop.bench.models import Size
 from strop.debug.explain import explain
 from strop.kernels.library import OURS
@@ -52,7 +52,7 @@ CHOOSING = (
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 
-def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
+def measure_random(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Found:
     """Measure random legal shapes beside the cheapest strong peer, in the order in which they are
     drawn.
 
@@ -117,7 +117,7 @@ def _others(group: Field) -> dict[str, Field]:
 
 
 def _random_shape(
-    row: Row,
+    row: InferRow,
     group: Field,
     peer: str,
     others: Mapping[str, Field],
@@ -182,7 +182,7 @@ def random_summary(result: Mapping[str, Any]) -> Found:
     }
 
 
-def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
+def measure_switches(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Found:
     """Measure one run for each switch of ``Options`` switched off alone, one with all on, and one
     with all off; each is judged as the row is."""
     switches: dict[str, Found] = {}
@@ -217,7 +217,7 @@ def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     return {"switches": switches, "judge": judge}
 
 
-def _right(row: Row, group: Field, right: list[Tensor | None]) -> Found:
+def _right(row: InferRow, group: Field, right: list[Tensor | None]) -> Found:
     """Leaves what results are judged by: eager's, and of a step those in higher precision."""
     if row.kind == "step":
         ((eager, exact),) = accuracy.references(group.case, group.device)
@@ -231,7 +231,11 @@ def _right(row: Row, group: Field, right: list[Tensor | None]) -> Found:
 
 
 def _switched(
-    row: Row, group: Field, name: str, calls: dict[str, timer.Call], right: Sequence[Tensor | None]
+    row: InferRow,
+    group: Field,
+    name: str,
+    calls: dict[str, timer.Call],
+    right: Sequence[Tensor | None],
 ) -> Found:
     calls[name], found, results = group.start("strop", row.size, row.batch)
     report = explain(group.target)

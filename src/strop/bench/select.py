@@ -37,7 +37,7 @@ Name = tuple[Any, ...] | str  # the numbers of a tile, or one of LIBRARIES
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RuleChoice:
     """Hold what a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are
     from this very shape."""
 
@@ -61,7 +61,7 @@ class Verdict:
 
     count: int
     mean: float
-    worst: Choice
+    worst: RuleChoice
 
     @property
     def holds(self) -> bool:
@@ -178,7 +178,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
 }
 
 
-def choices(sweep: Path) -> Iterator[Choice]:
+def choices(sweep: Path) -> Iterator[RuleChoice]:
     """Yield a choice for each shape at which the tile that the rule chooses was timed.
 
     Raises StropError for a file that is no sweep of a kind that has a rule.
@@ -187,7 +187,7 @@ def choices(sweep: Path) -> Iterator[Choice]:
         chosen = RULES[kind](shape)
         fastest = min(us, key=lambda name: us[name])
         if chosen in us:
-            yield Choice(
+            yield RuleChoice(
                 kind, shape, chosen, us[chosen], fastest, us[fastest], _was_fitted(kind, shape)
             )
 
@@ -231,7 +231,7 @@ def _name(who: str, kind: str) -> Name:
     return astuple(WgmmaTile(*numbers)) if len(numbers) <= len(fields(WgmmaTile)) else numbers
 
 
-def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
+def judged(found: Sequence[RuleChoice], *, held_out: bool) -> Verdict:
     """Raises StropError where there is nothing to judge."""
     some = [choice for choice in found if not (held_out and choice.was_fitted)]
     if not some:

@@ -15,16 +15,16 @@ from typing import Any
 
 from strop.bench import environment, report, train_earlier, train_loader, train_measure
 from strop.bench.infer import Processes
-from strop.bench.infer_contenders import Clock, Found, Save, attempt
+from strop.bench.infer_contenders import Deadline, Found, Save, attempt
 from strop.bench.train_measure import Plan
-from strop.bench.train_rows import MODELS, Contender, Row, contender_named
+from strop.bench.train_rows import MODELS, Contender, TrainRow, contender_named
 from strop.bench.worker import Task
 
 Step = Callable[[str, int], None]
 
 
 def run(
-    rows: Sequence[Row],
+    rows: Sequence[TrainRow],
     plan: Plan,
     *,
     budget_s: float = 3600.0,
@@ -40,7 +40,7 @@ def run(
     its times there is not measured again. ``step`` hears what is being measured, and how much is
     done.
     """
-    clock = Clock.of(budget_s)
+    clock = Deadline.of(budget_s)
     described = environment.describe(plan.where)
     described["commit"] = plan.commit or described["commit"]
     had = train_earlier.read(earlier, rows)
@@ -72,11 +72,11 @@ def run(
     return results
 
 
-def num_contenders(rows: Sequence[Row]) -> int:
+def num_contenders(rows: Sequence[TrainRow]) -> int:
     return sum(len(row.contenders) for row in rows)
 
 
-def _with_pictures(rows: Sequence[Row], plan: Plan, stack: contextlib.ExitStack) -> Plan:
+def _with_pictures(rows: Sequence[TrainRow], plan: Plan, stack: contextlib.ExitStack) -> Plan:
     """Write files for the loaders, if there are any."""
     feeding = [
         c for row in rows for c in row.contenders if c.setup.loaders or c.setup.takes_best_loader
@@ -91,10 +91,10 @@ def _with_pictures(rows: Sequence[Row], plan: Plan, stack: contextlib.ExitStack)
 
 
 def _measured(
-    row: Row,
+    row: TrainRow,
     contender: Contender,
     plan: Plan,
-    clock: Clock,
+    clock: Deadline,
     processes: Processes | None,
     is_last: bool,
 ) -> Found:
@@ -103,7 +103,7 @@ def _measured(
     reason = train_measure.refusal(contender) or clock.refusal(needed)
     if reason:
         return {"skipped": reason}
-    mine = Clock.of(min(clock.left(), contender.limit_s))
+    mine = Deadline.of(min(clock.left(), contender.limit_s))
     task = {
         "do": "train",
         "row": row.name,
@@ -124,7 +124,7 @@ def perform(task: Task, save: Save) -> Found:
     loader = told["best_loader"]
     plan = Plan(**{**told, "best_loader": None if loader is None else tuple(loader)})
     contender = contender_named(task["row"], task["contender"], tiny=task["is_tiny"])
-    clock = Clock.of(task["until"] - time.time())
+    clock = Deadline.of(task["until"] - time.time())
     had: Found = {}
 
     def note(found: Found) -> None:
@@ -152,7 +152,7 @@ def _with_best_loader(plan: Plan, found: Found) -> Plan:
     return replace(plan, best_loader=(best["workers"], best["is_pinned"]))
 
 
-def _empty(row: Row, described: Found) -> Found:
+def _empty(row: TrainRow, described: Found) -> Found:
     return {
         "row": row.name,
         "kind": "train",

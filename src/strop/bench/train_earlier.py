@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.bench.train_rows import Row, row_named
+from strop.bench.train_rows import TrainRow, row_named
 from strop.errors import OptionError
 
 Result = dict[str, Any]
@@ -17,7 +17,7 @@ Result = dict[str, Any]
 SAME = ("gpu", "cpu", "strop", "torch", "triton", "diffusers", "driver_version")
 
 
-def read(paths: Sequence[Path], rows: Sequence[Row]) -> dict[str, Result]:
+def read(paths: Sequence[Path], rows: Sequence[TrainRow]) -> dict[str, Result]:
     """Read what was measured before, by row. Raises OptionError for files of anything else."""
     found: dict[str, Result] = {}
     for path in paths:
@@ -53,7 +53,7 @@ def check_same(result: Result, environment: Mapping[str, Any]) -> None:
         )
 
 
-def left_of(row: Row, result: Result | None) -> Row:
+def left_of(row: TrainRow, result: Result | None) -> TrainRow:
     """Return the row without the contenders that have their times."""
     had = result["contenders"] if result is not None else {}
     left = [c for c in row.contenders if "img_s" not in had.get(c.name, {})]

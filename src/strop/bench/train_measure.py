@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from strop.bench import timer, train_loader
-from strop.bench.infer_contenders import Clock, Found, Save
+from strop.bench.infer_contenders import Deadline, Found, Save
 from strop.bench.train_loader import Pictures
 from strop.bench.train_loop import PARTS, Loop, can_graph
 from strop.bench.train_models import modules_of, torch_set_for
@@ -73,7 +73,7 @@ def setup_here(setup: Setup) -> Setup:
     return replace(setup, graph="") if setup.graph and not can_graph() else setup
 
 
-def measure(contender: Contender, plan: Plan, clock: Clock, save: Save) -> Found:
+def measure(contender: Contender, plan: Plan, clock: Deadline, save: Save) -> Found:
     """Measure the first step, its loss, times, memory and split. ``save`` gets what is there so
     far."""
     torch._dynamo.reset()  # what other contenders have compiled in this process
@@ -133,7 +133,7 @@ def _finite(value: torch.Tensor | float | None) -> float | None:
 
 
 def _timed(
-    loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Found, save: Save
+    loop: Loop, contender: Contender, plan: Plan, clock: Deadline, found: Found, save: Save
 ) -> Found:
     """Measure times and peak with each loader; those of the best one count."""
     loaders = _loaders(loop, contender, plan)
@@ -192,7 +192,7 @@ def _feed(loop: Loop, loader: Loader, plan: Plan) -> Iterator[list[torch.Tensor]
     return train_loader.batches(pictures, batch, loader)
 
 
-def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
+def _series(loop: Loop, plan: Plan, clock: Deadline) -> Found:
     """Run steps back to back, after some that do not count."""
     device = loop.device
     start = time.perf_counter()

@@ -15,7 +15,7 @@ TINY_PIXELS, TINY_BATCH = 64, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class TrainModel:
     """Describe a model. ``tflop``: of forward and backward, a picture of full size."""
 
     unet: Mapping[str, Any]
@@ -26,10 +26,10 @@ class Model:
 
 
 MODELS = {
-    "sd15": Model(models.SD15_UNET, models.SD_VAE, models.CLIP_L, 512, 2.407),
-    "sdxl": Model(models.SDXL_UNET, models.SD_VAE, models.CLIP_L, 1024, 20.23),
-    "tiny-sd15": Model(models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP, TINY_PIXELS),
-    "tiny-sdxl": Model(models.TINY_SDXL_UNET, models.TINY_VAE, models.TINY_CLIP, TINY_PIXELS),
+    "sd15": TrainModel(models.SD15_UNET, models.SD_VAE, models.CLIP_L, 512, 2.407),
+    "sdxl": TrainModel(models.SDXL_UNET, models.SD_VAE, models.CLIP_L, 1024, 20.23),
+    "tiny-sd15": TrainModel(models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP, TINY_PIXELS),
+    "tiny-sdxl": TrainModel(models.TINY_SDXL_UNET, models.TINY_VAE, models.TINY_CLIP, TINY_PIXELS),
 }
 
 
@@ -113,7 +113,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainRow:
     """Describe a row. ``unit``: "img/s", "ms" a step, or "x": how many times as fast as the script
     of diffusers. The number of a row is that of Strop's best contender with the work of the first
     one."""
@@ -127,7 +127,7 @@ class Row:
     is_tiny: bool = False
     published_split: Mapping[str, float] = field(default_factory=dict)
 
-    def tiny(self) -> Row:
+    def tiny(self) -> TrainRow:
         """Return the same row with tiny widths and sizes; its speed says nothing."""
         small = tuple(replace(c, work=c.work.tiny()) for c in self.contenders)
         return replace(self, contenders=small, is_tiny=True)
@@ -174,8 +174,8 @@ def _contenders(work: Work) -> tuple[Contender, ...]:
 
 _DREAMBOOTH = Work(batch=1, has_ema=False)
 _SDXL = Work("sdxl", 4, is_cached=True, has_ema=False)
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[TrainRow, ...] = (
+    TrainRow(
         "P8",
         "SD1.5 512², full fine-tune, batch 8, VAE and text in the loop",
         _contenders(Work()),
@@ -183,7 +183,7 @@ ROWS: tuple[Row, ...] = (
         72,
         90,
     ),
-    Row(
+    TrainRow(
         "P9",
         "SD1.5 512², full fine-tune, batch 32, latents and text cached",
         _contenders(Work(batch=32, is_cached=True)),
@@ -191,7 +191,7 @@ ROWS: tuple[Row, ...] = (
         115,
         140,
     ),
-    Row(
+    TrainRow(
         "P11",
         "SD1.5 512², DreamBooth of the full UNet, batch 1",
         (
@@ -213,7 +213,7 @@ ROWS: tuple[Row, ...] = (
         "x",
         3,
     ),
-    Row(
+    TrainRow(
         "P11-lora",
         "SD1.5 512², LoRA of rank 16, batch 1, cached",
         tuple(
@@ -225,7 +225,7 @@ ROWS: tuple[Row, ...] = (
         25,
         18,
     ),
-    Row(
+    TrainRow(
         "P11x",
         "SDXL 1024², full fine-tune, batch 4, cached, no EMA",
         (
@@ -319,7 +319,7 @@ def _rungs() -> tuple[Contender, ...]:
     return tuple(found)
 
 
-LADDER = Row(
+LADDER = TrainRow(
     "ladder",
     "SD1.5 512², full fine-tune, the published ladder and ours",
     _rungs(),
@@ -329,7 +329,7 @@ LADDER = Row(
 
 def chosen_rows(
     names: Sequence[str], *, ladder: bool = False, tiny: bool = False, only: Sequence[str] = ()
-) -> tuple[Row, ...]:
+) -> tuple[TrainRow, ...]:
     """Return the rows by name; "P11" stands for P11 and P11-lora. None stands for all rows, or for
     the ladder alone if it is asked for. ``only`` keeps these contenders. Raises OptionError for
     what there is not."""
@@ -348,7 +348,7 @@ def chosen_rows(
     return tuple(_restricted(found, only)) if only else tuple(found)
 
 
-def _restricted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+def _restricted(rows: Sequence[TrainRow], only: Sequence[str]) -> list[TrainRow]:
     names = dict.fromkeys(c.name for row in rows for c in row.contenders)
     unknown = [name for name in only if name not in names]
     if unknown:
@@ -366,6 +366,6 @@ def contender_named(row: str, name: str, *, tiny: bool) -> Contender:
     return next(c for c in found.contenders if c.name == name)
 
 
-def row_named(name: str) -> Row:
+def row_named(name: str) -> TrainRow:
     (found,) = (row for row in (*ROWS, LADDER) if row.name == name)
     return found

@@ -14,7 +14,7 @@ VOCABULARY = 99
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ZooSizes:
     """List shapes that one graph should serve: a few of every parity, and ranges to draw more
     from."""
 
@@ -33,40 +33,44 @@ BATCH = range(1, 7)
 
 # batches and sizes of every parity
 
-TEXT = Sizes(((2, 12), (3, 7), (1, 16), (4, 9)), (BATCH, range(2, 33)))
-LONG_TEXT = Sizes(((2, 24), (3, 17), (1, 32), (4, 20)), (BATCH, range(17, 49)))
-PAIRS = Sizes(((2, 12, 5), (3, 7, 9), (1, 16, 4), (4, 9, 9)), (BATCH, range(2, 33), range(2, 17)))
+TEXT = ZooSizes(((2, 12), (3, 7), (1, 16), (4, 9)), (BATCH, range(2, 33)))
+LONG_TEXT = ZooSizes(((2, 24), (3, 17), (1, 32), (4, 20)), (BATCH, range(17, 49)))
+PAIRS = ZooSizes(
+    ((2, 12, 5), (3, 7, 9), (1, 16, 4), (4, 9, 9)), (BATCH, range(2, 33), range(2, 17))
+)
 # new and past tokens
-CACHED = Sizes(((2, 1, 8), (3, 1, 5), (1, 1, 11), (4, 1, 16)), (BATCH, range(1, 2), range(2, 49)))
-BATCHES = Sizes(
+CACHED = ZooSizes(
+    ((2, 1, 8), (3, 1, 5), (1, 1, 11), (4, 1, 16)), (BATCH, range(1, 2), range(2, 49))
+)
+BATCHES = ZooSizes(
     ((2, 32, 32), (3, 32, 32), (1, 32, 32), (5, 32, 32)),
     (range(1, 25), range(32, 33), range(32, 33)),
 )
-LARGE_BATCHES = Sizes(
+LARGE_BATCHES = ZooSizes(
     ((2, 64, 64), (3, 64, 64), (1, 64, 64), (4, 64, 64)),
     (range(1, 21), range(64, 65), range(64, 65)),
 )
-IMAGES = Sizes(
+IMAGES = ZooSizes(
     ((2, 32, 32), (3, 48, 64), (1, 64, 32), (2, 64, 64)),
     (range(1, 5), range(32, 97, 16), range(32, 97, 16)),
 )
-LARGE_IMAGES = Sizes(
+LARGE_IMAGES = ZooSizes(
     ((2, 64, 64), (3, 64, 96), (1, 128, 64), (2, 96, 96)),
     (range(1, 4), range(64, 129, 32), range(64, 129, 32)),
 )
-WAVES = Sizes(((2, 800), (3, 1000), (1, 640), (4, 1200)), (BATCH, range(400, 1201)))
-LATENTS = Sizes(
+WAVES = ZooSizes(((2, 800), (3, 1000), (1, 640), (4, 1200)), (BATCH, range(400, 1201)))
+LATENTS = ZooSizes(
     ((2, 8, 8), (3, 8, 16), (1, 16, 8), (2, 12, 8)), (range(1, 5), range(6, 19, 2), range(6, 19, 2))
 )
-ONE_LATENT = Sizes(
+ONE_LATENT = ZooSizes(
     ((2, 8, 8), (3, 8, 8), (1, 8, 8), (4, 8, 8)), (range(1, 25), range(8, 9), range(8, 9))
 )
-TARGETS = Sizes(((2, 5), (3, 9), (1, 12), (4, 7)), (BATCH, range(2, 33)))
-CLIPS = Sizes(
+TARGETS = ZooSizes(((2, 5), (3, 9), (1, 12), (4, 7)), (BATCH, range(2, 33)))
+CLIPS = ZooSizes(
     ((2, 4, 16, 16), (3, 6, 24, 16), (1, 4, 32, 24), (2, 5, 16, 16)),
     (range(1, 4), range(3, 8), range(16, 33, 8), range(16, 33, 8)),
 )
-CLICKS = Sizes(((8,), (3,), (1,), (16,)), (range(1, 65),))
+CLICKS = ZooSizes(((8,), (3,), (1,), (16,)), (range(1, 65),))
 
 
 # inputs

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from strop.bench import zoo_modules as own
-from strop.bench.zoo_inputs import VOCABULARY, Inputs, Shape, Sizes
+from strop.bench.zoo_inputs import VOCABULARY, Inputs, Shape, ZooSizes
 
 Config = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ class ZooModel:
     family: str
     build: Callable[[], nn.Module]
     inputs: Callable[..., Inputs]
-    sizes: Sizes
+    sizes: ZooSizes
 
     def made(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)

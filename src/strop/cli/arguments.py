@@ -26,7 +26,7 @@ MOST_PIXELS = 4096 * 4096
 MOST_TOKENS = 1_000_000  # tokenizers without a limit name a huge one
 
 
-class Device(StrEnum):
+class DeviceName(StrEnum):
     """Say where a model runs."""
 
     auto = "auto"
@@ -43,7 +43,7 @@ class Dtype(StrEnum):
 
 
 @dataclass(frozen=True)
-class Size:
+class PictureSize:
     """Hold a picture size in pixels."""
 
     width: int
@@ -53,16 +53,16 @@ class Size:
         return f"{self.width}x{self.height}"
 
 
-def parse_size(text: str | Size) -> Size:
+def parse_size(text: str | PictureSize) -> PictureSize:
     """Read "96x64": width, then height."""
     found = re.fullmatch(r"(\d{1,5})\s*[xX*]\s*(\d{1,5})", str(text).strip())
     if found is None:
         raise typer.BadParameter(f"{text!r} is no size; write WIDTHxHEIGHT in pixels, like 96x64")
-    return Size(int(found[1]), int(found[2]))
+    return PictureSize(int(found[1]), int(found[2]))
 
 
 SizeOption = Annotated[
-    Size | None,
+    PictureSize | None,
     typer.Option(
         parser=parse_size,
         metavar="WxH",
@@ -72,7 +72,7 @@ SizeOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    Device, typer.Option(help="Run on this device; auto takes a GPU if there is one.")
+    DeviceName, typer.Option(help="Run on this device; auto takes a GPU if there is one.")
 ]
 
 
@@ -112,7 +112,7 @@ def nearest_sizes(side: int, factor: int) -> tuple[int, ...]:
     return (below, below + factor) if below else (factor,)
 
 
-def check_size(size: Size, factor: int) -> None:
+def check_size(size: PictureSize, factor: int) -> None:
     """Raise BadParameter unless both sides are multiples of ``factor``; names the nearest sizes."""
     widths, heights = (nearest_sizes(side, factor) for side in (size.width, size.height))
     if widths != (size.width,) or heights != (size.height,):
@@ -157,7 +157,7 @@ def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
     check_file(path)
 
 
-def chosen_device(device: Device) -> str:
+def chosen_device(device: DeviceName) -> str:
     """ "cpu" or "cuda"; raises BadParameter where there is no GPU, or where it cannot stand in for
     the architecture that --arch or STROP_ARCH names."""
     import torch
@@ -165,9 +165,9 @@ def chosen_device(device: Device) -> str:
     with warnings.catch_warnings(record=True) as said:  # an old driver, say
         warnings.simplefilter("always")
         is_there = torch.cuda.is_available()
-    if device is Device.auto:
-        device = Device.cuda if is_there else Device.cpu
-    if device is Device.cuda and not is_there:
+    if device is DeviceName.auto:
+        device = DeviceName.cuda if is_there else DeviceName.cpu
+    if device is DeviceName.cuda and not is_there:
         why = "this torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU"
         why = " ".join(str(said[0].message).split()) if said else why
         raise typer.BadParameter(f"cuda: {why}; use --device cpu", param_hint="'--device'")
@@ -176,9 +176,9 @@ def chosen_device(device: Device) -> str:
     return device.value
 
 
-def _check_arch(arch: int, device: Device) -> None:
+def _check_arch(arch: int, device: DeviceName) -> None:
     """Raise BadParameter where the GPU cannot stand in for it, which the first call would find."""
-    if device is Device.cpu:
+    if device is DeviceName.cpu:
         warn(f"arch={arch} has no effect on a CPU")
         return
     import torch

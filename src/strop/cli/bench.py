@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strop.cli import arguments, bench_infer, bench_train
-from strop.cli.arguments import ArchOption, Device, DeviceOption
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show
@@ -85,7 +85,7 @@ FileOption = Annotated[
 def compile_(
     case: CaseArgument,
     out: OutOption = None,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     limit: Annotated[
         float, typer.Option(min=1.0, help="Give up a run after this many seconds.")
@@ -121,7 +121,7 @@ def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, str]:
+def _prepared(case: str, out: Path | None, device: DeviceName) -> tuple[BenchCase, str]:
     """Find everything that can be wrong before any work."""
     require_diffusion()
     arguments.check_folder(out)
@@ -143,7 +143,7 @@ def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, s
 @app.command("pictures", epilog=PICTURES_EXAMPLES)
 @reported
 def pictures(
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     sizes: Annotated[
         int, typer.Option(min=1, max=4, help="Draw at this many sizes, 20 prompts at each.")
@@ -197,7 +197,7 @@ def models(
             show_default=False,
         ),
     ] = "",
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     out: FileOption = None,
     page: Annotated[Path | None, typer.Option(help="Write a Markdown table to this file.")] = None,
@@ -236,7 +236,7 @@ def kernel(
             show_default=False,
         ),
     ] = None,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     peer: Annotated[
         list[str] | None,
@@ -299,7 +299,7 @@ def batches(
         str,
         typer.Option("--batches", help="Time these batch sizes; put commas between them."),
     ] = "1,2,4,8,16,33",
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     peer: Annotated[
         list[str] | None,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli import arguments
-from strop.cli.arguments import ArchOption, Device, DeviceOption
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show, wrong
 
@@ -121,7 +121,7 @@ def infer(
     samples: SamplesOption = 20,
     calls: CallsOption = 20,
     dtype: DtypeOption = "",
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     tiny: TinyOption = False,
     commit: CommitOption = "",
@@ -173,7 +173,7 @@ def _names(peers: str) -> tuple[str, ...]:
     return names
 
 
-def _plan(device: Device, tiny: bool, dtype: str, peers: tuple[str, ...], **more: Any) -> Any:
+def _plan(device: DeviceName, tiny: bool, dtype: str, peers: tuple[str, ...], **more: Any) -> Any:
     from strop.bench.infer_contenders import DTYPES, Plan
 
     where = arguments.chosen_device(device)

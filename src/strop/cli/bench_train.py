@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli import arguments
-from strop.cli.arguments import ArchOption, Device, DeviceOption
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.mistakes import CommandError, errors, plain, reported, require_diffusion
 from strop.cli.tables import OutOption, show, wrong
 
@@ -90,7 +90,7 @@ def train(
         int, typer.Option(min=3, help="Time this many steps of each contender.")
     ] = 20,
     warm_up: WarmUpOption = 5,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     tiny: TinyOption = False,
     commit: CommitOption = "",
@@ -118,7 +118,7 @@ def train(
     _show(results, plots or out)
 
 
-def _device(device: Device, tiny: bool) -> str:
+def _device(device: DeviceName, tiny: bool) -> str:
     where = arguments.chosen_device(device)
     if where == "cpu" and not tiny:
         raise CommandError(

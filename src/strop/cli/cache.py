@@ -17,7 +17,7 @@ from strop.options import Options
 from strop.wording import counted
 
 if TYPE_CHECKING:
-    from strop.runtime.build.cache import DiskCache, Entry
+    from strop.runtime.build.cache import CacheEntry, DiskCache
 
 app = App(
     no_args_is_help=True,
@@ -72,7 +72,7 @@ def list_command(
     if store is None:
         return
     entries, now = store.entries(), time.time()
-    by_kind: dict[str, list[Entry]] = defaultdict(list)
+    by_kind: dict[str, list[CacheEntry]] = defaultdict(list)
     for entry in entries:
         by_kind[entry.kind].append(entry)
     typer.echo(f"{_folder()}: {counted(len(entries), 'entry')}, {_total(entries)}")
@@ -151,11 +151,11 @@ def _filled() -> DiskCache | None:
     return None
 
 
-def _total(entries: list[Entry]) -> str:
+def _total(entries: list[CacheEntry]) -> str:
     return bytes_text(sum(entry.num_bytes for entry in entries))
 
 
-def _ago(entry: Entry, now: float) -> str:
+def _ago(entry: CacheEntry, now: float) -> str:
     seconds = max(now - entry.used_s, 0.0)
     unit = next((u for u in ("w", "d", "h", "m") if seconds >= 2 * _AGES[u]), "s")
     return f"{seconds / _AGES[unit]:.0f} {unit} ago"

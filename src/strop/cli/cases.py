@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Device
+from strop.cli.arguments import DeviceName
 from strop.cli.mistakes import CommandError, errors, reported
 from strop.wording import counted
 
@@ -50,7 +50,7 @@ Output = Annotated[
     Path, typer.Option("-o", "--output", help="Write into this folder, which is new or empty.")
 ]
 Where = Annotated[
-    Device, typer.Option(help="Compile for this device; auto takes the one in the dump.")
+    DeviceName, typer.Option(help="Compile for this device; auto takes the one in the dump.")
 ]
 
 
@@ -60,7 +60,7 @@ def repro(
     output: Output = Path("repro"),
     seed: Seed = 0,
     inputs: Inputs = None,
-    device: Where = Device.auto,
+    device: Where = DeviceName.auto,
 ) -> None:
     """Write a script and inputs that show how a dumped graph fails, to attach to a bug report.
 
@@ -74,7 +74,7 @@ def repro(
 
 @reported
 def minify(
-    dump: Dump, output: Output = Path("minified"), seed: Seed = 0, device: Where = Device.auto
+    dump: Dump, output: Output = Path("minified"), seed: Seed = 0, device: Where = DeviceName.auto
 ) -> None:
     """Find the smallest part of a dumped graph that still fails in the same way.
 
@@ -87,7 +87,7 @@ def minify(
     from strop.cli.stages import progress_bar
     from strop.debug import case as cases
     from strop.debug.failure import failure_of
-    from strop.debug.minify import Progress, num_nodes
+    from strop.debug.minify import MinifyProgress, num_nodes
     from strop.debug.minify import minify as search
 
     def fails(candidate: Case) -> bool:
@@ -96,7 +96,7 @@ def minify(
     with progress_bar() as bar:
         task = bar.add_task("minifying", total=None, note="")
 
-        def watch(now: Progress) -> None:
+        def watch(now: MinifyProgress) -> None:
             bar.update(task, note=f"{counted(now.num_nodes, 'node')}, {counted(now.tries, 'try')}")
 
         smallest = search(case, fails, watch)
@@ -106,7 +106,9 @@ def minify(
 
 
 @reported
-def bisect(dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = Device.auto) -> None:
+def bisect(
+    dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = DeviceName.auto
+) -> None:
     """Name the pass, or the step of the program, that makes a dumped graph fail."""
     case, arguments = _open(dump, seed, device, inputs=inputs)
     failure = _failure(case, arguments)
@@ -124,14 +126,18 @@ def bisect(dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = De
 
 
 def _open(
-    dump: Path, seed: int, device: Device, output: Path | None = None, inputs: Path | None = None
+    dump: Path,
+    seed: int,
+    device: DeviceName,
+    output: Path | None = None,
+    inputs: Path | None = None,
 ) -> tuple[Case, dict[int, Tensor]]:
     if output is not None and output.exists() and (output.is_file() or any(output.iterdir())):
         raise CommandError(f"{output} is there already; choose another folder with -o")
 
     from strop.debug import case as cases
 
-    case = cases.load(dump, "" if device is Device.auto else device.value)
+    case = cases.load(dump, "" if device is DeviceName.auto else device.value)
     if inputs is None:
         return case, cases.random_inputs(case, seed)
     from strop.debug.repro import read_inputs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli import arguments, models
-from strop.cli.arguments import ArchOption, Device, DeviceOption, Size, SizeOption
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, PictureSize, SizeOption
 from strop.cli.mistakes import reported, require_diffusion
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def command(
             "gaps between steps.",
         ),
     ] = False,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
 ) -> None:
     """Compile a model, run it once, and show its graphs, kernels, launches and fallbacks.
@@ -82,7 +82,7 @@ def command(
         _write(as_json, json.dumps(report.to_dict(), indent=1) + "\n")
 
 
-def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Report:
+def _pipe_report(name: str, size: PictureSize | None, device: str, profile: bool) -> Report:
     """Explain a whole pipeline after two denoising steps."""
     found = models.find_model(name, CALLS)
     size = size or found.default_size
@@ -90,7 +90,7 @@ def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Re
 
     import strop
     from strop.cli.arguments import Dtype, chosen_dtype
-    from strop.cli.sampling import Request, warm_up
+    from strop.cli.sampling import PictureRequest, warm_up
     from strop.cli.stages import compiling, spinner
     from strop.debug.explain import explain
     from strop.debug.profile import measured, watched
@@ -100,7 +100,7 @@ def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Re
     strop.optimize(pipe, options=strop.Options.from_environment(record=True))
     with compiling(pipe), ExitStack() as stack:
         calls = stack.enter_context(watched(pipe)) if profile else {}
-        warm_up(pipe, Request(_PROMPT, size, 2, found.guidance))
+        warm_up(pipe, PictureRequest(_PROMPT, size, 2, found.guidance))
     report = explain(pipe)
     if not profile:
         return report
@@ -108,10 +108,10 @@ def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Re
         return measured(report, pipe, calls)
 
 
-def _call_report(name: str, size: Size | None, device: str, profile: bool) -> Report:
+def _call_report(name: str, size: PictureSize | None, device: str, profile: bool) -> Report:
     """Explain one call: a UNet's with guidance (batch 2), or the decoder's of one picture."""
     side, batch = CALLS[name]
-    size = size or Size(side, side)
+    size = size or PictureSize(side, side)
     arguments.check_size(size, models.MULTIPLE)
 
     import torch

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from strop.cli import arguments, models
-from strop.cli.arguments import ArchOption, Device, DeviceOption, Dtype, SizeOption
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
 from strop.wording import counted
 
 if TYPE_CHECKING:
-    from strop.cli.sampling import Drawn, Request
+    from strop.cli.sampling import Drawn, PictureRequest
 
 EXAMPLES = """[bold]Examples[/]
 $ strop generate "a red circle above a blue square on a white background" -o out.png
@@ -95,7 +95,7 @@ def command(
     guidance: GuidanceOption = None,
     negative: NegativeOption = "",
     model: ModelOption = models.SPRITES,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
@@ -127,9 +127,9 @@ def command(
     where = arguments.chosen_device(device)
     kind = arguments.chosen_dtype(dtype, where)
 
-    from strop.cli.sampling import Request
+    from strop.cli.sampling import PictureRequest
 
-    request = Request(
+    request = PictureRequest(
         prompt, size, steps, found.guidance if guidance is None else guidance, seed, negative
     )
     _generate(found, kind, where, request, outputs, optimize, threads)
@@ -140,10 +140,10 @@ def _beside(output: Path) -> Path:
 
 
 def _generate(
-    model: models.Model,
+    model: models.ModelFolder,
     dtype: Any,
     device: str,
-    request: Request,
+    request: PictureRequest,
     outputs: list[Path],
     optimize: bool,
     threads: int,
@@ -151,9 +151,9 @@ def _generate(
     import torch
 
     from strop.cli import pictures, sampling
-    from strop.cli.stages import Clock, spinner
+    from strop.cli.stages import StageSeconds, spinner
 
-    clock, before = Clock(), CoreUse.now()
+    clock, before = StageSeconds(), CoreUse.now()
     with clock.stage("load"), spinner(f"loading {model.name}"):
         pipe = models.load(model, dtype, device)
     arguments.check_length(pipe, request.prompt)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.cli.arguments import Size
+from strop.cli.arguments import PictureSize
 from strop.cli.mistakes import CommandError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ MULTIPLE = 8  # of pixels, which diffusers asks of every picture
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFolder:
     """Hold a diffusers folder and what its configuration says.
 
     ``factor`` is what both sides of a picture must be multiples of, ``grid`` what they had better
@@ -32,7 +32,7 @@ class Model:
     folder: Path
     factor: int
     grid: int
-    default_size: Size
+    default_size: PictureSize
     guidance: float
 
     @property
@@ -40,7 +40,7 @@ class Model:
         return self.name == SPRITES
 
 
-def find_model(name: str, others: Iterable[str] = ()) -> Model:
+def find_model(name: str, others: Iterable[str] = ()) -> ModelFolder:
     """Read a model's configuration; fast. Raises CommandError if there is none. ``others``: names
     that a command knows besides."""
     if name == SPRITES:
@@ -58,9 +58,9 @@ def find_model(name: str, others: Iterable[str] = ()) -> Model:
     latent = 2 ** (len(vae["block_out_channels"]) - 1)
     grid = latent * 2 ** (len(unet["block_out_channels"]) - 1)
     if name == SPRITES:  # has seen no other sizes
-        return Model(name, folder, grid, grid, Size(96, 64), 4.0)
+        return ModelFolder(name, folder, grid, grid, PictureSize(96, 64), 4.0)
     side = unet.get("sample_size", 64) * latent
-    return Model(name, folder, math.lcm(latent, MULTIPLE), grid, Size(side, side), 7.5)
+    return ModelFolder(name, folder, math.lcm(latent, MULTIPLE), grid, PictureSize(side, side), 7.5)
 
 
 def _check_parts(folder: Path) -> None:
@@ -101,7 +101,7 @@ def _sizes(folder: Path, part: str) -> dict[str, Any]:
     return config
 
 
-def load(model: Model, dtype: torch.dtype, device: str) -> Any:
+def load(model: ModelFolder, dtype: torch.dtype, device: str) -> Any:
     """Return the pipeline, without its own progress bars. Raises CommandError if the files are
     damaged."""
     quieten()

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from strop.api import dispatchers_of, optimize
-from strop.cli.arguments import Size
+from strop.cli.arguments import PictureSize
 from strop.cli.mistakes import CommandError
-from strop.cli.stages import Clock, compiling, progress_bar, spinner
+from strop.cli.stages import StageSeconds, compiling, progress_bar, spinner
 from strop.wording import counted
 
 
 @dataclass(frozen=True)
-class Request:
+class PictureRequest:
     """Say what to draw. The noise comes from the CPU, so a seed means the same on every device."""
 
     prompt: str
-    size: Size
+    size: PictureSize
     steps: int
     guidance: float
     seed: int = 0
@@ -45,7 +45,7 @@ Step = Callable[[], None]
 _REPEATS_S = 10.0  # a comparison repeats its runs for at most so long
 
 
-def draw(pipe: Any, request: Request, on_step: Step = lambda: None) -> Tensor:
+def draw(pipe: Any, request: PictureRequest, on_step: Step = lambda: None) -> Tensor:
     """Draw one call of the pipeline. Raises CommandError for a picture that is not finite."""
 
     def after_step(_: Any, number: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def draw(pipe: Any, request: Request, on_step: Step = lambda: None) -> Tensor:
     return pixels
 
 
-def warm_up(pipe: Any, request: Request) -> None:
+def warm_up(pipe: Any, request: PictureRequest) -> None:
     """Run two steps at the wanted size, so that everything that only a first call does is done.
 
     Twice on a GPU, where the second use of a shape captures a CUDA graph.
@@ -78,17 +78,17 @@ def warm_up(pipe: Any, request: Request) -> None:
         draw(pipe, replace(request, steps=2))
 
 
-def draw_eager(pipe: Any, request: Request, runs: int = 1) -> Drawn:
+def draw_eager(pipe: Any, request: PictureRequest, runs: int = 1) -> Drawn:
     """Draw with a pipeline as it is: a warm-up, then the timed runs."""
-    clock = Clock()
+    clock = StageSeconds()
     with clock.stage("warm-up"), spinner("warming up torch"):
         warm_up(pipe, request)
     return _draw_timed(pipe, request, clock, "sampling in eager", runs)
 
 
-def draw_optimized(pipe: Any, request: Request, runs: int = 1) -> Drawn:
+def draw_optimized(pipe: Any, request: PictureRequest, runs: int = 1) -> Drawn:
     """Put Strop in front of ``pipe``, compile, then the timed runs."""
-    clock = Clock()
+    clock = StageSeconds()
     with clock.stage("compile"):
         optimize(pipe)
         with compiling(pipe):
@@ -96,7 +96,9 @@ def draw_optimized(pipe: Any, request: Request, runs: int = 1) -> Drawn:
     return _draw_timed(pipe, request, clock, "sampling", runs)
 
 
-def _draw_timed(pipe: Any, request: Request, clock: Clock, text: str, runs: int) -> Drawn:
+def _draw_timed(
+    pipe: Any, request: PictureRequest, clock: StageSeconds, text: str, runs: int
+) -> Drawn:
     with progress_bar() as bar:
         task = bar.add_task(text, total=request.steps * runs, note=f"{request.size}")
         with clock.stage("sampling"):

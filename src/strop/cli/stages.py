@@ -34,7 +34,7 @@ def progress_bar() -> Progress:
     )
 
 
-class Clock:
+class StageSeconds:
     """Hold the seconds of each stage, by name."""
 
     def __init__(self) -> None:

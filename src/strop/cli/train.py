@@ -177,7 +177,7 @@ def _run(settings: knobs.Settings) -> None:
 
     from strop.cli import models
     from strop.cli.training_screen import Screen
-    from strop.train.loop import Loop
+    from strop.train.loop import TrainingLoop
     from strop.train.session import prepare_session
 
     models.quieten()
@@ -188,7 +188,7 @@ def _run(settings: knobs.Settings) -> None:
         try:
             session = prepare_session(settings, screen.stage, screen.warn)
             screen.session(session)
-            outcome = Loop(session, screen).run()
+            outcome = TrainingLoop(session, screen).run()
         except torch.OutOfMemoryError as error:
             raise CommandError(
                 "the GPU has too little memory; lower --train_batch_size and raise "

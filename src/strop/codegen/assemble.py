@@ -14,7 +14,7 @@ from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Kernel, Load, Place, Schedule, has_places, spaces
+from strop.ir.loops import CheckIndex, Load, LoopKernel, Schedule, has_places, spaces
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import (
     Buffer,
@@ -38,18 +38,18 @@ class Target:
     """Hold a code generator, and the library calls that write into memory of ours on its device."""
 
     device: str
-    emit: Callable[[Kernel], Emitted]
+    emit: Callable[[LoopKernel], Emitted]
     planned: frozenset[str]
-    stitched: Callable[[Kernel], tuple[KernelForm, ...]] = (
+    stitched: Callable[[LoopKernel], tuple[KernelForm, ...]] = (
         lambda kernel: ()
     )  # forms that fit on chip
     # the one form of each that runs at some sizes, where it can be printed alone
-    emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
-    stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
+    emit_at: Callable[[LoopKernel, Sizes], KernelSource] | None = None
+    stitched_at: Callable[[LoopKernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
     in_place: bool = False  # a program writes an element after its last look at it
     kernels_off: tuple[str, ...] = ()  # rows of the kernel library that may not run
 
-    def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
+    def source_at(self, kernel: LoopKernel, sizes: Sizes) -> KernelSource:
         return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
 
 
@@ -57,12 +57,12 @@ def in_turn(target: Target) -> Target:
     """Return the same target without early launches: each kernel begins when the one before it has
     ended."""
 
-    def emit(kernel: Kernel) -> Emitted:
+    def emit(kernel: LoopKernel) -> Emitted:
         found = target.emit(kernel)
         source = found.source.with_constants(EARLY=0)
         return replace(found, source=source, variants=tuple(map(_late, found.variants)))
 
-    def stitched_at(kernel: Kernel, sizes: Sizes) -> KernelSource | None:
+    def stitched_at(kernel: LoopKernel, sizes: Sizes) -> KernelSource | None:
         found = target.stitched_at(kernel, sizes)
         return found and found.with_constants(EARLY=0)
 
@@ -79,11 +79,11 @@ def _late(variant: KernelForm) -> KernelForm:
     return replace(variant, source=variant.source.with_constants(EARLY=0))
 
 
-def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
+def once(emit: Callable[[LoopKernel], T]) -> Callable[[LoopKernel], T]:
     """Print equal kernels, of which a model has many, only once."""
 
     @lru_cache(maxsize=1024)
-    def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> T:
+    def emit_once(kernel: LoopKernel, numbers: tuple[str, ...]) -> T:
         return emit(kernel)
 
     return lambda kernel: emit_once(kernel, kernel.numbers)
@@ -196,7 +196,7 @@ def _is_redirected(a: _Assembly, step: Node) -> bool:
 def _kernel_step(
     a: _Assembly,
     group: Group,
-    kernel: Kernel,
+    kernel: LoopKernel,
     buffers: tuple[Node, ...],
     offsets: tuple[Expr, ...],
     results: set[Node],
@@ -212,7 +212,7 @@ def _kernel_step(
     writes = tuple(a.number[n] for n in group.stores)
     numbers = tuple(a.number[n] for n in buffers)
     variants = _variants(a, kernel, emitted.variants, numbers, offsets, writes)
-    dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, Place)})
+    dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, CheckIndex)})
     return KernelStep(
         index,
         numbers,
@@ -232,7 +232,7 @@ def _kernel_step(
 
 def _variants(
     a: _Assembly,
-    kernel: Kernel,
+    kernel: LoopKernel,
     found: Sequence[KernelForm],
     buffers: tuple[int, ...],
     offsets: tuple[Expr, ...],
@@ -256,7 +256,7 @@ def _variants(
 
 
 def _in_place(
-    a: _Assembly, kernel: Kernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
+    a: _Assembly, kernel: LoopKernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
 ) -> tuple[tuple[int, int], ...]:
     """Return the pairs (written, read) of planned buffers of which the kernel reads each element
     where and before it writes it. Where they have one size and the operand ends there, they get one
@@ -284,7 +284,7 @@ def _in_place(
 def _stitch(
     a: _Assembly,
     stitch: Stitch,
-    low: tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]],
+    low: tuple[LoopKernel, tuple[Node, ...], tuple[Expr, ...]],
     steps: dict[Group, KernelStep],
 ) -> None:
     """Let the host's step do the work of both where a variant of the whole fits."""
@@ -302,7 +302,7 @@ def _stitch(
     steps[guest] = replace(steps[guest], absorbed=variants)
 
 
-def _lookup_sizes(kernel: Kernel) -> tuple[Expr | None, ...]:
+def _lookup_sizes(kernel: LoopKernel) -> tuple[Expr | None, ...]:
     """Return for each param that is only looked into how often that is; no more of it is read."""
     sizes = {axis.name: axis.size for axis in kernel.rows + kernel.cols}
     space, found = spaces(kernel), dict[int, Expr]()

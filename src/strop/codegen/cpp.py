@@ -12,7 +12,7 @@ from strop.codegen.cpp_loops import Loops
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_rewrites import with_powers
 from strop.codegen.cpp_text import TYPES
-from strop.ir.loops import Kernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule
 from strop.ir.source import Emitted, KernelSource
 
 TASK_SIZE = 1024  # elements of a task, about: small ones share evenly between threads
@@ -21,7 +21,7 @@ TILE = (64, 16)  # rows and cols of a transposed tile: both sides use whole cach
 BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 
 
-def emit(kernel: Kernel) -> Emitted:
+def emit(kernel: LoopKernel) -> Emitted:
     """Print the C++ source of a kernel, and list the sizes that it takes. This is a pure
     function."""
     loops = Loops(with_powers(nest.simplify(kernel)))

@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from strop.codegen import nest
-from strop.codegen.cpp_text import TYPES, Scalars, Text, apply_text, number, scalar_type, times
+from strop.codegen.cpp_text import TYPES, CppScalars, Text, apply_text, number, scalar_type, times
 from strop.ir.dims import Expr, product
 from strop.ir.loops import (
     Apply,
     Axis,
+    CheckIndex,
     Index,
-    Kernel,
     Literal,
     Load,
-    Place,
+    LoopKernel,
     Position,
     Reduce,
     Schedule,
@@ -46,10 +46,10 @@ STACK_ROW = 4096  # longest row buffer on the stack, in elements
 class Loops:
     """Prints statements of one (simplified) kernel, and the loops around them."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: LoopKernel) -> None:
         self.kernel = kernel
         self.out = Text()
-        self.scalars = Scalars()
+        self.scalars = CppScalars()
         self.has_places = has_places(kernel)
         self.scratch: list[Scratch] = [BOUNDS_CHECK] if self.has_places else []
         self.space = spaces(kernel)
@@ -253,7 +253,7 @@ class Loops:
         if isinstance(stmt, Store):
             dtype, at = TYPES[self.kernel.params[stmt.param].dtype], self.element(stmt.index)
             self.out(f"p{stmt.param}[{at}] = sp::narrow<{dtype}>({stmt.value});")
-        elif isinstance(stmt, Place):
+        elif isinstance(stmt, CheckIndex):
             self._place(stmt)
         else:
             assert not isinstance(stmt, Reduce), "reductions are printed by their schedule"
@@ -288,7 +288,7 @@ class Loops:
             terms.append(place if stride == nest.ONE else f"{place} * {step}")
         return " + ".join(terms)
 
-    def _place(self, stmt: Place) -> None:
+    def _place(self, stmt: CheckIndex) -> None:
         """Print a place, masked and in 32 bits: so g++ makes vectors of lookups (longer dims stay
         in eager)."""
         out, size = stmt.out, self.scalars(stmt.size)
@@ -314,7 +314,7 @@ class Loops:
         return f"{text} - {offset[1:]}" if offset.startswith("-") else f"{text} + {offset}"
 
 
-def _guarded(kernel: Kernel) -> frozenset[str]:
+def _guarded(kernel: LoopKernel) -> frozenset[str]:
     """Return the values that come from guarded loads: they exist on one side of a choice only."""
     found: set[str] = set()
     for stmt in kernel.body + kernel.tail:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strop.codegen.cpp_text import OF_NEGATIVE
-from strop.ir.loops import Apply, Kernel, Reduce, Schedule, Stmt, args_of, outs_of
+from strop.ir.loops import Apply, LoopKernel, Reduce, Schedule, Stmt, args_of, outs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class _Powers:
     top: Reduce
 
 
-def _powers(kernel: Kernel) -> tuple[_Powers, ...]:
+def _powers(kernel: LoopKernel) -> tuple[_Powers, ...]:
     makers = {out: stmt for stmt in kernel.body for out in outs_of(stmt)}
     found = []
     for total in kernel.body:
@@ -40,7 +40,7 @@ def _powers(kernel: Kernel) -> tuple[_Powers, ...]:
     return tuple(found)
 
 
-def _is_softmax(kernel: Kernel, found: _Powers) -> bool:
+def _is_softmax(kernel: LoopKernel, found: _Powers) -> bool:
     """Tell whether powers are only summed and divided by their sum: NaN in one of them reaches
     all."""
 
@@ -56,7 +56,7 @@ def _is_softmax(kernel: Kernel, found: _Powers) -> bool:
     )
 
 
-def with_powers(kernel: Kernel) -> Kernel:
+def with_powers(kernel: LoopKernel) -> LoopKernel:
     """Write such sums as reductions of their own kind, "powers": (sum, 1 / sum).
 
     What they divide becomes a product: a quotient takes as long as ten of them. Their exponentials

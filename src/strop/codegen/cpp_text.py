@@ -63,7 +63,7 @@ class Text:
             yield
 
 
-class Scalars:
+class CppScalars:
     """Name sizes: constants are printed, every other expression becomes s0, s1, ..."""
 
     def __init__(self) -> None:

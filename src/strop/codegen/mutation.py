@@ -13,11 +13,11 @@ from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Graph, Node
-from strop.ir.loops import Index, Kernel, Load, Schedule, Store
+from strop.ir.loops import Index, Load, LoopKernel, Schedule, Store
 from strop.ir.ops import Kind
 
 ONE = const(1)
-Lowered = Mapping[Group, tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]]]
+Lowered = Mapping[Group, tuple[LoopKernel, tuple[Node, ...], tuple[Expr, ...]]]
 
 
 def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[Node, Node]:
@@ -55,7 +55,7 @@ def _is_unseen(
 
 
 def reads_before_it_writes(
-    kernel: Kernel, offsets: Sequence[Expr], read: int, written: int
+    kernel: LoopKernel, offsets: Sequence[Expr], read: int, written: int
 ) -> bool:
     """Tell whether two params of a kernel may be one piece of memory: the program that writes an
     element is the only one that reads it, and has done so. Code generators run a kernel's stores
@@ -75,7 +75,7 @@ def reads_before_it_writes(
     )
 
 
-def _is_own(kernel: Kernel, index: Index) -> bool:
+def _is_own(kernel: LoopKernel, index: Index) -> bool:
     """Tell whether one program alone has these elements: nothing is left out that programs share
     out."""
     axes = kernel.rows if kernel.schedule is Schedule.ROW else kernel.rows + kernel.cols

@@ -17,8 +17,8 @@ from strop.ir.loops import (
     Apply,
     Axis,
     Index,
-    Kernel,
     Load,
+    LoopKernel,
     Position,
     Reduce,
     Schedule,
@@ -41,7 +41,7 @@ def stride_of(index: Index, axis: str) -> Expr:
     return next((stride for name, stride in index.strides if name == axis), ZERO)
 
 
-def simplify(kernel: Kernel) -> Kernel:
+def simplify(kernel: LoopKernel) -> LoopKernel:
     """Drop axes of size 1, put the unit-stride col last, merge axes that every index allows."""
     rows = [axis for axis in kernel.rows if axis.size != ONE]
     cols = [axis for axis in kernel.cols if axis.size != ONE] or [kernel.cols[-1]]
@@ -56,7 +56,7 @@ def simplify(kernel: Kernel) -> Kernel:
     return _renamed(kernel, rows, cols)
 
 
-def _num_contiguous(kernel: Kernel, axis: Axis) -> int:
+def _num_contiguous(kernel: LoopKernel, axis: Axis) -> int:
     accesses = (stmt.index for stmt in kernel.body if isinstance(stmt, Load | Store))
     return sum(stride_of(index, axis.name) == ONE for index in accesses)
 
@@ -78,7 +78,7 @@ def _can_merge(outer: Axis, inner: Axis, indices: Iterable[Index]) -> bool:
     )
 
 
-def _renamed(kernel: Kernel, rows: Sequence[Axis], cols: Sequence[Axis]) -> Kernel:
+def _renamed(kernel: LoopKernel, rows: Sequence[Axis], cols: Sequence[Axis]) -> LoopKernel:
     """Rename axes to r0, r1, ... and c0, c1, ..., so that texts do not depend on given names."""
     names = {axis.name: f"r{i}" for i, axis in enumerate(rows)}
     names |= {axis.name: f"c{i}" for i, axis in enumerate(cols)}
@@ -116,7 +116,7 @@ def lane_stride(index: Index, cols: Sequence[Axis]) -> Expr | None:
     return stride
 
 
-def irregular(kernel: Kernel) -> tuple[Load | Position, ...] | None:
+def irregular(kernel: LoopKernel) -> tuple[Load | Position, ...] | None:
     """Return the statements that need a copy in lane order before all cols can be flattened.
 
     None if flattening is impossible: a store, or a load that needs other values (a guard, a place),
@@ -134,7 +134,7 @@ def irregular(kernel: Kernel) -> tuple[Load | Position, ...] | None:
     return tuple(found)
 
 
-def is_transposing(kernel: Kernel) -> bool:
+def is_transposing(kernel: LoopKernel) -> bool:
     """Tell whether something is contiguous along the last row axis and strided along the cols."""
     if kernel.schedule is not Schedule.POINTWISE or not kernel.rows:
         return False
@@ -186,7 +186,9 @@ class SweepPlan:
     kept: tuple[str, ...]  # values that live in a row buffer from their first sweep on
 
 
-def plan_sweeps(kernel: Kernel, outside: frozenset[str], stores: tuple[Store, ...]) -> SweepPlan:
+def plan_sweeps(
+    kernel: LoopKernel, outside: frozenset[str], stores: tuple[Store, ...]
+) -> SweepPlan:
     """Plan the passes over the cols of one row; ``outside`` are the values that do not vary over
     cols."""
     levels = _levels(kernel)
@@ -207,7 +209,7 @@ def plan_sweeps(kernel: Kernel, outside: frozenset[str], stores: tuple[Store, ..
     return SweepPlan(levels, tuple(final), tuple(written))
 
 
-def _levels(kernel: Kernel) -> dict[str, int]:
+def _levels(kernel: LoopKernel) -> dict[str, int]:
     levels: dict[str, int] = {}
     for stmt in kernel.body:
         level = max((levels[arg] for arg in args_of(stmt)), default=0)
@@ -217,7 +219,7 @@ def _levels(kernel: Kernel) -> dict[str, int]:
 
 
 def _bare_sweeps(
-    kernel: Kernel, levels: dict[str, int], stores: tuple[Store, ...]
+    kernel: LoopKernel, levels: dict[str, int], stores: tuple[Store, ...]
 ) -> Iterable[Sweep]:
     reduces = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
     depth = max((levels[out] for r in reduces for out in r.outs), default=0)
@@ -226,7 +228,7 @@ def _bare_sweeps(
     yield Sweep(depth, (), stores)
 
 
-def _costs(kernel: Kernel, outside: frozenset[str]) -> dict[str, float]:
+def _costs(kernel: LoopKernel, outside: frozenset[str]) -> dict[str, float]:
     cost: dict[str, float] = dict.fromkeys(outside, 0.0)
     for stmt in kernel.body:
         own = 1.0

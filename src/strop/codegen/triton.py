@@ -15,7 +15,7 @@ from strop.codegen import triton_block, triton_column, triton_pointwise, triton_
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
 from strop.ir.functions import EARLY, FUNCTIONS
-from strop.ir.loops import Kernel, Reduce, Schedule, has_places
+from strop.ir.loops import LoopKernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     BOUNDS_CHECK,
     Emitted,
@@ -26,18 +26,18 @@ from strop.ir.source import (
 )
 
 
-def emit(kernel: Kernel) -> Emitted:
+def emit(kernel: LoopKernel) -> Emitted:
     """Print the Triton source of ``kernel``, and list the sizes that it takes."""
     return replace(_printed(kernel), variants=tuple(map(_variant, _forms(kernel))))
 
 
-def emit_at(kernel: Kernel, sizes: Mapping[str, int]) -> KernelSource:
+def emit_at(kernel: LoopKernel, sizes: Mapping[str, int]) -> KernelSource:
     """Return the one form of ``emit`` that runs at these sizes."""
     form = next((form for form in _forms(kernel) if form.fits(sizes)), None)
     return _printed(form.kernel, form.most).source if form else _printed(kernel).source
 
 
-def _forms(kernel: Kernel) -> Iterable[Form]:
+def _forms(kernel: LoopKernel) -> Iterable[Form]:
     if kernel.schedule is Schedule.COLUMN:
         return triton_column.forms(kernel)
     if is_transposing(kernel):
@@ -52,24 +52,26 @@ def _variant(form: Form, *, as_block: bool = False) -> KernelForm:
     return KernelForm(found.source, scalars, form.size, form.most, form.multiple)
 
 
-def stitched(kernel: Kernel) -> tuple[KernelForm, ...]:
+def stitched(kernel: LoopKernel) -> tuple[KernelForm, ...]:
     """Return forms of a ROW kernel for rows that one program holds in registers as a block."""
     return tuple(_variant(form, as_block=True) for form in triton_block.forms(kernel))
 
 
-def stitched_at(kernel: Kernel, sizes: Mapping[str, int]) -> KernelSource | None:
+def stitched_at(kernel: LoopKernel, sizes: Mapping[str, int]) -> KernelSource | None:
     """Return the one of them that runs at these sizes, if there is one."""
     form = next((form for form in triton_block.forms(kernel) if form.fits(sizes)), None)
     return _printed(form.kernel, form.most, as_block=True).source if form else None
 
 
-def _printed(kernel: Kernel, most: int | None = None, *, as_block: bool = False) -> Emitted:
+def _printed(kernel: LoopKernel, most: int | None = None, *, as_block: bool = False) -> Emitted:
     return _emit(kernel, kernel.numbers, most, as_block)
 
 
 # what the first call needs is printed before the rest, in which it is again
 @lru_cache(maxsize=512)
-def _emit(kernel: Kernel, numbers: tuple[str, ...], most: int | None, as_block: bool) -> Emitted:
+def _emit(
+    kernel: LoopKernel, numbers: tuple[str, ...], most: int | None, as_block: bool
+) -> Emitted:
     printer = Printer(kernel)
     if as_block:
         assert most is not None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from strop.codegen import triton_reduce
 from strop.codegen.triton_text import Flat, Form, Printer, Tile, loads_first, next_power_of_two
 from strop.ir.dims import Expr, product
-from strop.ir.loops import Kernel, Reduce, has_guards
+from strop.ir.loops import LoopKernel, Reduce, has_guards
 
 MAX_ROWS = (64, 256, 1024)  # of a block: one form each
 MAX_ELEMENTS = 32768  # 64 a thread
@@ -21,7 +21,7 @@ MIN_WARPS, ELEMENTS_PER_WARP = 4, 512
 MAX_WARPS = 16  # 128 registers a thread: with 32 warps the largest blocks spilled
 
 
-def forms(kernel: Kernel) -> Iterator[Form]:
+def forms(kernel: LoopKernel) -> Iterator[Form]:
     """Yield forms of a kernel for rows that one program holds."""
     if len(kernel.cols) < 2 or not kernel.cols[-1].size.is_const:
         return

@@ -32,8 +32,8 @@ from strop.ir.loops import (
     MAX_LANES,
     Axis,
     Index,
-    Kernel,
     Load,
+    LoopKernel,
     Reduce,
     Stmt,
     Store,
@@ -182,7 +182,7 @@ class _Column:
         return tuple(buffers)
 
 
-def forms(kernel: Kernel) -> Iterator[Form]:
+def forms(kernel: LoopKernel) -> Iterator[Form]:
     """Yield the form for few rows, where their number is not known."""
     rows = product(axis.size for axis in kernel.rows if axis.reduced)
     is_wide = kernel.num_cols.is_const and kernel.num_cols.value > BLOCKED_COLS

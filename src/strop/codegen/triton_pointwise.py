@@ -22,7 +22,7 @@ from strop.codegen.triton_text import (
     tiles,
 )
 from strop.ir.dims import Expr, const, product, symbol
-from strop.ir.loops import Axis, Kernel, Load, has_guards, indices_of
+from strop.ir.loops import Axis, Load, LoopKernel, has_guards, indices_of
 
 # Measured on an H100 in fp16 over GEGLU, bias + GELU, scale + shift + SiLU and SiLU, 2,048 to 160
 # million elements: within 7 % of the fastest of some 40 tiles.
@@ -47,7 +47,7 @@ LINE_FEW = 2**18
 ONE = Axis("one", const(1))
 
 
-def forms(kernel: Kernel) -> Iterator[Form]:
+def forms(kernel: LoopKernel) -> Iterator[Form]:
     """Yield the faster forms of a kernel, whose number of elements is not known."""
     size = kernel.num_rows * kernel.num_cols
     if size.is_const:
@@ -63,7 +63,7 @@ def forms(kernel: Kernel) -> Iterator[Form]:
         yield Form(kernel, size, _few(kernel))
 
 
-def _few(kernel: Kernel) -> int:
+def _few(kernel: LoopKernel) -> int:
     """Return up to how many elements small tiles are faster."""
     return LINE_FEW if _is_line(kernel) else FEW
 
@@ -121,7 +121,7 @@ def _tile_ids(
     add(f"col = {col_tile}tl.arange(0, COLS)[None, :]")
 
 
-def _outer_and_inner(kernel: Kernel) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+def _outer_and_inner(kernel: LoopKernel) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """Return row axes that have one value in each tile, and the others.
 
     Where something is the same for all pixels of a picture, no tile has pixels of two pictures:
@@ -138,7 +138,7 @@ def _outer_and_inner(kernel: Kernel) -> tuple[tuple[Axis, ...], tuple[Axis, ...]
     return (), kernel.rows
 
 
-def pointwise_tile(kernel: Kernel, most: int | None) -> tuple[int, int, int]:
+def pointwise_tile(kernel: LoopKernel, most: int | None) -> tuple[int, int, int]:
     """Choose (rows, cols, warps): long contiguous pieces, little waste. Without rows the elements
     are one line."""
     num_rows, num_cols = kernel.num_rows, kernel.num_cols
@@ -162,7 +162,7 @@ def pointwise_tile(kernel: Kernel, most: int | None) -> tuple[int, int, int]:
     return fitting(num_rows, max(POINTWISE_ELEMENTS // cols, 1)), cols, 4
 
 
-def _is_line(kernel: Kernel) -> bool:
+def _is_line(kernel: LoopKernel) -> bool:
     """Tell whether ids of rows and cols are cheap to find in one flat id: all rows are walked with
     one stride, and what a thread loads at once lies in one row. Guards, as a cat has them, want
     tiles that lie in one piece of it."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from strop.codegen.triton_text import TYPES, Printer, Tile, Value, number
+from strop.codegen.triton_text import TYPES, Printer, Tile, TileValue, number
 from strop.ir.loops import Reduce
 
 # Reductions that Triton does not have: its tl.max and tl.min drop NaN.
@@ -211,6 +211,6 @@ def finish(
 ) -> None:
     """Print the results from a state that stands for everything."""
     names = state_names(stmt, stage)
-    printer.values[stmt.outs[0]] = Value(names[0], dims, stmt.dtype)
+    printer.values[stmt.outs[0]] = TileValue(names[0], dims, stmt.dtype)
     if stmt.kind == "moments":
         printer.define(stmt.outs[1], f"{names[1]} / {total}", dims, stmt.dtype)

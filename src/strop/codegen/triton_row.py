@@ -18,7 +18,7 @@ from strop.codegen.triton_text import (
     Form,
     Printer,
     Tile,
-    Value,
+    TileValue,
     fitting,
     is_whole,
     loads_first,
@@ -28,9 +28,9 @@ from strop.codegen.triton_text import (
 from strop.ir.dims import Expr, symbol
 from strop.ir.loops import (
     Apply,
-    Kernel,
     Literal,
     Load,
+    LoopKernel,
     Reduce,
     Stmt,
     Store,
@@ -101,7 +101,7 @@ ALIGNED_LIMITS = tuple(sorted(k << n for n in range(5, 15) for k in (2, 3) if k 
 UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do not divide are swept
 
 
-def row_tile(kernel: Kernel, strided: bool, most: int | None = None) -> RowTile:
+def row_tile(kernel: LoopKernel, strided: bool, most: int | None = None) -> RowTile:
     """Choose how a kernel is cut. ``most`` limits the cols, for a variant."""
     num_cols = kernel.num_cols
     most = num_cols.value if num_cols.is_const else most
@@ -120,22 +120,22 @@ def row_tile(kernel: Kernel, strided: bool, most: int | None = None) -> RowTile:
     return RowTile(fitting(kernel.num_rows, rows), cols, -(-most // cols), num_warps)
 
 
-def _is_heavy(kernel: Kernel) -> bool:
+def _is_heavy(kernel: LoopKernel) -> bool:
     return any(isinstance(stmt, Apply) and stmt.op == "exp" for stmt in kernel.body)
 
 
-def _is_streamed(kernel: Kernel) -> bool:
+def _is_streamed(kernel: LoopKernel) -> bool:
     """Tell whether more than one value that differs along rows and cols is read."""
     rows, cols = ({axis.name for axis in axes} for axes in (kernel.rows, kernel.cols))
     loads = [stmt.index.axes for stmt in kernel.body if isinstance(stmt, Load)]
     return sum(bool(axes & rows and axes & cols) for axes in loads) > 1
 
 
-def _has_moments(kernel: Kernel) -> bool:
+def _has_moments(kernel: LoopKernel) -> bool:
     return any(isinstance(stmt, Reduce) and stmt.kind == "moments" for stmt in kernel.body)
 
 
-def _strided_tile(kernel: Kernel) -> RowTile:
+def _strided_tile(kernel: LoopKernel) -> RowTile:
     num_rows, num_cols = kernel.num_rows, kernel.num_cols
     persistent = num_cols.is_const and num_cols.value <= MAX_STRIDED_COLS
     cols = next_power_of_two(num_cols.value) if persistent else STRIDED_COLS
@@ -143,7 +143,7 @@ def _strided_tile(kernel: Kernel) -> RowTile:
     return RowTile(rows, cols, int(persistent), 4 if rows * cols <= 4096 else 8)
 
 
-def forms(kernel: Kernel) -> Iterator[Form]:
+def forms(kernel: LoopKernel) -> Iterator[Form]:
     """Yield the forms worth having for rows of unknown length, shortest first. Where the length is
     a root symbol, some know that it is a multiple of eight."""
     size = kernel.num_cols
@@ -179,7 +179,7 @@ def row(printer: Printer, strided: bool, most: int | None = None) -> tuple[Expr,
     return tiles(printer.scalars.symbolic(kernel.num_rows), tile.rows), tile.num_warps
 
 
-def _bytes_a_program(kernel: Kernel, tile: RowTile) -> int:
+def _bytes_a_program(kernel: LoopKernel, tile: RowTile) -> int:
     """Return the bytes of what is read or written once, at the most cols that the tile is for."""
     accesses = [stmt for stmt in kernel.body if isinstance(stmt, Load | Store)]
     params = {stmt.param for stmt in accesses if is_whole(kernel, stmt.index)}
@@ -195,7 +195,7 @@ class _Pieces:
         self.printer, self.kernel = printer, printer.kernel
         self.cols = frozenset(axis.name for axis in self.kernel.cols)
         self.shared = printer.values
-        self.own: list[dict[str, Value]] = [{} for _ in range(tile.pieces)]
+        self.own: list[dict[str, TileValue]] = [{} for _ in range(tile.pieces)]
         # in tiles of several rows what belongs to a col is read for each of them: that only pays
         # where waiting for memory is long
         self.loads_first = tile.held <= MAX_WAITING and (
@@ -297,7 +297,7 @@ class _Sweeps:
     (``mutation``) has its old values until no sweep reads them again.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: LoopKernel) -> None:
         self.stmts = kernel.body
         self.cols = frozenset(axis.name for axis in kernel.cols)
         self.level: dict[str, int] = {}

@@ -16,11 +16,11 @@ from strop.ir.dims import Expr, const, product, symbol, to_expr
 from strop.ir.loops import (
     Apply,
     Axis,
+    CheckIndex,
     Index,
-    Kernel,
     Literal,
     Load,
-    Place,
+    LoopKernel,
     Position,
     Reduce,
     Stmt,
@@ -71,7 +71,7 @@ class Form:
     """Describe a kernel as it is printed for a ``size`` of at most ``most`` that is a multiple of
     ``multiple``. ``meaning``: what symbols of this form are in terms of those of the graph."""
 
-    kernel: Kernel
+    kernel: LoopKernel
     size: Expr
     most: int
     multiple: int = 1
@@ -100,7 +100,7 @@ class Lines:
 
 
 @dataclass
-class Scalars:
+class TritonScalars:
     """Turn sizes into integer arguments, one for each distinct expression."""
 
     sizes: list[Expr] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AddressTerm:
     """Hold adjacent axes that an index walks with one stride: one term of its address."""
 
     name: str
@@ -181,13 +181,13 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TileValue:
     text: str
     dims: frozenset[str]
     dtype: torch.dtype
 
 
-def runs(flat: Flat, index: Index) -> Iterator[Run]:
+def runs(flat: Flat, index: Index) -> Iterator[AddressTerm]:
     """Yield the terms that ``index`` has along ``flat``: merged axes need no division at all."""
     strides = dict(index.strides)
     axes = [axis for axis in flat.axes if axis.size != const(1)]
@@ -205,18 +205,18 @@ def runs(flat: Flat, index: Index) -> Iterator[Run]:
             whole = len(own) == len(axes)
             name = flat.name if whole else "_".join([flat.name, *(a.name for a in own)])
             uniform = flat.tile > 0 and inner.is_multiple_of(flat.tile)
-            yield Run(name, own, inner, start == 0, stride, "" if uniform else flat.dim)
+            yield AddressTerm(name, own, inner, start == 0, stride, "" if uniform else flat.dim)
         start = end
 
 
-def is_whole(kernel: Kernel, index: Index) -> bool:
+def is_whole(kernel: LoopKernel, index: Index) -> bool:
     """Tell whether every element that the index reaches is reached once."""
     axes = (*kernel.rows, *kernel.cols)
     return all(axis.name in index.axes for axis in axes if axis.size != const(1))
 
 
 @lru_cache(maxsize=512)
-def is_transposing(kernel: Kernel) -> bool:
+def is_transposing(kernel: LoopKernel) -> bool:
     """Tell whether some access is contiguous along the rows only."""
     row, col = Flat("row", kernel.rows), Flat("col", kernel.cols)
     for stmt in kernel.body:
@@ -232,10 +232,10 @@ def is_transposing(kernel: Kernel) -> bool:
 class Printer:
     """Prints the statements of one kernel, a tile at a time."""
 
-    kernel: Kernel
+    kernel: LoopKernel
     out: Lines = field(default_factory=Lines)
-    scalars: Scalars = field(default_factory=Scalars)
-    values: MutableMapping[str, Value] = field(default_factory=dict)
+    scalars: TritonScalars = field(default_factory=TritonScalars)
+    values: MutableMapping[str, TileValue] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
 
     def mask(self, name: str, size: Expr, tile: int) -> dict[str, str]:
@@ -257,7 +257,7 @@ class Printer:
                     seen.add(run.name)
                     self.out.add(f"{run.name} = {self._run_text(flat, run)}")
 
-    def _run_text(self, flat: Flat, run: Run) -> str:
+    def _run_text(self, flat: Flat, run: AddressTerm) -> str:
         text = flat.name if run.dim else flat.first or flat.name
         if run.inner != const(1):
             text += f" // {self.scalars.text(run.inner)}"
@@ -276,7 +276,7 @@ class Printer:
                 dims.add(run.dim)
         return found, frozenset(dims - {""})
 
-    def _term(self, flat: Flat, run: Run) -> str:
+    def _term(self, flat: Flat, run: AddressTerm) -> str:
         size = product(axis.size for axis in run.axes)
         span = size * run.stride
         if span.is_const:
@@ -311,13 +311,13 @@ class Printer:
     ) -> None:
         name = prefix + stmt_out
         self.out.add(f"{name} = {text}")
-        self.values[stmt_out] = Value(name, dims, dtype)
+        self.values[stmt_out] = TileValue(name, dims, dtype)
 
     def statement(self, stmt: Stmt, tile: Tile, prefix: str = "") -> None:
         """Print any statement but a Reduce, whose text depends on the schedule."""
         if isinstance(stmt, Load):
             self._load(stmt, tile, prefix)
-        elif isinstance(stmt, Place):
+        elif isinstance(stmt, CheckIndex):
             self._place(stmt, tile, prefix)
         elif isinstance(stmt, Literal):
             self.define(stmt.out, self._literal(stmt), frozenset(), stmt.dtype, prefix)
@@ -365,7 +365,7 @@ class Printer:
         else:
             self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
 
-    def _place(self, stmt: Place, tile: Tile, prefix: str) -> None:
+    def _place(self, stmt: CheckIndex, tile: Tile, prefix: str) -> None:
         """Print a place. One that is outside sets the flag, by whichever lane has it, and becomes
         0."""
         name, size, add = prefix + stmt.out, self.scalars.text(stmt.size), self.out.add

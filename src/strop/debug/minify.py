@@ -18,7 +18,7 @@ SMALL = (1, 2, 3, 5)  # sizes to try
 
 
 @dataclass
-class Progress:
+class MinifyProgress:
     """Hold what ``watch`` is told after each try."""
 
     tries: int = 0
@@ -26,7 +26,7 @@ class Progress:
 
 
 def minify(
-    case: Case, fails: Predicate, watch: Callable[[Progress], None] = lambda p: None
+    case: Case, fails: Predicate, watch: Callable[[MinifyProgress], None] = lambda p: None
 ) -> Case:
     """Find the smallest case that fails; ``case`` itself must fail."""
     search = _Search(case, fails, watch)
@@ -42,10 +42,10 @@ def minify(
 class _Search:
     best: Case
     fails: Predicate
-    watch: Callable[[Progress], None]
+    watch: Callable[[MinifyProgress], None]
 
     def __post_init__(self) -> None:
-        self.progress = Progress(num_nodes=num_nodes(self.best.graph))
+        self.progress = MinifyProgress(num_nodes=num_nodes(self.best.graph))
 
     def try_graph(self, graph: Graph) -> bool:
         """Keep ``graph`` if it fails."""

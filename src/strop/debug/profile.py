@@ -19,7 +19,7 @@ from strop.debug import ceilings
 from strop.debug.costs import machine
 from strop.debug.explain import explain
 from strop.debug.report import Report
-from strop.debug.roofline import Cost, ProfileRow, Times, profile_row
+from strop.debug.roofline import ProfileRow, StepCost, Times, profile_row
 from strop.debug.step_times import Subject, cpu_times, gpu_times, whole_us
 from strop.debug.steps import step_rows
 from strop.dispatch.dispatcher import Dispatcher
@@ -32,7 +32,7 @@ from strop.options import Options
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CallArguments:
     """Hold the arguments of a call, as they were before it."""
 
     skeleton: Skeleton
@@ -43,7 +43,7 @@ class Given:
         return args, kwargs
 
 
-Calls = dict[str, Given]  # the latest of each module, by the name of the component
+Calls = dict[str, CallArguments]  # the latest of each module, by the name of the component
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def _keeping(calls: Calls, name: str) -> Callable[..., None]:
         tensors: list[Tensor] = []
         calls.pop(name, None)
         with contextlib.suppress(UnsupportedError):  # such a call runs in eager
-            calls[name] = Given(flatten((args, kwargs), tensors), tuple(tensors))
+            calls[name] = CallArguments(flatten((args, kwargs), tensors), tuple(tensors))
 
     return hook
 
@@ -111,7 +111,7 @@ def measured(report: Report, obj: Any, calls: Calls) -> Report:
     return replace(report, components=tuple(components), notes=tuple(notes))
 
 
-def _subject(dispatcher: Dispatcher, given: Given | None) -> Subject | str:
+def _subject(dispatcher: Dispatcher, given: CallArguments | None) -> Subject | str:
     """Return the call, or why it cannot be timed."""
     if given is None:
         return "it was not called, or not with arguments that are compiled"
@@ -151,7 +151,7 @@ def _row(subject: Subject, times: Times, limits: ceilings.Ceilings) -> ProfileRo
     return profile_row(subject.entry.env, costs, times, limits, num_not_run)
 
 
-def _costs(subject: Subject) -> tuple[Cost, ...]:
+def _costs(subject: Subject) -> tuple[StepCost, ...]:
     program, env, compiled = subject.program, subject.entry.env, subject.entry.variant.compiled
     hoisted = {
         n
@@ -169,7 +169,7 @@ def _costs(subject: Subject) -> tuple[Cost, ...]:
             title, kind = row.title, OPS[step.op].anchor.category
         unit = ceilings.unit_of(program, step)
         costs.append(
-            Cost(
+            StepCost(
                 number, title, kind, row.origin, row.bytes_moved, row.flops, unit, number in hoisted
             )
         )

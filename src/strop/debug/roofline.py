@@ -24,7 +24,7 @@ ABOVE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """Say what a step is and moves; ``unit``: what it multiplies with (``Ceilings``)."""
 
     number: int
@@ -51,7 +51,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedStep(Cost):
+class TimedStep(StepCost):
     """Describe a step and its time. What depends on that is None where no kernel could be
     attributed."""
 
@@ -112,7 +112,7 @@ class ProfileRow:
 
 def profile_row(
     sizes: Mapping[str, int],
-    costs: Sequence[Cost],
+    costs: Sequence[StepCost],
     times: Times,
     ceilings: Ceilings,
     num_not_run: int,
@@ -139,7 +139,7 @@ def profile_row(
     )
 
 
-def _timed(cost: Cost, found: tuple[float, int] | None, ceilings: Ceilings) -> TimedStep:
+def _timed(cost: StepCost, found: tuple[float, int] | None, ceilings: Ceilings) -> TimedStep:
     bound, by = ceilings.bound_us(cost.bytes_moved, cost.flops, cost.unit)
     step = TimedStep(**asdict(cost), bound_us=round(bound, 3), bound_by=by)
     if found is None:

@@ -89,7 +89,7 @@ class Changes:
         self._made.add(change)
 
 
-class Shared:
+class SharedChanges:
     """These changes to what all pipelines use are made for the first dispatcher that is held, and
     undone when the last one has left its module or is gone.
 

@@ -24,7 +24,7 @@ from strop.diffusion.parts import DENOISERS, dispatcher_in, parts_of, pipelines_
 from strop.diffusion.scheduler import host_timesteps
 from strop.diffusion.user_code import runs_user_code
 from strop.dispatch.dispatcher import Dispatcher
-from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.loop.denoise_loop import DenoiseLoop
 
 log = logging.getLogger("strop")
 
@@ -104,7 +104,7 @@ def _marking(pipe_of: Callable[[Any], Any], own: Callable[..., Any]) -> Callable
     return progress_bar
 
 
-def loops_of(pipe: Any) -> Sequence[Loop]:
+def loops_of(pipe: Any) -> Sequence[DenoiseLoop]:
     """Return the loops of the compiled components that each step calls."""
     held = {} if pipe is None else pipe.__dict__
     modules = [m for name in DENOISERS for m in parts_of(held.get(name), name).values()]
@@ -119,7 +119,7 @@ def _dispatcher_for(pipe: Any, module: Any) -> Dispatcher | None:
 
 
 @contextmanager
-def around(pipe: Any, loops: Sequence[Loop], make_bar: Callable[[], Any]) -> Iterator[Any]:
+def around(pipe: Any, loops: Sequence[DenoiseLoop], make_bar: Callable[[], Any]) -> Iterator[Any]:
     """Return a bar whose body is a denoise loop."""
     scheduler = getattr(pipe, "scheduler", None)  # which may be another one by now
     has_user_code = runs_user_code(pipe)

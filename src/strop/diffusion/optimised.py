@@ -19,7 +19,7 @@ from strop.diffusion.changes import LOCK, Changes
 from strop.diffusion.parts import COMPONENTS, parts_of, pipelines_dispatcher
 
 
-class Record:
+class OptimisedRecord:
     """A record tells what was done for one pipeline that ``optimize`` was given.
 
     ``compiled`` are the modules that were compiled for it, ``components`` all modules that it has
@@ -43,20 +43,22 @@ class Record:
             self.changes.undo()
 
 
-_RECORDS: dict[int, Record] = {}  # by the id of a pipeline, which ends its record when it is gone
+_RECORDS: dict[
+    int, OptimisedRecord
+] = {}  # by the id of a pipeline, which ends its record when it is gone
 
 
-def record_of(pipe: Any) -> Record | None:
+def record_of(pipe: Any) -> OptimisedRecord | None:
     return _RECORDS.get(id(pipe))
 
 
-def new_record(pipe: Any) -> Record | None:
+def new_record(pipe: Any) -> OptimisedRecord | None:
     """Return the record of a pipeline, which is made if there is none. It is None for an object of
     which Python cannot tell when it is gone."""
     with LOCK:
         if id(pipe) not in _RECORDS:
             try:
-                _RECORDS[id(pipe)] = Record(pipe)
+                _RECORDS[id(pipe)] = OptimisedRecord(pipe)
             except TypeError:
                 return None
         return _RECORDS[id(pipe)]

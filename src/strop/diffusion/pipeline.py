@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from strop.api import optimize_module, restore
-from strop.diffusion.changes import Changes, Shared, in_force, undo_at
+from strop.diffusion.changes import Changes, SharedChanges, in_force, undo_at
 from strop.diffusion.denoise_loops import around, is_watched, kinds, watch_pipelines
 from strop.diffusion.noise import PLACE, draw_without_waiting
 from strop.diffusion.offloading import HOOKS, QUICK, search_quickly
@@ -23,7 +23,7 @@ from strop.diffusion.pictures import NAME, convert_on_device
 from strop.dispatch.dispatcher import Dispatcher
 from strop.errors import OptionError
 from strop.options import Options
-from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.loop.denoise_loop import DenoiseLoop
 
 log = logging.getLogger("strop")
 
@@ -37,7 +37,7 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
 
     Raises OptionError for a pipeline that has none of them.
     """
-    loop, known = Loop(), compiled_modules(pipe)
+    loop, known = DenoiseLoop(), compiled_modules(pipe)
     if not known:
         raise OptionError(_nothing_known(pipe))
     record = new_record(pipe)
@@ -62,7 +62,7 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
 
 
 def _compile(
-    module: nn.Module, options: Options, name: str, loop: Loop | None, component: nn.Module
+    module: nn.Module, options: Options, name: str, loop: DenoiseLoop | None, component: nn.Module
 ) -> None:
     dispatcher = optimize_module(module, options, name=name, loop=loop, component=component)
     SHARED.hold(dispatcher)
@@ -77,7 +77,7 @@ def _compile_like(pipe: Any, path: str, module: nn.Module, known: Dispatcher) ->
     _compile(module, known.options, path, known.loop if name in DENOISERS else None, component)
 
 
-def _mark_own_bar(pipe: Any, loop: Loop, changes: Changes) -> None:
+def _mark_own_bar(pipe: Any, loop: DenoiseLoop, changes: Changes) -> None:
     """Mark the loop of a pipeline of a class of its own."""
     bar = pipe.__dict__.get("progress_bar")
     if isinstance(bar, _MarkedBar) and in_force(bar):
@@ -132,7 +132,7 @@ def _same(value: Any) -> Any:
 class _MarkedBar:
     """Mark the ``progress_bar`` of a pipeline of a class of its own."""
 
-    def __init__(self, original: Any, loop: Loop, pipe: Any) -> None:
+    def __init__(self, original: Any, loop: DenoiseLoop, pipe: Any) -> None:
         self.original, self.loop, self.pipe = original, loop, pipe
 
     def __call__(self, iterable: Any = None, total: int | None = None, **more: Any) -> Any:
@@ -162,4 +162,4 @@ def _change_diffusers(changes: Changes) -> None:
     watch_pipelines(changes, _compile_like)
 
 
-SHARED = Shared(_change_diffusers)
+SHARED = SharedChanges(_change_diffusers)

@@ -29,7 +29,7 @@ from strop.dispatch.arguments import as_specified
 if TYPE_CHECKING:
     from strop.dispatch.counters import Counters
     from strop.dispatch.entry import Entry
-    from strop.runtime.loop.denoise_loop import Loop
+    from strop.runtime.loop.denoise_loop import DenoiseLoop
     from strop.runtime.run.cpu_runs import Run
 
 # It takes the arguments and gives the result, or None where the long way must be taken.
@@ -41,7 +41,7 @@ class Served(Protocol):
 
     module: nn.Module
     counters: Counters
-    loop: Loop
+    loop: DenoiseLoop
     latest: Entry | None
     short: Short
     entrance: Callable[..., Any] | None

@@ -43,7 +43,7 @@ from strop.errors import StropError, UnsupportedError
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run import cuda_graphs
 from strop.runtime.run.library_calls import drawing_by
 
@@ -75,7 +75,7 @@ class Dispatcher:
         *,
         name: str = "",
         adapter: Adapter | None = None,
-        loop: Loop | None = None,
+        loop: DenoiseLoop | None = None,
         component: nn.Module | None = None,
     ) -> None:
         """``component`` is what the module is a part of, which hooks move as a whole."""
@@ -84,7 +84,7 @@ class Dispatcher:
         self.name = name or type(module).__name__
         self._eager: Callable[..., Any] | None = module.forward
         self._before = module.__dict__.get("forward")  # in whose place this one will be
-        self.adapter, self.loop = adapter or Adapter(), loop or Loop()
+        self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
         is_own = getattr(self._eager, "__func__", None) is type(module).forward
         if is_own:  # whatever function that is at a call
             self._eager = None

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from strop.dispatch.closure_walk import CONSTANTS
-from strop.dispatch.global_guards import Change, GlobalGuards, is_private
+from strop.dispatch.code_walk import CONSTANTS
+from strop.dispatch.global_guards import GlobalGuards, GuardChange, is_private
 from strop.errors import CaptureError
 
 _NAMED = 3  # of what a forward writes, in a message
@@ -61,14 +61,14 @@ class Effects:
             )
         return self.written
 
-    def _is_state(self, change: Change) -> bool:
+    def _is_state(self, change: GuardChange) -> bool:
         if change.label in self._of_calls:
             return True
         is_number = change.before is not None and isinstance(change.before, CONSTANTS)
         return is_number and change.label.rpartition(".")[2] in self._before.consulted
 
 
-def _new(change: Change) -> Any:
+def _new(change: GuardChange) -> Any:
     """Return what a change has brought."""
     if isinstance(change.now, list) and isinstance(change.before, list):
         known = set(map(id, change.before))

@@ -18,7 +18,7 @@ from strop.dispatch.finite import not_finite
 from strop.dispatch.module_state import ModuleState, place
 from strop.dispatch.variants import library_for
 from strop.options import Options
-from strop.runtime.loop.denoise_loop import Loop, moment_of
+from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of
 from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
 from strop.runtime.run import cuda_graphs, graph_keep_alive
 from strop.runtime.run.executor import Bound
@@ -39,7 +39,7 @@ class EntryRunner:
         name: str,
         options: Options,
         state: ModuleState,
-        loop: Loop,
+        loop: DenoiseLoop,
         counters: Counters,
         fallbacks: Fallbacks,
         forget_others: Callable[[Entry], None],

@@ -19,25 +19,26 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from strop.dispatch.closure_walk import (
+from strop.dispatch.code_walk import (
     ABSENT,
     CONSTANTS,
     LIBRARIES,
+    Binding,
     Cell,
-    ClosureWalk,
+    CodeWalk,
     Content,
-    Place,
+    Originals,
     Unbound,
     is_fixed,
 )
 from strop.dispatch.identities import addresses, identities
 from strop.frontend.stable_text import is_plain, text_of, text_of_config
 
-__all__ = ["LIBRARIES", "Change", "GlobalGuards", "is_private"]
+__all__ = ["LIBRARIES", "GlobalGuards", "GuardChange", "is_private"]
 _BY_TEXT = (*CONSTANTS, FunctionType, type(len), type)
 
 
-class Change:
+class GuardChange:
     """Something that differs from what it was. ``undo`` puts that back."""
 
     def __init__(self, label: str, before: Any, now: Any, undo: Callable[[], None]) -> None:
@@ -48,7 +49,7 @@ class GlobalGuards:
     """Hold what one module reads, as it was when last looked at."""
 
     def __init__(self, module: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        reach = ClosureWalk(module)
+        reach = CodeWalk(module)
         self.consulted = reach.consulted
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [p for p in reach.places.values() if p.label not in ignored]
@@ -86,7 +87,7 @@ class GlobalGuards:
 
     # what a trace has done
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[GuardChange]:
         return [*self._new_values(), *self._new_items(), *self._new_attributes()]
 
     def forget_memos(self) -> None:
@@ -95,23 +96,27 @@ class GlobalGuards:
             if memo.cache_info().currsize != size:
                 memo.cache_clear()
 
-    def _new_values(self) -> Iterator[Change]:
+    def _new_values(self) -> Iterator[GuardChange]:
         for place, value in zip(self._places, self._names.values, strict=True):
             now = _value_at(place)
             if not _is_equal(now, value):
-                yield Change(place.label, value, now, _binding(place, value))
+                yield GuardChange(place.label, value, now, _binding(place, value))
 
-    def _new_items(self) -> Iterator[Change]:
+    def _new_items(self) -> Iterator[GuardChange]:
         for content, known in zip(self._contents, self._items, strict=True):
             if not _has(content, known):
-                yield Change(content.label, known, _items(content.value), _filling(content, known))
+                yield GuardChange(
+                    content.label, known, _items(content.value), _filling(content, known)
+                )
 
-    def _new_attributes(self) -> Iterator[Change]:
+    def _new_attributes(self) -> Iterator[GuardChange]:
         known = {(id(place.table), place.key) for place in self._places}
         for (label, owner, held), before in zip(self._owners, self._attributes, strict=True):
             for key in held.keys() - before.keys():
                 if (id(held), key) not in known and not isinstance(held, MappingProxyType):
-                    yield Change(f"{label}.{key}", ABSENT, held[key], _removal(owner, held, key))
+                    yield GuardChange(
+                        f"{label}.{key}", ABSENT, held[key], _removal(owner, held, key)
+                    )
 
     # parts of keys
 
@@ -163,7 +168,7 @@ def is_private(label: str) -> bool:
     return label.rpartition(".")[2].startswith("_")
 
 
-def _is_by_text(place: Place, value: Any) -> bool:
+def _is_by_text(place: Binding, value: Any) -> bool:
     is_container = isinstance(value, list | tuple | dict | set | frozenset)
     return not place.is_own and not place.is_setting and is_container and is_plain(value)
 
@@ -204,20 +209,20 @@ def _has(content: Content, known: Any) -> bool:
     return all(map(is_, _parts(value), known)) or all(map(_is_equal, _parts(value), known))
 
 
-def _value_at(place: Place) -> Any:
+def _value_at(place: Binding) -> Any:
     try:
         return place.table[place.key]
     except (KeyError, ValueError):
         return ABSENT
 
 
-def _binding(place: Place, value: Any) -> Callable[[], None]:
+def _binding(place: Binding, value: Any) -> Callable[[], None]:
     def undo() -> None:
         table, key = place.table, place.key
         if isinstance(table, Cell):
             table.cell.cell_contents = value
             return
-        held = table.table if isinstance(table, Unbound) else table
+        held = table.table if isinstance(table, Unbound | Originals) else table
         if not isinstance(held, dict):  # a class, or slots
             setattr(place.owner, key, value) if value is not ABSENT else delattr(place.owner, key)
         elif value is ABSENT:

@@ -46,7 +46,7 @@ MOST_STEPS = 16  # pairs that differ in sizes alone
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class BackwardArgument:
     """Say where the backward graph has an argument from: ``kind`` is "argument" or "result" of the
     forward, "tangent", or "size"."""
 
@@ -66,7 +66,7 @@ class Step:
     leaves: tuple[Any, ...]
     out_spec: pytree.TreeSpec
     differentiable: tuple[bool, ...]
-    given: tuple[Given, ...]  # the backward's arguments
+    given: tuple[BackwardArgument, ...]  # the backward's arguments
     wants: tuple[bool, ...]  # of state and arguments: who gets a gradient
 
     @property
@@ -307,7 +307,7 @@ class _Half:
 
 def _arguments(
     captured: CapturedStep, forward: GraphModule, backward: GraphModule
-) -> tuple[Given, ...]:
+) -> tuple[BackwardArgument, ...]:
     """Placeholders of the backward have the names of what the forward has or leaves."""
     placeholders = enumerate(forward.graph.find_nodes(op="placeholder"))
     primals = {node.name: number for number, node in placeholders}
@@ -318,13 +318,15 @@ def _arguments(
     found = []
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name.startswith(TANGENT):
-            found.append(Given("tangent", int(node.name.removeprefix(TANGENT))))
+            found.append(BackwardArgument("tangent", int(node.name.removeprefix(TANGENT))))
         elif not isinstance(node.meta["val"], Tensor):
-            found.append(Given("size", size=captured.sizes.symbols.size(node.meta["val"])))
+            found.append(
+                BackwardArgument("size", size=captured.sizes.symbols.size(node.meta["val"]))
+            )
         elif node.name in primals:
-            found.append(Given("argument", primals[node.name]))
+            found.append(BackwardArgument("argument", primals[node.name]))
         else:
-            found.append(Given("result", results[node.name]))
+            found.append(BackwardArgument("result", results[node.name]))
     return tuple(found)
 
 

@@ -63,7 +63,7 @@ class ClassName:
 
 
 @dataclass(frozen=True)
-class Given:
+class CacheArgument:
     """Stand for the cache that was this argument, counted from 0."""
 
     number: int
@@ -153,7 +153,7 @@ def with_objects(result: Any, arguments: Any, contents: Contents) -> Any:
         return result
 
     def marked(value: Any) -> Any:
-        return next((Given(i) for i, cache in enumerate(given) if cache is value), value)
+        return next((CacheArgument(i) for i, cache in enumerate(given) if cache is value), value)
 
     found = pytree.tree_map(marked, result, is_leaf=is_cache)
     return WithObjects(found, [dict(vars(cache)) for cache in given], left)
@@ -173,9 +173,9 @@ def given_back(found: WithObjects, arguments: Any) -> Any:
     for cache, attributes in zip(given, found.attributes, strict=True):
         vars(cache).update(attributes)
     return pytree.tree_map(
-        lambda leaf: given[leaf.number] if isinstance(leaf, Given) else leaf,
+        lambda leaf: given[leaf.number] if isinstance(leaf, CacheArgument) else leaf,
         found.result,
-        is_leaf=lambda leaf: isinstance(leaf, Given),
+        is_leaf=lambda leaf: isinstance(leaf, CacheArgument),
     )
 
 
@@ -290,7 +290,11 @@ pytree.register_pytree_node(
 for _kind, _parts, _whole in (
     (ObjectState, _flatten, _unflatten),
     (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
-    (Given, lambda given: ([], [given.number]), lambda _, context: Given(context[0])),
+    (
+        CacheArgument,
+        lambda given: ([], [given.number]),
+        lambda _, context: CacheArgument(context[0]),
+    ),
     (
         WithObjects,
         lambda found: ([found.result, found.attributes, found.left], []),

@@ -167,7 +167,7 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MemoryRun:
     """Hold neighbours in memory that are all reduced or all kept."""
 
     is_reduced: bool
@@ -175,27 +175,27 @@ class Run:
     dims: frozenset[int]
 
 
-def runs_of(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[Run] | None:
+def runs_of(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[MemoryRun] | None:
     """Return the runs of a value of which ``dims`` are reduced, outermost in memory first; None
     where it is not affine."""
     view = strided(x)
     if view is None:
         return None
     atoms = [
-        (abs(stride.eval(hints)), Run(d in dims, size, frozenset((d,))))
+        (abs(stride.eval(hints)), MemoryRun(d in dims, size, frozenset((d,))))
         for d, dim in enumerate(view.dims)
         for size, stride in merge(dim)
     ]
-    runs: list[Run] = []
+    runs: list[MemoryRun] = []
     for _, run in sorted(atoms, key=lambda atom: -atom[0]):
         if runs and runs[-1].is_reduced == run.is_reduced:
             last = runs.pop()
-            run = Run(run.is_reduced, last.size * run.size, last.dims | run.dims)
+            run = MemoryRun(run.is_reduced, last.size * run.size, last.dims | run.dims)
         runs.append(run)
     return runs
 
 
-def lanes_fit(runs: Sequence[Run]) -> bool:
+def lanes_fit(runs: Sequence[MemoryRun]) -> bool:
     """Tell whether what lies inside of the outermost reduced run may be the cols of a COLUMN
     kernel."""
     flags = [run.is_reduced for run in runs]

@@ -15,11 +15,11 @@ import torch
 from strop.ir.dims import Env, Expr
 from strop.ir.loops import (
     Apply,
+    CheckIndex,
     Index,
-    Kernel,
     Literal,
     Load,
-    Place,
+    LoopKernel,
     Position,
     Reduce,
     Stmt,
@@ -28,7 +28,7 @@ from strop.ir.loops import (
 from strop.ir.ops import OPS, of_nothing
 
 
-def run(kernel: Kernel, tensors: Sequence[torch.Tensor], env: Env) -> None:
+def run(kernel: LoopKernel, tensors: Sequence[torch.Tensor], env: Env) -> None:
     """Execute ``kernel`` on raw storages, one tensor a param, writing the outputs in place."""
     buffers = [_flat(tensor) for tensor in tensors]
     axes = kernel.rows + kernel.cols
@@ -65,7 +65,7 @@ class _State:
     def execute(self, stmt: Stmt) -> None:
         if isinstance(stmt, Load):
             self.values[stmt.out] = self._load(stmt)
-        elif isinstance(stmt, Place):
+        elif isinstance(stmt, CheckIndex):
             self.values[stmt.out] = self._place(stmt)
         elif isinstance(stmt, Literal):
             value = stmt.value.eval(self.env) if isinstance(stmt.value, Expr) else stmt.value
@@ -104,7 +104,7 @@ class _State:
         found = self.buffers[stmt.param][torch.where(guard, elements, 0)]
         return torch.where(guard, found, torch.zeros_like(found)).to(_exact(stmt.dtype))
 
-    def _place(self, stmt: Place) -> torch.Tensor:
+    def _place(self, stmt: CheckIndex) -> torch.Tensor:
         place, size = self.values[stmt.value], stmt.size.eval(self.env)
         if stmt.wraps:
             place = torch.where(place < 0, place + size, place)

@@ -84,7 +84,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckIndex:
     """Take out = value (int64) as a place along a dim of ``size`` elements.
 
     With ``wraps`` a negative one counts from the end. One outside of the dim becomes 0 and, unless
@@ -157,11 +157,11 @@ class Store:
     value: str
 
 
-Stmt = Load | Place | Literal | Position | Apply | Reduce | Store
+Stmt = Load | CheckIndex | Literal | Position | Apply | Reduce | Store
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LoopKernel:
     """Describe one kernel. ``name`` is made from what it computes, so that equal kernels print
     equally."""
 
@@ -202,7 +202,7 @@ class Kernel:
         return product(axis.size for axis in self.cols)
 
 
-def with_sizes(kernel: Kernel, sizes: Mapping[str, Expr]) -> Kernel:
+def with_sizes(kernel: LoopKernel, sizes: Mapping[str, Expr]) -> LoopKernel:
     """Put other sizes in the place of these symbols."""
 
     def mapped(value: Any) -> Any:
@@ -214,7 +214,7 @@ def with_sizes(kernel: Kernel, sizes: Mapping[str, Expr]) -> Kernel:
             return replace(value, **{f.name: mapped(getattr(value, f.name)) for f in fields(value)})
         return value
 
-    return cast(Kernel, mapped(kernel))
+    return cast(LoopKernel, mapped(kernel))
 
 
 def outs_of(stmt: Stmt) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
         return (stmt.arg,)
     if isinstance(stmt, Store):
         return (stmt.value,)
-    if isinstance(stmt, Place):
+    if isinstance(stmt, CheckIndex):
         return (stmt.value, stmt.guard) if stmt.guard else (stmt.value,)
     if not isinstance(stmt, Load):
         return ()
@@ -238,25 +238,25 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
     return (*names, stmt.guard) if stmt.guard else names
 
 
-def has_guards(kernel: Kernel) -> bool:
+def has_guards(kernel: LoopKernel) -> bool:
     """Tell whether some elements are loaded only where a condition holds, as pieces of a cat
     are."""
     return any(isinstance(stmt, Load) and stmt.guard for stmt in kernel.body)
 
 
-def has_places(kernel: Kernel) -> bool:
+def has_places(kernel: LoopKernel) -> bool:
     """Tell whether the kernel looks up places that may be out of range."""
-    return any(isinstance(stmt, Place) for stmt in kernel.body + kernel.tail)
+    return any(isinstance(stmt, CheckIndex) for stmt in kernel.body + kernel.tail)
 
 
-def indices_of(kernel: Kernel) -> Iterator[Index]:
+def indices_of(kernel: LoopKernel) -> Iterator[Index]:
     """Yield every affine index in the kernel."""
     for stmt in kernel.body + kernel.tail:
         if isinstance(stmt, Load | Position | Store):
             yield stmt.index
 
 
-def spaces(kernel: Kernel) -> dict[str, frozenset[str]]:
+def spaces(kernel: LoopKernel) -> dict[str, frozenset[str]]:
     """Return for each value the axes that it varies over."""
     reduced = frozenset(a.name for a in kernel.rows + kernel.cols if a.reduced)
     space: dict[str, frozenset[str]] = {}

@@ -158,7 +158,7 @@ class Torch:
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class PartScratch:
     """This is working memory that parts share."""
 
     shape: tuple[int, ...]
@@ -178,7 +178,7 @@ class Launches:
     """
 
     parts: tuple[Launch | Torch, ...]
-    scratch: tuple[Scratch, ...] = ()
+    scratch: tuple[PartScratch, ...] = ()
     result: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 

@@ -14,7 +14,7 @@ from strop.fusion.plan import Group
 from strop.ir.affine import Strided, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
-from strop.ir.loops import Kernel, Load
+from strop.ir.loops import Load, LoopKernel
 from strop.ir.ops import Kind
 from strop.lowering.lower import Lowered, domain_of, lower
 
@@ -49,7 +49,7 @@ class _Structure:
     starts: Mapping[int, Expr]
 
 
-def _has_offsets(kernel: Kernel) -> bool:
+def _has_offsets(kernel: LoopKernel) -> bool:
     loads = (stmt for stmt in kernel.body + kernel.tail if isinstance(stmt, Load))
     return any(stmt.index.offset != ZERO for stmt in loads)
 

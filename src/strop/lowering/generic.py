@@ -11,17 +11,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from strop.ir.dims import Expr, const, symbol
-from strop.ir.loops import Axis, Index, Kernel, Load, Place, Position, Schedule, Stmt, Store
+from strop.ir.loops import (
+    Axis,
+    CheckIndex,
+    Index,
+    Load,
+    LoopKernel,
+    Position,
+    Schedule,
+    Stmt,
+    Store,
+)
 from strop.ir.source import Emitted
 
 ONE = const(1)
 MIN_COLS = 64  # constant inner axes are gathered up to this many elements, and no further
 
 
-def without_sizes(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitted]:
+def without_sizes(emit: Callable[[LoopKernel], Emitted]) -> Callable[[LoopKernel], Emitted]:
     """Wrap a code generator so that it prints the generic form of each kernel."""
 
-    def emit_generic(kernel: Kernel) -> Emitted:
+    def emit_generic(kernel: LoopKernel) -> Emitted:
         naming = _Naming(kernel)
         emitted = emit(naming.kernel())
 
@@ -65,10 +75,10 @@ def _is_transposed(outer: Axis, inner: Axis, stmts: Sequence[Stmt]) -> bool:
 class _Naming:
     """Name sizes. ``sizes``: what each name stands for in this graph."""
 
-    source: Kernel
+    source: LoopKernel
     sizes: dict[str, Expr] = field(default_factory=dict)
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> LoopKernel:
         source = self.source
         rows, cols = tuple(map(self._axis, source.rows)), source.cols
         if source.schedule is Schedule.POINTWISE and len(cols) == 1 and self._is_spread(cols[0]):
@@ -107,7 +117,7 @@ class _Naming:
         return tuple(map(self._stmt, stmts))
 
     def _stmt(self, stmt: Stmt) -> Stmt:
-        if isinstance(stmt, Place):
+        if isinstance(stmt, CheckIndex):
             return replace(stmt, size=self._name(f"{stmt.out}_size", stmt.size))
         if not isinstance(stmt, Load | Store | Position):
             return stmt

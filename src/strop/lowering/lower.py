@@ -15,12 +15,12 @@ from strop.ir.loops import (
     MAX_LANES,
     Apply,
     Axis,
+    CheckIndex,
     Index,
-    Kernel,
     Literal,
     Load,
+    LoopKernel,
     Param,
-    Place,
     Position,
     Reduce,
     Schedule,
@@ -41,7 +41,7 @@ class Lowered:
     """Hold a kernel and, for each of its params, the value whose buffer it reads or writes, and
     from which element on: a slice that is read at one offset only is not a kernel of its own."""
 
-    kernel: Kernel
+    kernel: LoopKernel
     buffers: tuple[Node, ...]
     offsets: tuple[Expr, ...]
 
@@ -120,7 +120,7 @@ class _Finish:
         offsets = tuple(_common_offset(stmts, i, p) for i, p in enumerate(self.params))
         stmts = [_moved(stmt, offsets) for stmt in stmts]
         body, tail = _body_and_tail(schedule, stmts)
-        kernel = Kernel(_name(self.group), schedule, rows, cols, tuple(self.params), body, tail)
+        kernel = LoopKernel(_name(self.group), schedule, rows, cols, tuple(self.params), body, tail)
         return Lowered(kernel, tuple(self.buffers), offsets)
 
     def _check_sweep(self, axes: Sequence[Axis]) -> None:
@@ -150,7 +150,7 @@ class _Finish:
             return Reduce(draft.outs, draft.detail, draft.args[0], draft.dtype)
         if draft.kind == "place":
             value, *guards = draft.args
-            return Place(out, value, *draft.detail, *guards)
+            return CheckIndex(out, value, *draft.detail, *guards)
         assert draft.access is not None
         index = self.values.axes.index(draft.access.offset, dict(draft.access.strides))
         if draft.kind == "position":
@@ -266,7 +266,7 @@ def _args_renamed(stmt: Stmt, names: Mapping[str, str]) -> dict[str, Any]:
     if isinstance(stmt, Load) and (stmt.guard or stmt.lookups):
         lookups = tuple((new(name), stride) for name, stride in stmt.lookups)
         return {"guard": stmt.guard and new(stmt.guard), "lookups": lookups}
-    if isinstance(stmt, Place):
+    if isinstance(stmt, CheckIndex):
         return {"value": new(stmt.value), "guard": stmt.guard and new(stmt.guard)}
     return {}
 

@@ -9,12 +9,12 @@ from strop.codegen.assemble import Target
 from strop.fusion.plan import Group, Stitch
 from strop.ir.device import Device
 from strop.ir.graph import Graph
-from strop.ir.loops import Kernel
+from strop.ir.loops import LoopKernel
 from strop.ir.source import KernelSource
 from strop.kernels import library
 
 
-class Builder(Protocol):
+class KernelBuilder(Protocol):
     """This builds the kernels of one device."""
 
     device: Device
@@ -25,11 +25,13 @@ class Builder(Protocol):
 class FirstKernels:
     """This has ``builder``, if there is one, begin each kernel as soon as it is printed."""
 
-    def __init__(self, builder: Builder | None, target: Target, hints: Mapping[str, int]) -> None:
+    def __init__(
+        self, builder: KernelBuilder | None, target: Target, hints: Mapping[str, int]
+    ) -> None:
         self.builder, self.target, self.hints = builder, target, hints
         self._done = set[Group]()
 
-    def is_one(self, stitch: Stitch, whole: Kernel) -> bool:
+    def is_one(self, stitch: Stitch, whole: LoopKernel) -> bool:
         """Say whether the traced sizes run the kernel of the whole, which is then begun."""
         source = self.target.stitched_at(whole, self.hints)
         if source is not None:
@@ -37,7 +39,7 @@ class FirstKernels:
             self._begin(source)
         return source is not None
 
-    def needs(self, group: Group, kernel: Kernel) -> None:
+    def needs(self, group: Group, kernel: LoopKernel) -> None:
         if self.builder is not None and group not in self._done:
             self._begin(self.target.source_at(kernel, self.hints))
 

@@ -20,7 +20,7 @@ from strop.train import files
 from strop.train import model as models
 from strop.train.data import Captions, Crop, digest_of, pixels_of
 from strop.train.folders import Picture
-from strop.train.model import Model
+from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
 _SHARD = 256  # pictures of a file
@@ -50,7 +50,7 @@ class StoredMoments:
 
 def cache_moments(
     folder: Path,
-    model: Model,
+    model: DiffusionModel,
     pictures: Sequence[Picture],
     side: int,
     settings: Settings,
@@ -73,7 +73,7 @@ def cache_moments(
 
 
 def _encode(
-    model: Model,
+    model: DiffusionModel,
     pictures: Sequence[Picture],
     numbers: Sequence[int],
     side: int,
@@ -109,7 +109,7 @@ def _name(number: int, mirrored: bool) -> str:
     return f"{number}/mirrored" if mirrored else str(number)
 
 
-def captions_of(model: Model, pictures: Sequence[Picture]) -> Captions:
+def captions_of(model: DiffusionModel, pictures: Sequence[Picture]) -> Captions:
     """Return token ids of the different captions, and of the empty one."""
     texts = list(dict.fromkeys(text for picture in pictures for text in picture.captions))
     table = models.token_ids(model, [*texts, ""])
@@ -117,7 +117,7 @@ def captions_of(model: Model, pictures: Sequence[Picture]) -> Captions:
 
 
 def cache_embeddings(
-    folder: Path, model: Model, captions: Captions, on_progress: Progress
+    folder: Path, model: DiffusionModel, captions: Captions, on_progress: Progress
 ) -> Captions:
     """Return the captions with embeddings in the place of ids."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def _names(code: CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-class Watched:
+class WatchedModules:
     """Hold modules with all parts and tensors, listed once: looking again takes no walk."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:

@@ -20,7 +20,7 @@ from strop.errors import UnsupportedError
 from strop.ir import philox
 from strop.train import quantized
 from strop.train.layout import Item, Layout, state_dtype
-from strop.train.rules import Rule
+from strop.train.rules import UpdateRule
 from strop.train.step import Memory, Request
 
 _CHUNK_ELEMENTS = 1 << 24  # of converted or scaled copies at a time
@@ -36,7 +36,7 @@ class _Entry:
 class CpuStep:
     """Runs steps with torch."""
 
-    def __init__(self, rule: Rule, memory: Memory, seed: int | None) -> None:
+    def __init__(self, rule: UpdateRule, memory: Memory, seed: int | None) -> None:
         self.memory = memory
         self._rule, self._seed = rule, seed
 

@@ -22,7 +22,7 @@ from strop.options import Options
 from strop.runtime.build.loader import kernel_loader
 from strop.train import sources
 from strop.train.layout import Item, Layout
-from strop.train.rules import Rule
+from strop.train.rules import UpdateRule
 from strop.train.sources import TensorForm, Tuning, Tunings
 from strop.train.step import GROUP_NUMBERS, Memory, Request
 
@@ -151,7 +151,7 @@ class CudaStep:
     def __init__(
         self,
         device: torch.device,
-        rule: Rule,
+        rule: UpdateRule,
         memory: Memory,
         seed: int | None,
         launcher: Launcher | None = None,

@@ -17,7 +17,7 @@ from strop.errors import OptionError
 from strop.train import files
 from strop.train.draws import generator
 from strop.train.folders import Folder, read_subject
-from strop.train.model import Model
+from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
 _SPRITES_GUIDANCE, _GUIDANCE = 4.0, 7.5
@@ -42,7 +42,7 @@ def style_of(settings: Settings, side: int) -> Style:
 
 @torch.no_grad()
 def draw(
-    model: Model, prompts: Sequence[str], sources: Sequence[torch.Generator], style: Style
+    model: DiffusionModel, prompts: Sequence[str], sources: Sequence[torch.Generator], style: Style
 ) -> list[Image.Image]:
     """Draw a picture for each prompt. The modules should be in evaluation mode."""
     from diffusers import StableDiffusionPipeline
@@ -73,7 +73,7 @@ def draw(
 
 
 @contextmanager
-def _plain(model: Model) -> Iterator[None]:
+def _plain(model: DiffusionModel) -> Iterator[None]:
     """Run the UNet without compiled passes: under autocast torch would trace it for these pictures,
     which takes longer than to draw them."""
     compiled = vars(model.unet).pop("forward", None) if model.half else None
@@ -84,7 +84,7 @@ def _plain(model: Model) -> Iterator[None]:
             model.unet.forward = compiled
 
 
-def validate(settings: Settings, model: Model, style: Style, path: Path) -> Image.Image:
+def validate(settings: Settings, model: DiffusionModel, style: Style, path: Path) -> Image.Image:
     """Draw a row of pictures for each validation prompt, from the same noise every time."""
     count = settings.num_validation_images
     sources = [generator(settings.seed, "validation", number) for number in range(count)]
@@ -110,7 +110,10 @@ def sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
 
 
 def class_pictures(
-    settings: Settings, model: Model, style: Style, on_progress: Callable[[str, int, int], None]
+    settings: Settings,
+    model: DiffusionModel,
+    style: Style,
+    on_progress: Callable[[str, int, int], None],
 ) -> Folder:
     """Return the folder of class pictures, after the model has drawn those that it lacks."""
     folder = Path(settings.class_data_dir).expanduser()

@@ -83,7 +83,7 @@ class Stop:
             signal.signal(kind, signal.SIG_DFL)
 
 
-class Loop:
+class TrainingLoop:
     """Runs a session from its checkpoint to its last step."""
 
     def __init__(self, session: Session, watch: Watch) -> None:

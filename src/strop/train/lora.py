@@ -12,7 +12,7 @@ from torch import Tensor
 from strop.errors import OptionError
 from strop.train import files
 from strop.train.draws import seed_of
-from strop.train.model import Model
+from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
 # Part of the model -> the projections that get an adapter, kohya's prefix, and what transformers
@@ -26,7 +26,7 @@ _SECOND_WIDTH = 1024  # of the text embeddings that Stable Diffusion 2 reads
 DIFFUSERS_NAME, KOHYA_NAME = "pytorch_lora_weights.safetensors", "kohya_lora_weights.safetensors"
 
 
-def attach(settings: Settings, model: Model) -> None:
+def attach(settings: Settings, model: DiffusionModel) -> None:
     """Add adapters, whose weights are then all that is trained; their product starts at zero."""
     try:
         from peft import LoraConfig
@@ -51,7 +51,7 @@ def attach(settings: Settings, model: Model) -> None:
                     parameter.data = parameter.data.float()
 
 
-def save(settings: Settings, model: Model, folder: Path, dtype: torch.dtype) -> None:
+def save(settings: Settings, model: DiffusionModel, folder: Path, dtype: torch.dtype) -> None:
     """Write both files into ``folder``."""
     _save_diffusers(settings, model, folder, dtype)
     tensors: dict[str, Tensor] = {}
@@ -75,17 +75,17 @@ def base_notes(text_width: int, prediction: str) -> dict[str, str]:
     return {"ss_base_model_version": version, "ss_v2": str(is_second)}
 
 
-def _alpha(model: Model, name: str) -> float:
+def _alpha(model: DiffusionModel, name: str) -> float:
     return float(_adapter(model, name).lora_alpha)
 
 
-def _adapter(model: Model, name: str) -> Any:
+def _adapter(model: DiffusionModel, name: str) -> Any:
     """Return peft's settings of a part."""
     module: Any = model.modules[name]
     return module.peft_config["default"]
 
 
-def _weights(model: Model, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def _weights(model: DiffusionModel, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return ``<path of the projection>.lora_A.weight`` and ``.lora_B.weight``."""
     from peft.utils import get_peft_model_state_dict
 
@@ -93,7 +93,9 @@ def _weights(model: Model, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {key: tensor.detach().cpu().to(dtype) for key, tensor in found.items()}
 
 
-def _save_diffusers(settings: Settings, model: Model, folder: Path, dtype: torch.dtype) -> None:
+def _save_diffusers(
+    settings: Settings, model: DiffusionModel, folder: Path, dtype: torch.dtype
+) -> None:
     from diffusers import StableDiffusionPipeline
     from diffusers.utils import convert_state_dict_to_diffusers
 

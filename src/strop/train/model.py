@@ -26,7 +26,7 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by --mixed_precision
 
 
 @dataclass(frozen=True)
-class Model:
+class DiffusionModel:
     """Hold the parts. ``signal`` is the share of the picture that is left at each timestep
     (alphas_cumprod). ``half`` is the type of mixed precision, and of all weights that are not
     trained; or None."""
@@ -96,7 +96,7 @@ def folder_of(settings: Settings) -> Path:
     return folder
 
 
-def load(settings: Settings, device: torch.device) -> Model:
+def load(settings: Settings, device: torch.device) -> DiffusionModel:
     """Load the model: in fp32 what is trained, the rest in the type of mixed precision.
 
     Raises OptionError if its files are damaged or missing.
@@ -126,7 +126,7 @@ def load(settings: Settings, device: torch.device) -> Model:
     if settings.from_scratch:
         unet, text = _anew(unet, text, settings)
     prediction = settings.prediction_type or scheduler.config.prediction_type
-    model = Model(
+    model = DiffusionModel(
         folder,
         unet,
         pipe.vae,
@@ -151,7 +151,7 @@ def _anew(unet: Any, text: Any, settings: Settings) -> tuple[Any, Any]:
         return fresh, type(text)(text.config) if settings.train_text_encoder else text
 
 
-def resolution_of(settings: Settings, model: Model) -> int:
+def resolution_of(settings: Settings, model: DiffusionModel) -> int:
     """Return the resolution that was given, or the model's own. Raises OptionError for one off the
     model's grid."""
     own = model.unet.config.sample_size
@@ -177,7 +177,7 @@ def digest_of(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-def token_ids(model: Model, prompts: list[str]) -> Tensor:
+def token_ids(model: DiffusionModel, prompts: list[str]) -> Tensor:
     """Return ids [prompts, length] on the CPU, padded and cut to what the text encoder reads."""
     made = model.tokenizer(
         prompts,
@@ -190,7 +190,7 @@ def token_ids(model: Model, prompts: list[str]) -> Tensor:
     return ids
 
 
-def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
+def cut_prompts(model: DiffusionModel, prompts: list[str]) -> list[str]:
     """Return the prompts of which the text encoder does not read the end."""
     limit = model.tokenizer.model_max_length
     made = model.tokenizer(prompts, truncation=False, verbose=False).input_ids
@@ -198,14 +198,14 @@ def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def embeddings_of(model: Model, ids: Tensor) -> Tensor:
+def embeddings_of(model: DiffusionModel, ids: Tensor) -> Tensor:
     """Return what a text encoder that is not trained makes of ids, in the type of its weights."""
     states: Tensor = model.text_encoder(ids.to(model.device), return_dict=False)[0]
     return states
 
 
 @torch.no_grad()
-def moments_of(model: Model, pixels: Tensor) -> Tensor:
+def moments_of(model: DiffusionModel, pixels: Tensor) -> Tensor:
     """Return mean and log-variance of the latents [batch, 2 * channels, ...] of pixels from -1 to
     1."""
     encoded = model.vae.encode(pixels.to(model.device, model.vae.dtype))

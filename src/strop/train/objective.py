@@ -9,7 +9,7 @@ from strop.errors import UnsupportedError
 from strop.train import model as models
 from strop.train.data import Batch
 from strop.train.draws import generator, seed_of
-from strop.train.model import Model
+from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
 
@@ -59,7 +59,7 @@ class Objective:
     """Compute the loss of a batch with its number; ``unet`` is what runs in the place of the
     model's."""
 
-    def __init__(self, settings: Settings, model: Model, unet: nn.Module) -> None:
+    def __init__(self, settings: Settings, model: DiffusionModel, unet: nn.Module) -> None:
         self.settings, self.model, self.unet = settings, model, unet
 
     def __call__(self, batch: Batch, number: int) -> Tensor:

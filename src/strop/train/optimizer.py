@@ -21,7 +21,7 @@ from strop.train import quantized
 from strop.train.cpu_step import CpuStep
 from strop.train.ema import EMASchedule, ParameterEMA
 from strop.train.layout import Item, Layout
-from strop.train.rules import Rule
+from strop.train.rules import UpdateRule
 from strop.train.step import Memory, Request, Stepper
 
 _EMA = "ema"  # name of the average among the states of a parameter
@@ -60,7 +60,7 @@ class FusedOptimizer(Optimizer):
 
     # torch.amp.GradScaler then sets grad_scale and found_inf, and leaves skipping to the step.
     _step_supports_amp_scaling = True
-    _rule: Rule
+    _rule: UpdateRule
 
     def __init__(self, params: Any, defaults: dict[str, Any], extras: Extras) -> None:
         self._extras = extras
@@ -481,7 +481,9 @@ class FusedOptimizer(Optimizer):
         return tuple(state[name] for name in names), ()
 
 
-def make_stepper(device: torch.device, rule: Rule, memory: Memory, seed: int | None) -> Stepper:
+def make_stepper(
+    device: torch.device, rule: UpdateRule, memory: Memory, seed: int | None
+) -> Stepper:
     if device.type == "cpu":
         return CpuStep(rule, memory, seed)
     if device.type == "cuda":

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from strop.errors import TrainingError
 from strop.train import files, lora
-from strop.train.model import Model
+from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _INDEX = "model_index.json"
 
 
-def save(settings: Settings, model: Model) -> None:
+def save(settings: Settings, model: DiffusionModel) -> None:
     """Write the weights that the modules have now into the output folder."""
     dtype = _DTYPES[settings.save_precision]
     for part in settings.parts:
@@ -34,7 +34,7 @@ def save(settings: Settings, model: Model) -> None:
             _save_pipeline(settings, model, dtype)
 
 
-def _save_pipeline(settings: Settings, model: Model, dtype: torch.dtype) -> None:
+def _save_pipeline(settings: Settings, model: DiffusionModel, dtype: torch.dtype) -> None:
     """Save every part of the model it started from; what no training changes is copied.
 
     ``model_index.json`` comes last: a folder that has it is complete.
@@ -54,7 +54,7 @@ def _save_pipeline(settings: Settings, model: Model, dtype: torch.dtype) -> None
 
 
 def _save_part(
-    settings: Settings, model: Model, name: str, folder: Path, dtype: torch.dtype
+    settings: Settings, model: DiffusionModel, name: str, folder: Path, dtype: torch.dtype
 ) -> None:
     if name in model.modules:
         is_trained = name in settings.trained
@@ -79,7 +79,7 @@ def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
     return nn.Module.to(copy.deepcopy(module, weights), "cpu", dtype)
 
 
-def _untrained(model: Model, name: str, dtype: torch.dtype) -> Any:
+def _untrained(model: DiffusionModel, name: str, dtype: torch.dtype) -> Any:
     """Load a part from where it came from: mixed precision has rounded the one in memory."""
     part = type(model.modules[name]).from_pretrained(  # type: ignore[attr-defined]
         model.folder / name, dtype=torch.float32, use_safetensors=True, local_files_only=True

@@ -12,7 +12,7 @@ Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class UpdateRule:
     """``numbers`` is in the order that ``settle_*`` in ``kernels.py`` reads, lr first."""
 
     name: str
@@ -46,5 +46,5 @@ def _sgd_states(group: Group) -> tuple[str, ...]:
     return ("momentum_buffer",) if group["momentum"] else ()
 
 
-ADAM = Rule("adam", lambda group: ("exp_avg", "exp_avg_sq"), _adam)
-SGD = Rule("sgd", _sgd_states, _sgd)
+ADAM = UpdateRule("adam", lambda group: ("exp_avg", "exp_avg_sq"), _adam)
+SGD = UpdateRule("sgd", _sgd_states, _sgd)

@@ -20,7 +20,7 @@ from strop.train.data import Captions, FolderSource, Source, SpritesSource, dige
 from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
 from strop.train.learner import Learner
 from strop.train.lock import Hold
-from strop.train.model import Model
+from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 from strop.wording import counted
 
@@ -33,7 +33,7 @@ class Session:
     resumes."""
 
     settings: Settings
-    model: Model
+    model: DiffusionModel
     side: int
     source: Source
     learner: Learner
@@ -185,7 +185,7 @@ def _judge(settings: Settings, folder: Folder, warn: Warn) -> None:
 
 def _source(
     settings: Settings,
-    model: Model,
+    model: DiffusionModel,
     side: int,
     folder: Folder | None,
     on_progress: caches.Progress,
@@ -215,7 +215,7 @@ def _source(
     return FolderSource(settings, side, folder.pictures, classes, captions, moments, digest)
 
 
-def _warn_of_cut_captions(model: Model, folder: Folder | None, warn: Warn) -> None:
+def _warn_of_cut_captions(model: DiffusionModel, folder: Folder | None, warn: Warn) -> None:
     pictures = folder.pictures if folder else ()
     texts = sorted({text for picture in pictures for text in picture.captions})
     cut = models.cut_prompts(model, texts) if texts else []
@@ -239,7 +239,7 @@ def _total(settings: Settings, source: Source) -> int:
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def _learner(settings: Settings, model: Model) -> Learner:
+def _learner(settings: Settings, model: DiffusionModel) -> Learner:
     trained = {name: model.modules[name] for name in settings.parts}
     if settings.task == "lora":
         lora.attach(settings, model)

@@ -22,7 +22,7 @@ from strop.dispatch.signature import Skeleton, flatten, rebuild
 from strop.errors import CaptureError, OptionError, StropError, UnsupportedError
 from strop.runtime.run import graph_keep_alive
 from strop.train import diagnosis, recording
-from strop.train.closure_walk import Reached, Watched, reached
+from strop.train.closure_walk import Reached, WatchedModules, reached
 from strop.train.recording import Recorder, Recording
 from strop.train.static_gradients import StaticGradients
 from strop.train.updating import Updating
@@ -95,7 +95,7 @@ class _Bucket:
     given: _Call | None = None
     standing: Any = None
     after: bytes = b""  # which leaves have a gradient when it is done
-    leases: list[graph_keep_alive.KeepAlive] = field(default_factory=list)
+    leases: list[graph_keep_alive.KeptMemory] = field(default_factory=list)
     held: tuple[object, ...] = ()
 
     def drop(self) -> None:
@@ -117,7 +117,7 @@ class WholeStep:
         self._recorder: Recorder | None = None
         self._device: torch.device | None = None
         self._part = 0  # micro-batches since the last update
-        self._static_gradients, self._watched = StaticGradients(), Watched([])
+        self._static_gradients, self._watched = StaticGradients(), WatchedModules([])
         self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
         self._counts = StepReport(graph)
 
@@ -181,7 +181,7 @@ class WholeStep:
         """Serve a call plainly, or from a graph."""
         before, around = self._static_gradients.settle(leaves), reached(self._loss_fn)
         if not self._watched.still_lists(around.modules):
-            self._watched = _capturable(Watched(around.modules))
+            self._watched = _capturable(WatchedModules(around.modules))
         key = (call.looks, is_last, before, self._watched.modes(), _global_guards())
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
@@ -365,7 +365,7 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _capturable(watched: Watched) -> Watched:
+def _capturable(watched: WatchedModules) -> WatchedModules:
     if watched.has_kind(nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
             "a CUDA graph of a step under DistributedDataParallel is not built; use "

@@ -17,7 +17,7 @@ OF_LIBRARY = WgmmaTile(2, 128, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TileRule:
     """A tile that was measured as the fastest where there are no more scores, of all heads
     together, and so many keys."""
 
@@ -52,18 +52,18 @@ class AttentionTimes:
     ``least_queries``: fewer have not been measured, and heads that it lacks neither."""
 
     few_keys: int
-    few: Mapping[int, tuple[Rule, ...]]
-    many: Mapping[int, tuple[Rule, ...]]
+    few: Mapping[int, tuple[TileRule, ...]]
+    many: Mapping[int, tuple[TileRule, ...]]
     in_rounds: Mapping[int, tuple[Rounds, ...]]
     least_queries: Mapping[int, int]
 
-    def rule(self, head: int, scores: int, keys: int) -> Rule | None:
+    def rule(self, head: int, scores: int, keys: int) -> TileRule | None:
         rules = (self.few if keys <= self.few_keys else self.many).get(head, ())
         return next((rule for rule in rules if rule.holds(scores, keys)), None)
 
     def tiles(self, head: int) -> tuple[AnyTile, ...]:
         """All that run at some sizes, each once."""
-        rules: tuple[Rule | Rounds, ...] = (
+        rules: tuple[TileRule | Rounds, ...] = (
             *self.few.get(head, ()),
             *self.many.get(head, ()),
             *self.in_rounds.get(head, ()),

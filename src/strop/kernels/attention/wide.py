@@ -31,8 +31,8 @@ from strop.kernels.kernel import (
     Launches,
     Lies,
     Operand,
+    PartScratch,
     Problem,
-    Scratch,
     Torch,
     scratch,
 )
@@ -90,10 +90,10 @@ def launch(problem: Problem, device: Device) -> Launches:
     )
     shape = (together, most, keys)
     memory = (
-        Scratch(shape, torch.float32),
-        Scratch(shape, problem.dtype),
-        Scratch((together, most, 1), torch.float32),
-        Scratch((together, most, values), torch.float32),
+        PartScratch(shape, torch.float32),
+        PartScratch(shape, problem.dtype),
+        PartScratch((together, most, 1), torch.float32),
+        PartScratch((together, most, values), torch.float32),
     )
     return Launches(parts, memory, (batch, heads, queries, values), SEQUENCE_FIRST)
 

@@ -24,8 +24,8 @@ from strop.kernels.kernel import (
     Launches,
     Lies,
     Operand,
+    PartScratch,
     Problem,
-    Scratch,
     Torch,
     scratch,
 )
@@ -113,7 +113,7 @@ def launch(problem: Problem, device: Device) -> Launches:
     bias = Operand(2 if has_bias else 1)  # without one it is not read
     gates = Launch(source, (product, bias, Operand(RESULT)), (_numel(problem),))
     linear = Torch("linear", (Operand(0, Lies.ANYHOW), Operand(1), product))
-    return Launches((linear, gates), (Scratch((rows, columns), problem.dtype),))
+    return Launches((linear, gates), (PartScratch((rows, columns), problem.dtype),))
 
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:

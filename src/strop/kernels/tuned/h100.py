@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from strop.ir.device import Device
 from strop.kernels.attention.cross import MASKED, CrossTile
-from strop.kernels.attention.times import UNBOUNDED, AttentionTimes, Rounds, Rule
+from strop.kernels.attention.times import UNBOUNDED, AttentionTimes, Rounds, TileRule
 from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm.tile import GATED, PLAIN, SUM, GemmTile
@@ -168,26 +168,26 @@ ATTENTION_SHAPES = (
 _BOX = TmaTile(64, 64, 3, 4, blocks=0, with_queries=True)
 WORDS = 80  # keys of a single step
 LEAST_WORDS = WORDS - MASKED + 1  # and of a tile that takes no fewer
-FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that holds
+FEW: Mapping[int, tuple[TileRule, ...]] = {  # by the size of a head; the first that holds
     40: (
-        Rule(WgmmaTile(2, WORDS, 1, 2), 2 << 20, WORDS),
-        Rule(CrossTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
-        Rule(TmaTile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20),
+        TileRule(WgmmaTile(2, WORDS, 1, 2), 2 << 20, WORDS),
+        TileRule(CrossTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        TileRule(TmaTile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20),
     ),
     64: (
-        Rule(WgmmaTile(1, WORDS, 1, 5), UNBOUNDED, WORDS),
-        Rule(TmaTile(64, 32, 4, 4, blocks=0), 4 << 20),
+        TileRule(WgmmaTile(1, WORDS, 1, 5), UNBOUNDED, WORDS),
+        TileRule(TmaTile(64, 32, 4, 4, blocks=0), 4 << 20),
     ),
     80: (
-        Rule(WgmmaTile(1, WORDS, 1, 2), 2 << 20, WORDS),
-        Rule(CrossTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
-        Rule(_BOX, 4 << 20),
+        TileRule(WgmmaTile(1, WORDS, 1, 2), 2 << 20, WORDS),
+        TileRule(CrossTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        TileRule(_BOX, 4 << 20),
     ),
-    160: (Rule(WgmmaTile(1, WORDS, 1, 2), UNBOUNDED, WORDS), Rule(_BOX, 1 << 20)),
+    160: (TileRule(WgmmaTile(1, WORDS, 1, 2), UNBOUNDED, WORDS), TileRule(_BOX, 1 << 20)),
 }
-MANY: Mapping[int, tuple[Rule, ...]] = {
-    64: (Rule(TmaTile(64, 64, 3, 4), 12 << 20),),
-    160: (Rule(_BOX, 8 << 20),),
+MANY: Mapping[int, tuple[TileRule, ...]] = {
+    64: (TileRule(TmaTile(64, 64, 3, 4), 12 << 20),),
+    160: (TileRule(_BOX, 8 << 20),),
 }
 IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule holds
     40: (

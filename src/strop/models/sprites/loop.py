@@ -53,7 +53,7 @@ class _Window:
     losses: list[Tensor] = field(default_factory=list)
 
 
-class Loop:
+class BudgetLoop:
     """Runs `loss(step)` through a learner until the steps or the minutes are used up.
 
     `note` is kept in the checkpoint beside the number of steps and the seconds that they took.

@@ -20,7 +20,7 @@ from strop.models.sprites import draw, network
 from strop.models.sprites.export import export
 from strop.models.sprites.grammar import BUCKETS
 from strop.models.sprites.learner import Learner
-from strop.models.sprites.loop import Loop, Piece, bucket, generator
+from strop.models.sprites.loop import BudgetLoop, Piece, bucket, generator
 from strop.models.sprites.settings import NAMED, Settings, VaeTraining
 from strop.models.sprites.specs import draw_training_specs
 
@@ -112,7 +112,7 @@ def train(
     def loss(step: int) -> Tensor:
         return vae_loss(built.vae, settings.vae, step)
 
-    complete = Loop(learner, loss, piece, {"settings": settings.as_dict()}).run()
+    complete = BudgetLoop(learner, loss, piece, {"settings": settings.as_dict()}).run()
     model = network.vae(settings.network)
     model.load_state_dict(learner.averaged())
     mean, std = latent_statistics(model.to(device).eval(), settings.vae)

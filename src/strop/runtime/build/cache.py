@@ -43,7 +43,7 @@ TEMPORARY_SECONDS = 3600.0  # after which nobody is still writing a file
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """One stored file. ``used_s``: seconds since the epoch at which it was last read or written."""
 
     kind: str
@@ -100,7 +100,7 @@ class DiskCache:
                 " STROP_CACHE_DIR or TMPDIR to a folder with room"
             ) from error
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CacheEntry]:
         """List what is stored, the entry not used for longest first."""
         found = []
         for path in self._files("*"):
@@ -108,7 +108,9 @@ class DiskCache:
                 status = path.stat()
                 if stat.S_ISREG(status.st_mode) and _KEY.fullmatch(path.name):
                     found.append(
-                        Entry(path.parent.name, path.name, path, status.st_size, status.st_mtime)
+                        CacheEntry(
+                            path.parent.name, path.name, path, status.st_size, status.st_mtime
+                        )
                     )
         return sorted(found, key=lambda entry: (entry.used_s, entry.path))
 
@@ -141,7 +143,7 @@ class DiskCache:
                     removed += status.st_size
         return removed
 
-    def verify(self) -> list[Entry]:
+    def verify(self) -> list[CacheEntry]:
         """Remove the entries whose checksum does not hold; they are returned."""
         damaged = []
         for entry in self.entries():

@@ -53,7 +53,7 @@ def target_flags() -> tuple[str, ...]:
     return ("-march=x86-64-v3",) if capability == "AVX2" else ("-march=x86-64",)
 
 
-class BoundKernel:
+class BoundNativeKernel:
     """Hold a kernel with its arguments in place. ``pointers[i] = address`` redirects one of
     them."""
 
@@ -72,9 +72,9 @@ class BoundKernel:
     def __call__(self) -> None:
         self.call()
 
-    def again(self) -> BoundKernel:
+    def again(self) -> BoundNativeKernel:
         """The same kernel with arguments of its own."""
-        return BoundKernel(self.call.func, self.pointers, self.scalars)
+        return BoundNativeKernel(self.call.func, self.pointers, self.scalars)
 
 
 class NativeFunction:
@@ -84,10 +84,10 @@ class NativeFunction:
         self._function = library[symbol]
         self._function.restype = None
 
-    def bind(self, pointers: Sequence[int], scalars: Sequence[int]) -> BoundKernel:
+    def bind(self, pointers: Sequence[int], scalars: Sequence[int]) -> BoundNativeKernel:
         """Bind a kernel. ``pointers``: addresses of params, then of scratch; ``scalars``: s0, s1,
         ..."""
-        return BoundKernel(self._function, pointers, scalars)
+        return BoundNativeKernel(self._function, pointers, scalars)
 
 
 class NativeKernels:

@@ -16,7 +16,7 @@ _LOOPS = itertools.count(1)
 
 
 @dataclass
-class Loop:
+class DenoiseLoop:
     """Keep what depends on the prompt or on the timestep alone between ``begin`` and ``end``.
     ``timesteps`` (n,): those of its steps, if somebody knows them. ``has_user_code``: whether code
     that is no library's may run between two steps, and change the model."""

@@ -65,7 +65,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimetablePart:
     """Some steps of a program, run by themselves, between buffers that lie in tensors."""
 
     steps: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Part:
         return tuple(step if p in self.steps else None for p, step in enumerate(steps))
 
 
-Bind = Callable[[Mapping[str, int], Part], Run]
+Bind = Callable[[Mapping[str, int], TimetablePart], Run]
 
 
 def timed_of(
@@ -138,7 +138,7 @@ class Timetable:
         self._program, self._env, self._stream, self._hoist = program, env, stream, hoist
         self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
         self._count = 0  # of the timesteps that ``_work`` is for
-        self._work: Work | None = None  # or they can have no table
+        self._work: TimetableWork | None = None  # or they can have no table
         self._num_uses, self._loop = 0, 0  # of the latest table, and where it was made
 
     def rows(self, moment: Moment | None) -> list[Tensor] | None:
@@ -199,7 +199,7 @@ class Timetable:
         stamp = moment.stamp if self.timed.is_alone else moment.stamp.beside(moment.steady)
         return None if versions is None else Held(None, stamp, versions)  # nobody else's
 
-    def _work_for(self, count: int, device: torch.device, bind: Bind) -> Work | None:
+    def _work_for(self, count: int, device: torch.device, bind: Bind) -> TimetableWork | None:
         """Share the work into as many copies of the call's batch as the guards allow, all alike."""
         rows = self.timed.rows
         for shares in range(1, count):
@@ -229,7 +229,7 @@ class Timetable:
 
     def _bound(
         self, env: Mapping[str, int], copies: int, shares: int, device: torch.device, bind: Bind
-    ) -> Work:
+    ) -> TimetableWork:
         def empty(number: int) -> Tensor:
             buffer = self._program.buffers[number]
             shape, strides = ([e.eval(env) for e in of] for of in (buffer.shape, buffer.strides))
@@ -240,10 +240,10 @@ class Timetable:
         tensors = given | dict(zip(self.timed.kept, left, strict=True))
         clock = given[self.timed.timestep].new_empty(shares * copies)
         tables = [each.new_empty(shares * len(each), *each.shape[1:]) for each in left]
-        run = bind(env, Part(self.steps, tensors))
-        return Work(copies, clock, given, left, tables, run)
+        run = bind(env, TimetablePart(self.steps, tensors))
+        return TimetableWork(copies, clock, given, left, tables, run)
 
-    def _fill(self, work: Work, read: Read) -> None:
+    def _fill(self, work: TimetableWork, read: Read) -> None:
         for number, tensor in work.given.items():
             if number != self.timed.timestep:
                 _spread(tensor, read(number), work.copies)
@@ -256,7 +256,7 @@ class Timetable:
 
 
 @dataclass
-class Work:
+class TimetableWork:
     """Describe what makes a timetable: ``run`` does so for ``copies`` of the call's batch, of the
     next timesteps of ``clock``, from what is ``given`` to what is ``left``. ``replay``: all of
     it."""

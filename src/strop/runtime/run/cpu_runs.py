@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
-from strop.runtime.build.native import BoundKernel
+from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.link import Linked, Resources, nothing
 from strop.runtime.run.shape_plan import ShapePlan
@@ -21,17 +21,19 @@ from strop.runtime.run.workspace import Workspace
 
 Run = Callable[[Sequence[Tensor]], Any]
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
-Patch = tuple[int, BoundKernel, int, int]  # tensor, and where its address goes, moved by so much
+Patch = tuple[
+    int, BoundNativeKernel, int, int
+]  # tensor, and where its address goes, moved by so much
 
 
-class Watched(Protocol):
+class Debuggable(Protocol):
     """``around`` is a debugger's place between the steps, who would miss them here."""
 
     around: Any
 
 
 def straight(
-    watched: Watched,
+    watched: Debuggable,
     plan: ShapePlan,
     linked: Linked,
     resources: Resources,
@@ -44,7 +46,7 @@ def straight(
     if numbers is None or any(plan.order.parts[:2]):
         return None
     steps = [step for step in linked.steps if step is not nothing]
-    kernels = [step for step in steps if isinstance(step, BoundKernel)]
+    kernels = [step for step in steps if isinstance(step, BoundNativeKernel)]
     if len(kernels) < len(steps):
         return None
     known = dict(plan.results)
@@ -53,7 +55,7 @@ def straight(
         (which, kernel, place, move)
         for which, number in enumerate([*plan.arguments, *numbers])
         for kernel, place, move in linked.patches[number]
-        if isinstance(kernel, BoundKernel)
+        if isinstance(kernel, BoundNativeKernel)
     ]
     uses_memory = plan.memory.arena_bytes or resources.zeroed or resources.faults
     is_from_one_to_one = [(which, move) for which, _, _, move in patches] == [(0, 0), (1, 0)]
@@ -74,8 +76,8 @@ def _results(plan: ShapePlan) -> list[int] | None:
 
 
 def of_many(
-    watched: Watched,
-    kernels: Sequence[BoundKernel],
+    watched: Debuggable,
+    kernels: Sequence[BoundNativeKernel],
     looks: Sequence[Look],
     patches: Sequence[Patch],
     count: int,
@@ -108,7 +110,9 @@ def of_many(
     return run
 
 
-def of_one(watched: Watched, kernel: BoundKernel, look: Look, argument: int, place: int) -> Run:
+def of_one(
+    watched: Debuggable, kernel: BoundNativeKernel, look: Look, argument: int, place: int
+) -> Run:
     """Do as ``of_many`` for one kernel from one argument to one result, which uses no working
     memory: without loops, and with a set of arguments for each thread instead of a lock."""
     shape, strides, dtype = look

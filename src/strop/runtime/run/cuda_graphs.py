@@ -39,7 +39,7 @@ MakeBound = Callable[[Workspace, int], Bound]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedResults:
     """The results at these ``places`` lie in one memory, all of which is ``flat``."""
 
     flat: Tensor
@@ -47,7 +47,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedGraph:
     """This is one graph with the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -59,7 +59,7 @@ class Captured:
     size_bytes: int
     num_kernels: int  # without the prologue's and those of ``timed``
     num_timed: int = 0  # kernels of ``timed``
-    shared: tuple[Shared, ...] = ()  # memory of several results
+    shared: tuple[SharedResults, ...] = ()  # memory of several results
 
     def replay(
         self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
@@ -92,7 +92,7 @@ class Captured:
         return results, count
 
 
-def copies_of(results: Sequence[Any], shared: Sequence[Shared] = ()) -> list[Any]:
+def copies_of(results: Sequence[Any], shared: Sequence[SharedResults] = ()) -> list[Any]:
     """Copy the results to tensors of the caller's own. Several are copied in one launch: a text
     encoder that is asked for all its states has 34. Those in ``shared`` memory share the copy."""
     found = [*results]
@@ -115,14 +115,14 @@ def copies_of(results: Sequence[Any], shared: Sequence[Shared] = ()) -> list[Any
     return found
 
 
-def shared_by(results: Sequence[Any]) -> tuple[Shared, ...]:
+def shared_by(results: Sequence[Any]) -> tuple[SharedResults, ...]:
     """Return the memory that several of these results lie in."""
     places: dict[int, list[int]] = {}
     for place, result in enumerate(results):
         if isinstance(result, Tensor):
             places.setdefault(result.untyped_storage()._cdata, []).append(place)
     several = [tuple(found) for found in places.values() if len(found) > 1]
-    return tuple(Shared(_flat(results[found[0]]), found) for found in several)
+    return tuple(SharedResults(_flat(results[found[0]]), found) for found in several)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_captures = 0
-        self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._workspace: Workspace | None = None  # of the first call's stream
@@ -215,7 +215,7 @@ class GraphPool:
         specs: Sequence[TensorSpec],
         make: MakeBound,
         budget_bytes: int,
-    ) -> Captured:
+    ) -> CapturedGraph:
         captured = self._graphs.pop(key, None)
         if captured is None or captured.bound.has_moved:
             captured = self._capture(inputs, specs, make)
@@ -246,7 +246,7 @@ class GraphPool:
 
     def _capture(
         self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec], make: MakeBound
-    ) -> Captured:
+    ) -> CapturedGraph:
         stream, caller = self._stream, torch.cuda.current_stream(self.device)
         assert self._workspace is not None
         stream.wait_stream(caller)
@@ -275,7 +275,7 @@ class GraphPool:
         self.num_captures += 1
         tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
-        return Captured(
+        return CapturedGraph(
             graph,
             prologue,
             timed,

@@ -18,7 +18,7 @@ from strop.errors import ShapeError
 from strop.ir.program import Program, Step
 from strop.runtime.build.loader import KernelLoader
 from strop.runtime.loop.hoisting import Hoist, Hoisted, Moment, Stamp, read_by
-from strop.runtime.loop.timetable import Part, Timetable
+from strop.runtime.loop.timetable import Timetable, TimetablePart
 from strop.runtime.run import cpu_runs, graph_keep_alive
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.layouts import is_laid_out, laid_out
@@ -54,7 +54,7 @@ class Bound:
         hoist: Hoist | None = None,
         *,
         in_place: bool = True,
-        part: Part | None = None,
+        part: TimetablePart | None = None,
     ) -> None:
         """Plan the program at these sizes, and build a kernel that no shape before has needed, and
         that the background has not come to. Unless ``in_place``, operands of a step are still there
@@ -270,7 +270,7 @@ class Bound:
             result.append(laid_out(tensor, self.plan.sizes.strides[number]))
         return result
 
-    def _bind_part(self, env: Mapping[str, int], part: Part) -> Callable[[], None]:
+    def _bind_part(self, env: Mapping[str, int], part: TimetablePart) -> Callable[[], None]:
         workspace = Workspace(self._workspace.device)  # as another run is in the middle of its own
         state, kernels, stream = self.state, self._resources.kernels, self._resources.stream
         bound = Bound(self.program, env, state, kernels, workspace, stream, part=part)

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from typing import Protocol
 
 
-class KeepAlive(Protocol):
+class KeptMemory(Protocol):
     """Memory of one run."""
 
     def check(self) -> None:
         """Raise what a kernel has left a mark of."""
 
 
-_taker: list[KeepAlive] | None = None  # of the process: backward passes run in threads of torch's
+_taker: list[KeptMemory] | None = None  # of the process: backward passes run in threads of torch's
 
 
 @contextmanager
-def taken() -> Iterator[list[KeepAlive]]:
+def taken() -> Iterator[list[KeptMemory]]:
     """Collect the leases of all programs that run meanwhile, step by step: none of them replays a
     CUDA graph of its own, which no capture could hold."""
     global _taker
@@ -34,6 +34,6 @@ def are_wanted() -> bool:
     return _taker is not None
 
 
-def note(lease: KeepAlive) -> None:
+def note(lease: KeptMemory) -> None:
     if _taker is not None:
         _taker.append(lease)

@@ -15,7 +15,7 @@ Splits = Callable[[Split, Mapping[str, int]], int]  # programs that share a redu
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class GeneratedLaunch:
     """``moves`` says where in each of the step's buffers the kernel begins, in bytes.
     ``scratch_numels`` says how many elements each scratch of the source has."""
 
@@ -33,7 +33,7 @@ class Launch:
 
 def launches_of(
     program: Program, steps: Sequence[Step | None], sizes: Sizes, splits: Splits
-) -> dict[int, Launch]:
+) -> dict[int, GeneratedLaunch]:
     """Return the launches by step, those of kernels that have no element to write among them."""
     return {
         position: _launch(program, step, sizes, splits)
@@ -42,7 +42,7 @@ def launches_of(
     }
 
 
-def _launch(program: Program, step: KernelStep, sizes: Sizes, splits: Splits) -> Launch:
+def _launch(program: Program, step: KernelStep, sizes: Sizes, splits: Splits) -> GeneratedLaunch:
     source, scalars = program.sources[step.kernel], sizes.all(step.scalars)
     names = {f"s{i}": value for i, value in enumerate(scalars)}
     if source.split is not None:
@@ -56,4 +56,4 @@ def _launch(program: Program, step: KernelStep, sizes: Sizes, splits: Splits) ->
     elements = [sizes.numel(number) for number in step.buffers]
     if program.device == "cuda" and needs_wide_indices(scalars, elements):
         source = source.widened()
-    return Launch(source, scalars, moves, numels)
+    return GeneratedLaunch(source, scalars, moves, numels)

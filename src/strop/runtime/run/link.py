@@ -21,7 +21,7 @@ from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.launched_calls import CallSite, Launched
-from strop.runtime.run.launches import Launch
+from strop.runtime.run.launches import GeneratedLaunch
 from strop.runtime.run.layouts import laid_out, reshaped
 from strop.runtime.run.library_calls import (
     CUDA_PLANNED_OUT,
@@ -228,11 +228,11 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _scratch_pointers(at: Linking, position: int, launch: Launch) -> list[int]:
+def _scratch_pointers(at: Linking, position: int, launch: GeneratedLaunch) -> list[int]:
     return [_scratch_pointer(at, position, n, launch) for n in range(len(launch.scratch_numels))]
 
 
-def _scratch_pointer(at: Linking, position: int, place: int, launch: Launch) -> int:
+def _scratch_pointer(at: Linking, position: int, place: int, launch: GeneratedLaunch) -> int:
     scratch, zeroed = launch.source.scratch[place], at.resources.zeroed
     if scratch.faults:
         return at.resources.faults.pointer(position)

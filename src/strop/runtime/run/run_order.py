@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strop.ir.program import Program, Step
 from strop.runtime.loop.hoisting import Hoist, Prologue, prologue_of
-from strop.runtime.loop.timetable import Part, Timed, timed_of
+from strop.runtime.loop.timetable import Timed, TimetablePart, timed_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def run_order(
     env: Mapping[str, int],
     planned: Collection[str],
     hoist: Hoist | None,
-    part: Part | None,
+    part: TimetablePart | None,
 ) -> RunOrder:
     """Sort the steps into the parts of a run. ``planned`` names library calls that write where they
     are told. A ``part`` leaves out all steps but its own."""

@@ -11,10 +11,10 @@ from strop.ir.source import KernelSource
 from strop.kernels.library import Choice
 from strop.runtime.build.loader import KernelLoader
 from strop.runtime.loop.hoisting import Hoist
-from strop.runtime.loop.timetable import Part
+from strop.runtime.loop.timetable import TimetablePart
 from strop.runtime.run.choices import choices_of
 from strop.runtime.run.launched_calls import scratch_bytes
-from strop.runtime.run.launches import Launch, launches_of
+from strop.runtime.run.launches import GeneratedLaunch, launches_of
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, PLANNED_OUT
 from strop.runtime.run.memory_plan import MemoryPlan, plan_memory
 from strop.runtime.run.run_order import RunOrder, run_order
@@ -31,7 +31,7 @@ class ShapePlan:
     program: Program
     sizes: Sizes
     order: RunOrder
-    launches: Mapping[int, Launch]
+    launches: Mapping[int, GeneratedLaunch]
     choices: Mapping[int, Choice]
     early: frozenset[int]
     memory: MemoryPlan
@@ -52,7 +52,7 @@ def plan_shape(
     env: Mapping[str, int],
     kernels: KernelLoader,
     hoist: Hoist | None,
-    part: Part | None,
+    part: TimetablePart | None,
     *,
     shares: bool,
 ) -> ShapePlan:

@@ -55,7 +55,7 @@ ABSENT = type("Absent", (), {"__repr__": lambda self: "absent"})()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class Binding:
     """A name: an entry ``key`` of ``table``, which ``owner`` has. ``is_own``: of the user's code;
     others count by identity alone. ``is_setting``: a plain attribute of a module."""
 
@@ -106,13 +106,30 @@ class Unbound:
         return self.table.get(key, ABSENT)
 
 
-class ClosureWalk:
+class Originals:
+    """Names of a framework, where a stand-in of ours counts as the function for which it stands:
+    it answers alike, and comes and goes with the pipelines that are optimised."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
+
+    def __getitem__(self, key: str) -> Any:
+        return original_of(self.table[key])
+
+
+def original_of(value: Any) -> Any:
+    """Return the function for which a stand-in of ours stands, or the value itself."""
+    is_ours = _root(type(value).__module__) == "strop"
+    return getattr(value, "__wrapped__", value) if is_ours else value
+
+
+class CodeWalk:
     """Walk over what code reaches. It collects ``places``, ``contents``, and ``owners``: (label,
     object, its dictionary) for all whose number of attributes counts. ``consulted``: names that
     code reads, but to count on."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self.places: dict[tuple[int, str], Binding] = {}
         self.contents: dict[int, Content] = {}
         self.owners: dict[int, tuple[str, Any, Any]] = {}
         self.memos: dict[int, Any] = {}  # functions that keep their results
@@ -186,7 +203,7 @@ class ClosureWalk:
         place = (id(owner), key)
         if place in self.places:
             return False
-        self.places[place] = Place(label, owner, table, key, is_own, is_setting)
+        self.places[place] = Binding(label, owner, table, key, is_own, is_setting)
         return True
 
     # classes and functions
@@ -274,7 +291,9 @@ class ClosureWalk:
     def _name(
         self, label: str, owner: Any, table: Any, name: str, names: frozenset[str], is_own: bool
     ) -> None:
-        value = table[name]
+        value = original_of(table[name])
+        if value is not table[name]:
+            table = Originals(table)
         if not is_own and not isinstance(value, CONSTANTS + _CALLABLES + (ModuleType,)):
             return
         is_new = is_own or not isinstance(value, ModuleType)
@@ -319,13 +338,14 @@ class ClosureWalk:
         if root in UNWATCHED and root != "torch":
             return
         for name in sorted(names & table.keys()):
-            found = table[name]
+            found = original_of(table[name])
             if root in LIBRARIES and not isinstance(found, (*_CALLABLES, ModuleType, *CONSTANTS)):
                 continue
             if isinstance(found, ModuleType) and _root(found.__name__) != root:
                 continue
             if (id(table), name) not in self.places:
-                self._watch(f"{value.__name__}.{name}", table, table, name, root not in LIBRARIES)
+                seen = table if found is table[name] else Originals(table)
+                self._watch(f"{value.__name__}.{name}", table, seen, name, root not in LIBRARIES)
                 if root != "torch" or isinstance(found, ModuleType):
                     self._value(f"{value.__name__}.{name}", found, names, root not in LIBRARIES)
 
