@@ -703,6 +703,22 @@ def test_a_step_that_somebody_puts_there_in_a_loop_stays(elsewhere: None) -> Non
     assert len(calls) == 5
 
 
+def test_another_pipeline_that_comes_and_goes_costs_no_trace() -> None:
+    """Diffusers' functions are others meanwhile, and do the same."""
+    unet, arguments = tiny.unet(), (torch.randn(2, 4, 8, 8), 7, torch.randn(2, 5, tiny.PROMPT_DIM))
+    strop.optimize(unet, options=OPTIONS)
+    with torch.no_grad():
+        wanted = unet(*arguments).sample
+        pipe = strop.optimize(tiny.pipeline(), options=OPTIONS)
+        assert isinstance(modeling_utils.get_parameter_dtype, StandIn)
+        assert torch.equal(unet(*arguments).sample, wanted)
+        strop.restore(pipe)
+        assert not isinstance(modeling_utils.get_parameter_dtype, StandIn)
+        assert torch.equal(unet(*arguments).sample, wanted)
+    dispatcher: Any = unet.forward
+    assert dispatcher.variants.num_captures == len(dispatcher.variants.all) == 1
+
+
 # threads
 
 

@@ -24,6 +24,7 @@ class StandIn(ABC):
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
+        self.__wrapped__ = own  # what guards watch: see ``dispatch.code_walk.Originals``
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and in_force(self) and self.is_for(*args, **kwargs):
