@@ -311,7 +311,7 @@ def test_graphs_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = replace(train_measure.setup_here(graph.setup), compiler="")
     assert setup.graph
     found = train_measure.measure(
-        replace(graph, setup=setup), TINY, train.Clock.of(100), lambda saved: None
+        replace(graph, setup=setup), TINY, train.Deadline.of(100), lambda saved: None
     )
     assert found["loss_ok"]
     assert found["grad_norm"] > 0

@@ -32,11 +32,13 @@ from torch import Tensor, nn
 import strop
 from strop.api import dispatchers_of
 from strop.diffusion import denoise_loops, noise, offloading
+from strop.diffusion.noise import Unwaited
 from strop.diffusion.optimised import is_optimised
 from strop.diffusion.pipeline import SHARED
 from strop.diffusion.scheduler import host_timesteps
 from strop.diffusion.stand_ins import StandIn
 from strop.dispatch import dispatcher
+from strop.dispatch.module_state import ModuleState
 from strop.testing import psnr
 from tests.e2e import controls, dits, tiny
 
@@ -703,20 +705,20 @@ def test_a_step_that_somebody_puts_there_in_a_loop_stays(elsewhere: None) -> Non
     assert len(calls) == 5
 
 
-def test_another_pipeline_that_comes_and_goes_costs_no_trace() -> None:
-    """Diffusers' functions are others meanwhile, and do the same."""
-    unet, arguments = tiny.unet(), (torch.randn(2, 4, 8, 8), 7, torch.randn(2, 5, tiny.PROMPT_DIM))
-    strop.optimize(unet, options=OPTIONS)
-    with torch.no_grad():
-        wanted = unet(*arguments).sample
-        pipe = strop.optimize(tiny.pipeline(), options=OPTIONS)
-        assert isinstance(modeling_utils.get_parameter_dtype, StandIn)
-        assert torch.equal(unet(*arguments).sample, wanted)
-        strop.restore(pipe)
-        assert not isinstance(modeling_utils.get_parameter_dtype, StandIn)
-        assert torch.equal(unet(*arguments).sample, wanted)
-    dispatcher: Any = unet.forward
-    assert dispatcher.variants.num_captures == len(dispatcher.variants.all) == 1
+def test_a_module_is_the_same_while_a_stand_in_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each module would be traced again when a pipeline comes or goes."""
+    known = modeling_utils.get_parameter_dtype
+    own = known.own if isinstance(known, StandIn) else known
+    monkeypatch.setattr(modeling_utils, "get_parameter_dtype", own)
+    state = ModuleState(tiny.unet())
+    places = {place.label for place in state.global_guards._places}
+    assert "diffusers.models.modeling_utils.get_parameter_dtype" in places
+    before = state.structure
+    monkeypatch.setattr(modeling_utils, "get_parameter_dtype", Unwaited(own))
+    state.scan()
+    assert state.structure == before
+    monkeypatch.setattr(modeling_utils, "get_parameter_dtype", own)
+    assert not state.global_guards.have_changed()
 
 
 # threads
