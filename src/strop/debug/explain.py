@@ -17,6 +17,7 @@ from strop.debug.chosen import chosen
 from strop.debug.costs import Machine, bytes_moved, machine
 from strop.debug.listing import call_text, graph_text, listing, type_text
 from strop.debug.report import (
+    AdaptedRow,
     ComponentRow,
     GraphRow,
     HoistedRow,
@@ -140,9 +141,17 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),
         hoisted=_hoisted(dispatcher),
+        adapted=_adapted(dispatcher),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
     )
+
+
+def _adapted(dispatcher: Dispatcher) -> AdaptedRow | None:
+    weights = dispatcher.state.effective
+    if not weights:
+        return None
+    return AdaptedRow(len(weights), weights.size_bytes, dispatcher.counters.weight_writes)
 
 
 def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:

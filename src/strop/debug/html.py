@@ -57,7 +57,7 @@ def _component(c: ComponentRow) -> str:
     rows = [(f"eager {count}x", escape(why)) for why, count in c.fallbacks.items()]
     rows += [(f"traced by torch {n}x", escape(why)) for why, n in c.traced_by_torch.items()]
     rows += [("not finite", escape(text)) for text in c.nonfinite]
-    hoisted = "" if c.hoisted is None else f" {c.hoisted}."
+    hoisted = "".join(f" {row}." for row in (c.hoisted, c.adapted) if row is not None)
     rows += [("check", escape(text)) for text in c.findings]
     troubles = "".join(f'<p class="bad">{what}: {why}</p>' for what, why in rows)
     head = (

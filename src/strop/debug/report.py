@@ -144,6 +144,23 @@ class HoistedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedRow:
+    """Say which layers of one module have adapters, and read one weight that stands for their own
+    weight and all adapters. ``num_writes`` counts how often adapters changed what it is while all
+    that is compiled and bound stayed."""
+
+    num_layers: int
+    size_bytes: int
+    num_writes: int
+
+    def __str__(self) -> str:
+        return (
+            f"weights with adapters in them: of {counted(self.num_layers, 'layer')},"
+            f" {self.size_bytes / 1e6:.2f} MB, written anew {self.num_writes}x"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ComponentRow:
     """Describe one optimised module and what has happened to it."""
 
@@ -161,6 +178,7 @@ class ComponentRow:
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
     hoisted: HoistedRow | None = None
+    adapted: AdaptedRow | None = None
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
     profile: ProfileRow | None = None  # measured by debug.profile
@@ -292,7 +310,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {counted(c.num_recompiles, 'recompile')}, {counted(c.num_shapes, 'shape')},"
         f" {counted(c.num_launches, 'launch')}"
     ]
-    lines += [f"  {c.hoisted}"] if c.hoisted is not None else []
+    lines += [f"  {row}" for row in (c.hoisted, c.adapted) if row is not None]
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  traced by torch {count}x: {why}" for why, count in c.traced_by_torch.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]

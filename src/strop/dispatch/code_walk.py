@@ -13,7 +13,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from strop.frontend.adapted_layers import is_left_over
 from strop.frontend.stable_text import is_plain
 
 # Packages whose code is not followed: of torch only the layers and functions that a forward names.
@@ -44,8 +45,9 @@ _MEMO = type(functools.lru_cache(abs))
 # objects of the standard library that hold a user's values
 _NAMESPACES = (SimpleNamespace, Namespace)
 _CALLABLES = (FunctionType, BuiltinFunctionType, type)
-# of every module: hooks, weights; and what diffusers and we put there
-_OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+# of every module: hooks, weights; what diffusers and we put there; and how adapters were
+# configured, which their layers do not ask
+_OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "peft_config"}
 _MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # of an object, which is there
 _SPECIAL = _MAKING | {"__call__"}
 _ENTRY = frozenset({"forward", "__call__"})
@@ -128,7 +130,7 @@ class CodeWalk:
     object, its dictionary) for all whose number of attributes counts. ``consulted``: names that
     code reads, but to count on."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         self.places: dict[tuple[int, str], Binding] = {}
         self.contents: dict[int, Content] = {}
         self.owners: dict[int, tuple[str, Any, Any]] = {}
@@ -139,10 +141,11 @@ class CodeWalk:
         self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
         self._functions: dict[int, FunctionType] = {}
         self.names: set[str] = set()  # that any code here reads or writes
+        self.own_names: set[str] = set()  # that a user's code does
         self._words: set[str] = set()  # texts in code here: names that it may ask for
         self._held: list[tuple[str, Any]] = []  # objects that are no modules
-        for path, part in module.named_modules():
-            self._part(path or type(module).__qualname__, part)
+        for path, part in parts:
+            self._part(path or type(part).__qualname__, part)
         while self._grow():
             pass
         self._leave_out_unread()
@@ -182,7 +185,7 @@ class CodeWalk:
             if name in _OWN or isinstance(value, nn.Module | Tensor):
                 continue
             is_private = name.startswith("_")
-            if is_private and name not in reached:
+            if (is_private or is_left_over(part, name)) and name not in reached:
                 continue
             is_setting = not is_private and is_plain(value)
             self._watch(f"{path}.{name}", part, vars(part), name, is_own, is_setting)
@@ -269,6 +272,7 @@ class CodeWalk:
         if root in UNWATCHED and not module.startswith("torch.nn"):
             return names
         is_own = root not in LIBRARIES
+        self.own_names |= names if is_own else set()
         for name in sorted(names & table.keys() & _globals(function.__code__)):
             self._name(module, table, table, name, names, is_own)
         if is_own:

@@ -40,6 +40,7 @@ from strop.dispatch.unsupported_calls import unfit_call, unfit_module
 from strop.dispatch.variants import REFUSALS, VariantStore
 from strop.dispatch.varying_numbers import GivenCall, Turned
 from strop.errors import StropError, UnsupportedError
+from strop.frontend.adapted_layers import without_scale
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
@@ -66,6 +67,7 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
 class Dispatcher:
     """This stands in for ``module.forward``."""
 
+    folds_adapters = True  # layers with adapters run as plain ones do
     is_strop = True  # tells capture that this forward may be left out of a copy
 
     def __init__(
@@ -93,7 +95,7 @@ class Dispatcher:
         self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
-        self.state = ModuleState(module)
+        self.state = ModuleState(module, folds_adapters=self.folds_adapters)
         self.turned = Turned()
         self.variants = VariantStore(module, options, self.name)
         self._fallbacks = Fallbacks(self.name, self.counters)
@@ -165,16 +167,19 @@ class Dispatcher:
         reason = self._unfit()
         if reason:
             return self._run_eager(reason, args, kwargs)
+        given, (kwargs, scale) = (args, kwargs), without_scale(self.module, kwargs)
+        if scale != 1.0 and (reason := self._unfit_scale(scale)):
+            return self._run_eager(reason, *given)
         args, kwargs = self.adapter.normalise(args, kwargs)
         tensors: list[Tensor] = []
-        beside = Beside()
+        beside = Beside(lora_scale=scale)
         try:
             skeleton = self.turned.flattened((args, kwargs), tensors, beside)
         except UnsupportedError as error:
-            return self._run_eager(str(error), args, kwargs)
+            return self._run_eager(str(error), *given)
         skeleton = self._with_settings(skeleton, beside)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return self._run_eager("an argument requires a gradient", args, kwargs)
+            return self._run_eager("an argument requires a gradient", *given)
         call = GivenCall(skeleton, tensors, skeleton, beside)
         if beside.floats or beside.generators:
             call = self._maker.resolved(skeleton, tensors, beside)
@@ -193,7 +198,15 @@ class Dispatcher:
                 return given_back(result, (args, kwargs))
             except UnsupportedError as error:
                 refusal = error
-        return self._run_refused(refusal, call, args, kwargs)
+        return self._run_refused(refusal, call, *given)
+
+    def _unfit_scale(self, scale: float) -> str:
+        """Say why a call cannot be served that multiplies the scales of all adapters, or
+        nothing."""
+        with self._lock:
+            if not self._is_undisturbed():
+                self._check_state()
+            return self.state.scale_refusal(scale)
 
     def _with_settings(self, skeleton: Skeleton, beside: Beside) -> Skeleton:
         """Join the skeleton of a call's arguments and that of the settings that a user turns."""
@@ -212,7 +225,7 @@ class Dispatcher:
         if arguments == call.bare and not self.state.turned.names:
             return call
         floats = call.beside.floats[: count_numbers(arguments)]
-        beside = Beside(floats, call.beside.generators, num_sizes=call.beside.num_sizes)
+        beside = replace(call.beside, floats=floats, num_settings=0, num_wholes=0)
         return self._maker.resolved(self._with_settings(arguments, beside), call.plain, beside)
 
     def _serve(
@@ -223,11 +236,12 @@ class Dispatcher:
         key = self._maker.key(call)
         if refused := self._still_refused(key):
             return refused, None
-        has_changed, result = self._look(self._entries.get(key), call.tensors)
+        has_changed, result = self._look(self._entries.get(key), call)
         if result is not _NO_RESULT:
             return None, result
         if has_changed:
             self._reset()
+            self._refresh_weights(call)
             if reason := self._unfit():  # of what has been put there
                 return UnsupportedError(reason), None
             call = self._read_again(call)
@@ -248,19 +262,33 @@ class Dispatcher:
             self._prepare(known, plain, tensors)
         return None, result
 
-    def _look(self, entry: Entry | None, tensors: list[Tensor]) -> tuple[bool, Any]:
+    def _look(self, entry: Entry | None, call: GivenCall) -> tuple[bool, Any]:
         """Say whether the module is another than at the last look. If it is not, and the call has
-        run ahead of this look, its result comes too."""
+        run ahead of this look, its result comes too. Adapters that changed change weights alone."""
         if entry is not None and self._is_undisturbed():
+            if call.beside.lora_scale != self.state.effective.scale:
+                self._refresh_weights(call)
             return False, _NO_RESULT
         if entry is None or not self._may_run_ahead(entry):
-            return self._has_changed(), _NO_RESULT
+            has_changed = self._has_changed()
+            if not has_changed:
+                self._refresh_weights(call)
+            return has_changed, _NO_RESULT
         before = self.counters.replays, replace(self.counters.hoisted)
-        result = self._run_ahead(entry, tensors)
-        if not self._has_changed():
+        self.state.effective.begin_look()
+        result = self._run_ahead(entry, call.tensors)
+        has_changed = self._has_changed()
+        if not has_changed and not self._refresh_weights(call):
             return False, result
         self.counters.replays, self.counters.hoisted = before  # nobody sees that result
-        return True, _NO_RESULT
+        return has_changed, _NO_RESULT
+
+    def _refresh_weights(self, call: GivenCall) -> bool:
+        """Write the weights of layers with adapters anew where these have changed, and tell whether
+        they have."""
+        has_changed = self.state.effective.refresh(call.beside.lora_scale)
+        self.counters.weight_writes += has_changed
+        return has_changed
 
     def _still_refused(self, key: Hashable) -> StropError | None:
         refusal = self._refused.get(key)

@@ -28,7 +28,7 @@ class Effects:
     """Finds what traces of one copy of a module change. ``written``: the labels of all of it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = GlobalGuards(module)
+        self._before = GlobalGuards(module.named_modules())
         self._of_calls = set[str]()
         self.written = set[str]()
         self._kept = set[str]()

@@ -48,9 +48,12 @@ class GuardChange:
 class GlobalGuards:
     """Hold what one module reads, as it was when last looked at."""
 
-    def __init__(self, module: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        reach = CodeWalk(module)
-        self.consulted = reach.consulted
+    def __init__(
+        self, parts: Iterable[tuple[str, nn.Module]], ignored: frozenset[str] = frozenset()
+    ) -> None:
+        """``parts`` with their paths are the modules that run, the outermost first."""
+        reach = CodeWalk(parts)
+        self.consulted, self.own_names = reach.consulted, reach.own_names
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [p for p in reach.places.values() if p.label not in ignored]
         self._names = identities([(place.table, place.key) for place in self._places])

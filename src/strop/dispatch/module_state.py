@@ -14,12 +14,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from strop.dispatch.effective_weights import EffectiveWeights
 from strop.dispatch.features import replaced_part
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
-from strop.frontend.capture import state_places
+from strop.frontend.adapted_layers import ACTS, is_left_over, plain_parts
+from strop.frontend.capture import clone_structure, state_places
 from strop.frontend.stable_text import is_plain
 from strop.ir.ops import OPS
 from strop.ir.program import Program
@@ -33,8 +35,11 @@ _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 class ModuleState:
     """This watches the Parameters, buffers and tensor attributes of one module."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, *, folds_adapters: bool = True) -> None:
+        """``folds_adapters``: layers with adapters count as plain ones, with weights that stand for
+        both. Their gradients would be lost."""
+        self.module, self._folds_adapters = module, folds_adapters
+        self.effective = EffectiveWeights()
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
         self.merged: list[Tensor] = []  # weights in one piece, whose first rows are still there
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
@@ -44,24 +49,27 @@ class ModuleState:
     def scan(self) -> None:
         """Look at the module anew."""
         edges: list[tuple[dict[str, Any], str]] = []
-        self._adapted = []
-        self.turned.scan()
+        if self._folds_adapters:
+            self.effective.scan(self.module)
+        self.parts = list(
+            plain_parts(self.module) if self.effective else self.module.named_modules()
+        )
+        self.turned.scan(self.parts)
         self.modules = list(self.module.modules())
         self.train_sensitive = sensitive_parts(self.modules)
         self.hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self.replaced = replaced_part(self.module)  # why a part with another forward is in the way
-        places = list(state_places(self.module))
+        places = list(state_places(self.parts, self.effective.tables))
         self.names = [name for name, _, _ in places]
-        for path, owner in self.module.named_modules():
+        for owner in self.modules:
             edges += [(owner._modules, k) for k in owner._modules]
             if owner is not self.module:
                 self.hooks += [owner._forward_pre_hooks, owner._forward_hooks]
                 self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
-            if hasattr(owner, "lora_A"):
-                self._adapted.append((path, owner))
+        self._adapted = [(path, part) for path, part in self.parts if hasattr(part, "lora_A")]
         self._weights = identities((table, key) for _, table, key in places)
         self._edges = identities(edges)
         self.tensors: list[Tensor] = self._weights.values
@@ -72,6 +80,10 @@ class ModuleState:
         self.adapters = self._adapter_state()
         self.effects: set[str] = set()  # what calls in eager have changed since
         self.global_guards = self._global_guards()
+        if self.effective and not ACTS.isdisjoint(self.global_guards.own_names):
+            self._folds_adapters, self.effective = False, EffectiveWeights()
+            self.scan()  # a user's code looks for the adapters while it runs
+            return
         self.structure = self._structure()
         self.pointers = _pointers(self.tensors)
         addresses = set(self.pointers)
@@ -84,7 +96,7 @@ class ModuleState:
 
         A module with adapters gets None.
         """
-        if self._adapted:
+        if self._adapted or self.effective:
             return None
         weights, edges = self._weights, self._edges
         flags = [part.__dict__ for part in self.train_sensitive]
@@ -109,6 +121,19 @@ class ModuleState:
 
         return is_unchanged
 
+    def scale_refusal(self, scale: float) -> str:
+        """Say why this scale for all adapters, of one call, cannot be served, or nothing."""
+        if self._adapted:
+            return "a scale for all adapters, with adapters of which some are no plain LoRA"
+        if not self.effective:
+            return ""
+        if scale == 0:
+            return (
+                "a scale of 0 for all adapters has diffusers set the scales of each back after the"
+                " call: disable_lora() turns them off"
+            )
+        return "" if scale == scale else "the scale for all adapters is no number"
+
     def remember(self, placed: Sequence[Tensor | None]) -> None:
         """Take the present pointers as known. ``placed`` is as ``place`` gives it; what is merged
         there stays so from one binding to the next."""
@@ -128,6 +153,8 @@ class ModuleState:
             return True
         if self._num_owned != sum(map(len, self._owned)):
             return True
+        if self.effective.has_other_layers():
+            return True
         return bool(self._adapted) and self.adapters != self._adapter_state()
 
     def ignore(self, labels: Set[str]) -> None:
@@ -138,7 +165,12 @@ class ModuleState:
             self.global_guards = self._global_guards()
 
     def _global_guards(self) -> GlobalGuards:
-        return GlobalGuards(self.module, self._ignored | self.turned.labels)
+        return GlobalGuards(self.parts, self._ignored | self.turned.labels)
+
+    def clone(self) -> nn.Module:
+        """Return a copy of the module that shares every tensor, to be traced, in which plain layers
+        stand for those with adapters."""
+        return clone_structure(self.module, self.effective.tables)
 
     def note_effects(self) -> None:
         """Note what a call in eager has just changed of its surroundings as its own doing."""
@@ -194,7 +226,7 @@ class ModuleState:
         """Return a hash of names, classes, processors, adapters, shapes and dtypes."""
         modules = tuple(
             (path, type(m), type(m.__dict__.get("processor")), repr(self.settings(path, m)))
-            for path, m in self.module.named_modules()
+            for path, m in self.parts
         )
         state = tuple(
             (n, t.shape, _layout(t), t.dtype, t.device)
@@ -224,7 +256,8 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     return {
         k: v
         for k, v in vars(module).items()
-        if not k.startswith("_") and k not in ("forward", "training") and is_plain(v)
+        if not (k.startswith("_") or k in ("forward", "training") or is_left_over(module, k))
+        and is_plain(v)
     }
 
 

@@ -71,6 +71,7 @@ class Beside:
     num_settings: int = 0  # of the floats, the last ones: those of settings, which are inputs
     num_wholes: int = 0  # whole numbers that were met
     num_sizes: int = 0  # of the tensors, the last ones: they stand for whole numbers
+    lora_scale: float = 1.0  # of all adapters, in this call
 
 
 def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> Skeleton:

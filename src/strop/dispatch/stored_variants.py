@@ -51,7 +51,7 @@ def key_of(
         *registry.keys(),
     ]
     sources = set()
-    for path, part in module.named_modules():
+    for path, part in state.parts:
         processor = part.__dict__.get("processor")
         settings = _settings(state, path, part)
         parts.append(f"{path}:{qualified(type(part))}:{part.extra_repr()}:{settings}")

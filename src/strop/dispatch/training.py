@@ -58,6 +58,8 @@ def _traced_with() -> contextlib.ExitStack:
 class TrainingDispatcher(Dispatcher):
     """``log`` has the graphs of training steps, ``trained_calls`` how many calls they served."""
 
+    folds_adapters = False  # the factors are what is trained
+
     def __init__(self, module: nn.Module, options: Options, **how: Any) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise OptionError(

@@ -40,7 +40,7 @@ from strop.dispatch.signature import (
 )
 from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CaptureError, ShapeError, UnsupportedError
-from strop.frontend.capture import Captured, NumbersNeeded, Same, capture, clone_structure
+from strop.frontend.capture import Captured, NumbersNeeded, Same, capture
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import Contents, with_objects
 from strop.ir.program import NumberGuard, Program
@@ -403,7 +403,7 @@ class VariantStore:
     ) -> Captured:
         """Trace the module's forward in a clone, within ``foresight``."""
         self.num_captures += 1
-        clone = clone_structure(self.module)
+        clone = state.clone()
 
         def call(*given: Any) -> Any:
             args, kwargs, *settings = rebuild(asked.skeleton, given)

@@ -8,7 +8,7 @@ longer belong to what the module is. Settings that have always been equal are on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from strop.dispatch.signature import (
     with_floats,
 )
 from strop.errors import UnsupportedError
+from strop.frontend.adapted_layers import is_left_over
 from strop.frontend.stable_text import is_plain
 
 Name = tuple[str, str]  # the path of a part, and its attribute
@@ -40,17 +41,17 @@ class TurnedSettings:
         self._groups: list[int] = []  # of all their floats: equal ones have always been equal
         self._latest: tuple[list[float], Skeleton, list[float]] = ([], (), [])
 
-    def scan(self) -> None:
-        """Look at the settings anew."""
-        seen = dict(_settings_with_floats(self.module))
+    def scan(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        """Look at the settings of these parts of the module, with their paths, anew."""
+        by_path = dict(parts)
+        seen = dict(_settings_with_floats(by_path))
         alike = {n for n in seen.keys() & self._seen.keys() if seen[n][0] == self._seen[n][0]}
         turned = {n for n in alike if seen[n][1] != self._seen[n][1]}
         self.names = frozenset(turned | (self.names & alike))
         self._seen = seen
-        parts = dict(self.module.named_modules())
         before = [form for _, _, form in self._places]
         self._places = [
-            (vars(parts[path]), name, seen[path, name][0]) for path, name in sorted(self.names)
+            (vars(by_path[path]), name, seen[path, name][0]) for path, name in sorted(self.names)
         ]
         if before != [form for _, _, form in self._places]:
             self._groups, self._latest = [], ([], (), [])
@@ -112,10 +113,14 @@ class TurnedSettings:
             write(before)
 
 
-def _settings_with_floats(module: nn.Module) -> Iterator[tuple[Name, tuple[Skeleton, list[float]]]]:
-    for path, part in module.named_modules():
+def _settings_with_floats(
+    parts: Mapping[str, nn.Module],
+) -> Iterator[tuple[Name, tuple[Skeleton, list[float]]]]:
+    for path, part in parts.items():
         for name, value in vars(part).items():
-            if not name.startswith("_") and (type(value) in _CONTAINERS or type(value) is float):
+            if name.startswith("_") or is_left_over(part, name):
+                continue
+            if type(value) in _CONTAINERS or type(value) is float:
                 formed = _formed(value)
                 if formed is not None and formed[1]:
                     yield (path, name), formed

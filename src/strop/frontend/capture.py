@@ -15,10 +15,11 @@ import itertools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -41,6 +42,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
+from strop.frontend.adapted_layers import is_folded
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.functional import WriteThroughViewError, make_functional
@@ -98,19 +100,29 @@ class Captured:
     same: tuple[Same, ...] = ()  # leaves of its result that are other tensors themselves
 
 
+Tables = Mapping[int, dict[str, Any]]  # Parameters that stand for a layer's own, by its id
+
+
 def named_state(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, each once, module by module; and tensors that are
     plain attributes, which are no less data."""
-    return {name: table[key] for name, table, key in state_places(module)}
+    return {name: table[key] for name, table, key in state_places(module.named_modules())}
 
 
-def state_places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield where each tensor of ``named_state`` is held: its name, a table and a key."""
+def state_places(
+    parts: Iterable[tuple[str, nn.Module]], tables: Tables = MappingProxyType({})
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield where each tensor of some modules with their paths is held: its name, a table and a
+    key. ``tables`` are read in the place of a module's own Parameters."""
     seen: set[int] = set()
-    weights = itertools.chain(module.parameters(), module.buffers())
-    devices = {weight.device for weight in weights}
-    for path, owner in module.named_modules():
-        for table in (owner._parameters, owner._buffers, owner.__dict__):
+    parts = list(parts)
+    weights = (
+        t for _, owner in parts for t in (*owner._parameters.values(), *owner._buffers.values())
+    )
+    devices = {weight.device for weight in weights if weight is not None}
+    for path, owner in parts:
+        own = tables.get(id(owner), owner._parameters)
+        for table in (own, owner._buffers, owner.__dict__):
             for key, tensor in table.items():
                 if tensor is None or id(tensor) in seen:
                     continue
@@ -143,14 +155,30 @@ def has_other_forward(module: nn.Module) -> bool:
 _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name}
 
 
-def clone_structure(module: nn.Module) -> nn.Module:
+def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) -> nn.Module:
     """Return a copy of the modules that shares every tensor, to trace without disturbing other
-    threads."""
+    threads. A layer that has one of ``tables`` stands in the place of the one that wraps it, with
+    the Parameters in it."""
     memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
+    for table in tables.values():
+        memo |= {id(t): t for t in table.values()}
     try:
-        return _deep_copied(module, memo)
+        clone = _deep_copied(module, memo)
+        for number, table in tables.items():
+            memo[number]._parameters = dict(table)
+        return _unwrapped(clone) if tables else clone
     except (TypeError, RuntimeError) as error:  # locks, open files; tensors that were computed
         raise CaptureError(f"{type(module).__name__} cannot be copied: {error}") from error
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Put plain layers in the place of those that peft has wrapped."""
+    if is_folded(module):
+        return _unwrapped(module.base_layer)  # type: ignore[arg-type]
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = _unwrapped(child)
+    return module
 
 
 def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -393,7 +421,7 @@ def _trace(
     reads = LayoutReads([fake for fake in fakes if isinstance(fake, Tensor)])
     kept = {
         name: (table, key)
-        for name, table, key in state_places(module)
+        for name, table, key in state_places(module.named_modules())
         if not (key.startswith("_") and "_parameters" in table)
     }  # but for caches
 

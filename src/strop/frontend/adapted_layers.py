@@ -1,0 +1,184 @@
+"""Find the layers that peft has wrapped and that compute what a plain layer with another weight
+does.
+
+Such a layer gives W0 x + sum of s_i B_i (A_i x). With the weight W0 + sum of s_i B_i A_i the layer
+in it gives the same, so a program is traced with that layer in its place: which adapters there are,
+and with which ranks and scales, is no part of the program (https://arxiv.org/abs/2106.09685, §4.1).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LAYERS = "peft.tuners.lora.layer"
+
+
+def linear_delta(layer: Any, adapter: str) -> Tensor:
+    """Return B A, of a linear layer, in fp32."""
+    first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    product: Tensor = second.float() @ first.float()
+    return product
+
+
+def convolution_delta(layer: Any, adapter: str) -> Tensor:
+    """Return B A, of a convolution whose second factor is 1x1, in fp32."""
+    first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    flat: Tensor = second.float().flatten(1) @ first.float().flatten(1)
+    return flat.reshape(second.shape[0], *first.shape[1:])
+
+
+Delta = Callable[[Any, str], Tensor]
+# Of a wrapped layer: the class of the layer in it, and what an adapter of scale 1 adds to W0.
+FOLDED: Mapping[tuple[str, str], tuple[type[nn.Module], Delta]] = {
+    (_LAYERS, "Linear"): (nn.Linear, linear_delta),
+    (_LAYERS, "Conv2d"): (nn.Conv2d, convolution_delta),
+}
+
+
+def delta_of(layer: nn.Module) -> Delta:
+    return FOLDED[_name(layer)][1]
+
+
+def is_folded(layer: nn.Module) -> bool:
+    """Tell whether a module is a wrapped layer that a plain one with another weight can stand for.
+
+    Variants such as DoRA, adapters with a bias, quantised and offloaded weights are none; nor is a
+    layer whose next call takes out what peft has merged into its weight.
+    """
+    name = _name(layer)
+    if name not in FOLDED:
+        return False
+    wrapped: Any = layer
+    base: Any = wrapped.base_layer
+    if type(base) is not FOLDED[name][0] or wrapped.lora_variant:
+        return False
+    if wrapped.merged_adapters and wrapped.disable_adapters:
+        return False
+    if any(wrapped.lora_bias.values()) or getattr(wrapped, "fan_in_fan_out", False):
+        return False
+    if getattr(base, "groups", 1) != 1 or any(map(_has_other_forward, (layer, base))):
+        return False
+    own: Any = base.weight
+    return all(_is_plain(weight, own.device) for weight in (own, *factors(layer)))
+
+
+def scale_argument(module: nn.Module) -> str:
+    """Return the keyword whose "scale" the forward of a model of diffusers multiplies the scales of
+    all adapters by, for this call, or nothing."""
+    forward: Any = type(module).forward
+    if getattr(forward, "__code__", None) is not _scaling_code():
+        return ""
+    names = zip(forward.__code__.co_freevars, forward.__closure__, strict=True)
+    return str(next(cell.cell_contents for name, cell in names if name == "kwargs_name"))
+
+
+def without_scale(module: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return what a call is given by name without the scale for all adapters, and that scale: 1.0
+    where it has none, and NaN where it is no number."""
+    name = scale_argument(module)
+    more = kwargs.get(name) if name else None
+    if not isinstance(more, dict) or "scale" not in more:
+        return kwargs, 1.0
+    others = {key: value for key, value in more.items() if key != "scale"}
+    is_number = isinstance(more["scale"], int | float)
+    return kwargs | {name: others or None}, float(more["scale"]) if is_number else math.nan
+
+
+@functools.cache
+def _scaling_code() -> Any:
+    """Return the code of all forwards under diffusers' ``apply_lora_scale``; a new object without
+    diffusers, which no forward has."""
+    peft_utils = sys.modules.get("diffusers.utils.peft_utils")
+    decorate = getattr(peft_utils, "apply_lora_scale", None)
+    return object() if decorate is None else decorate("")(lambda: None).__code__
+
+
+def may_fold(module: nn.Module) -> bool:
+    """Tell whether no code of the module itself acts on adapters while it runs, except by its
+    ``scale_argument``: there would be none on which it could act."""
+    kinds: set[Any] = set(map(type, module.modules()))
+    forwards = {kind.forward for kind in kinds if not kind.__module__.startswith("peft.")}
+    if scale_argument(module):
+        own: Any = type(module).forward
+        forwards = (forwards - {own}) | {own.__wrapped__}
+    return not any(map(_acts_on_adapters, forwards))
+
+
+# Names of peft's and diffusers' that such code reads.
+ACTS = frozenset(
+    (
+        "scale_lora_layers",
+        "scale_layer",
+        "set_scale",
+        "set_adapter",
+        "set_adapters",
+        "enable_adapters",
+        "disable_adapters",
+        "scaling",
+        "lora_A",
+        "lora_B",
+        "base_layer",
+    )
+)
+
+
+def _acts_on_adapters(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and not ACTS.isdisjoint(code.co_names)
+
+
+def is_left_over(module: nn.Module, name: str) -> bool:
+    """Tell whether an attribute only says with which scale diffusers fused adapters last."""
+    return name == "lora_scale" and hasattr(type(module), "fuse_lora")
+
+
+def factors(layer: Any) -> Iterator[Tensor]:
+    """Yield both factors of each adapter of a wrapped layer, of inactive ones too."""
+    for adapter in layer.lora_A.keys() & layer.lora_B.keys():
+        yield layer.lora_A[adapter].weight
+        yield layer.lora_B[adapter].weight
+
+
+def active_adapters(layer: Any) -> list[str]:
+    """Return the adapters that count beside W0 at present, in the order in which peft adds them.
+    Those that are merged are in W0, and others do not count meanwhile."""
+    if layer.disable_adapters or layer.merged_adapters:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def plain_parts(
+    module: nn.Module, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what ``module.named_modules()`` does, with plain layers in the place of wrapped ones.
+    A module that occurs twice comes once."""
+    seen = set() if seen is None else seen
+    if is_folded(module):
+        module = module.base_layer  # type: ignore[assignment]
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from plain_parts(child, f"{path}.{name}" if path else name, seen)
+
+
+def _name(layer: nn.Module) -> tuple[str, str]:
+    return type(layer).__module__, type(layer).__name__
+
+
+def _has_other_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__
+
+
+def _is_plain(weight: Any, device: torch.device) -> bool:
+    is_dense = type(weight) in (Tensor, nn.Parameter) and weight.layout is torch.strided
+    return is_dense and weight.is_floating_point() and weight.device == device
