@@ -36,8 +36,8 @@ class ModuleState:
     """This watches the Parameters, buffers and tensor attributes of one module."""
 
     def __init__(self, module: nn.Module, *, folds_adapters: bool = True) -> None:
-        """``folds_adapters``: layers with adapters count as plain ones, with weights that stand for
-        both. Their gradients would be lost."""
+        """Take layers with adapters for plain ones if ``folds_adapters``: their factors get no
+        gradients then."""
         self.module, self._folds_adapters = module, folds_adapters
         self.effective = EffectiveWeights()
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
