@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ NEVER = math.inf  # the cost of a kernel that cannot serve these sizes, or was n
 FASTEST = 0.0  # its cost where a measurement, and no model, says that nothing is faster
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """This is a call of an operator, whose sizes may be symbolic."""
 
@@ -32,6 +33,14 @@ class Call:
     attrs: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[Expr, ...], ...]
     dtype: torch.dtype
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash once: a choice is looked up by it."""
+        return hash((self.op, self.attrs, self.shapes, self.dtype))
 
     @staticmethod
     def of(node: Node) -> Call:
@@ -54,7 +63,7 @@ class Call:
         return dict(self.attrs)[name]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """This is a call at sizes that are known."""
 
@@ -62,6 +71,14 @@ class Problem:
     attrs: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash once: a choice is looked up by it."""
+        return hash((self.op, self.attrs, self.shapes, self.dtype))
 
     @property
     def call(self) -> Call:
