@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.dispatch.effective_weights import EffectiveWeights
+from strop.frontend.adapted_layers import scale_argument
 from tests.e2e import tiny
 
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "conv_shortcut")
@@ -178,6 +180,15 @@ def test_the_scale_of_a_call(tmp_path: Path) -> None:
     assert_as_eager(eager, fast, cross_attention_kwargs=None)
     assert fast.forward.variants.num_captures == captures
     assert fast.forward.counters.eager_calls == 0
+
+
+def test_diffusers_may_be_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else may have been optimised before."""
+    unet = tiny.unet()
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "diffusers.utils.peft_utils")
+        assert scale_argument(unet) == ""
+    assert scale_argument(unet) == "cross_attention_kwargs"
 
 
 def test_a_scale_of_zero_runs_in_eager_and_says_so(tmp_path: Path) -> None:

@@ -269,13 +269,13 @@ class Dispatcher:
             if call.beside.lora_scale != self.state.effective.scale:
                 self._refresh_weights(call)
             return False, _NO_RESULT
+        self.state.effective.begin_look()  # also where an earlier look was never ended
         if entry is None or not self._may_run_ahead(entry):
             has_changed = self._has_changed()
             if not has_changed:
                 self._refresh_weights(call)
             return has_changed, _NO_RESULT
         before = self.counters.replays, replace(self.counters.hoisted)
-        self.state.effective.begin_look()
         result = self._run_ahead(entry, call.tensors)
         has_changed = self._has_changed()
         if not has_changed and not self._refresh_weights(call):

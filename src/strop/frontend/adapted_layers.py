@@ -12,6 +12,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def scale_argument(module: nn.Module) -> str:
     """Return the keyword whose "scale" the forward of a model of diffusers multiplies the scales of
     all adapters by, for this call, or nothing."""
     forward: Any = type(module).forward
-    if getattr(forward, "__code__", None) is not _scaling_code():
+    code = _scaling_code()
+    if code is None or getattr(forward, "__code__", None) is not code:
         return ""
     names = zip(forward.__code__.co_freevars, forward.__closure__, strict=True)
     return str(next(cell.cell_contents for name, cell in names if name == "kwargs_name"))
@@ -91,13 +93,18 @@ def without_scale(module: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, 
     return kwargs | {name: others or None}, float(more["scale"]) if is_number else math.nan
 
 
-@functools.cache
-def _scaling_code() -> Any:
-    """Return the code of all forwards under diffusers' ``apply_lora_scale``; a new object without
-    diffusers, which no forward has."""
+def _scaling_code() -> CodeType | None:
+    """Return the code of all forwards under diffusers' ``apply_lora_scale``; None while nobody has
+    imported diffusers, which may come later."""
     peft_utils = sys.modules.get("diffusers.utils.peft_utils")
     decorate = getattr(peft_utils, "apply_lora_scale", None)
-    return object() if decorate is None else decorate("")(lambda: None).__code__
+    return None if decorate is None else _code_under(decorate)
+
+
+@functools.cache
+def _code_under(decorate: Any) -> CodeType:
+    code: CodeType = decorate("")(lambda: None).__code__
+    return code
 
 
 def may_fold(module: nn.Module) -> bool:
