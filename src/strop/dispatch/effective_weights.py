@@ -12,7 +12,7 @@ compared by value: a copy of all factors, and of the first row of each W0, is ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.dispatch.identities import Identities, identities
+from strop.dispatch.known_settings import KnownSettings
 from strop.frontend.adapted_layers import (
     active_adapters,
     delta_of,
@@ -84,9 +84,7 @@ class EffectiveWeights:
     def __init__(self) -> None:
         self.scale = 1.0  # of all adapters, as the latest call has asked for
         self._layers: dict[int, AdaptedLayer] = {}  # by the id of the layer that is wrapped
-        self._sources: Identities = identities(())
-        self._lists: list[list[str]] = []
-        self._known: list[list[str]] = []
+        self._settings = KnownSettings(())
         self._watched: list[Tensor] = []
         self._versions: list[int] = []  # of each W0
         self._pointers: list[int] = []  # of each W0 and of all factors
@@ -99,6 +97,11 @@ class EffectiveWeights:
     def size_bytes(self) -> int:
         return sum(layer.weight.nbytes for layer in self._layers.values())
 
+    def missing_bytes(self, wrapped: Iterable[Any]) -> int:
+        """Return the bytes of the weights that would be made for these layers."""
+        new = (part.base_layer for part in wrapped if id(part.base_layer) not in self._layers)
+        return sum(base.weight.nbytes for base in new)
+
     @property
     def tables(self) -> Mapping[int, dict[str, Any]]:
         """Return, by the id of a layer that is wrapped, its Parameters with the weight that stands
@@ -108,10 +111,11 @@ class EffectiveWeights:
             for number, layer in self._layers.items()
         }
 
-    def scan(self, module: nn.Module) -> None:
-        """Look for adapted layers. Those that are known keep their weights, at the same place."""
+    def scan(self, module: nn.Module, leave: Set[int] = frozenset()) -> None:
+        """Look for adapted layers, but for those with these ids. Those that are known keep their
+        weights, at the same place."""
         found: dict[int, AdaptedLayer] = {}
-        wrapped = [part for part in module.modules() if is_folded(part)]
+        wrapped = [p for p in module.modules() if is_folded(p) and id(p) not in leave]
         for part in wrapped if wrapped and may_fold(module) else ():
             base: Any = part.base_layer
             known = self._layers.get(id(base))
@@ -149,9 +153,7 @@ class EffectiveWeights:
 
     def _have_new_settings(self) -> bool:
         """Tell whether adapters, their scales, or objects that hold weights are others."""
-        names = self._sources
-        same = names.hold() or all(map(_is_equal, names.now(), names.values))
-        return not same or self._lists != self._known
+        return self._settings.differ()
 
     def _have_moved(self) -> bool:
         """Tell whether a W0 was written to, or the memory of a W0 or of a factor is another."""
@@ -168,9 +170,7 @@ class EffectiveWeights:
         with torch.inference_mode(False):
             for layer in layers:
                 layer.write(self.scale)
-            self._sources = identities([place for layer in layers for place in layer.sources()])
-            self._lists = [v for v in self._sources.values if isinstance(v, list)]
-            self._known = [list(names) for names in self._lists]
+            self._settings = KnownSettings(place for layer in layers for place in layer.sources())
             bases = self._bases()
             self._versions = list(map(_VERSION, bases))
             rows = [base[:1] for base in bases]
@@ -250,7 +250,3 @@ def _room_for(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     parts = flat[: sum(sizes)].split(sizes)
     shaped = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
     return flat.view(torch.int64), shaped
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, float | bool | str | list) and a == b)
