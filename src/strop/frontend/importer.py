@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -137,12 +137,14 @@ def import_graph(
     num_state: int = 0,
     num_saved: int = 0,
     orders: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
+    small: Set[int] = frozenset(),
 ) -> Imported:
     """Turn ``gm`` into graph IR.
 
     The first ``num_state`` placeholders are Parameters and buffers, whose memory the runtime may
-    lay out anew. The last ``num_saved`` results that are tensors are for a backward graph;
-    ``orders`` says how those that a forward graph has left lie in memory, by placeholder.
+    lay out anew; those of the places in ``small`` are factors of low rank. The last ``num_saved``
+    results that are tensors are for a backward graph; ``orders`` says how those that a forward
+    graph has left lie in memory, by placeholder.
     """
     importer = Importer(symbols, orders=orders)
     inputs: list[Node] = []
@@ -152,7 +154,9 @@ def import_graph(
     for fx in nodes:
         importer.builder.origin = origins.get(fx.name, "")
         if fx.op == "placeholder":
-            inputs.append(_input(importer, fx, len(inputs), len(inputs) < num_state))
+            place = len(inputs)
+            is_small = place in small
+            inputs.append(_input(importer, fx, place, place < num_state, is_small=is_small))
         elif fx.op == "get_attr":
             if _attribute(importer, fx, getattr(gm, fx.target)):
                 place = num_placeholders + len(importer.constants)
@@ -208,7 +212,9 @@ def _traced(item: Any) -> Any:
     return item.meta.get("val") if isinstance(item, FxNode) else item
 
 
-def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
+def _input(
+    importer: Importer, fx: FxNode, index: int, is_state: bool, *, is_small: bool = False
+) -> Node:
     """Import argument ``index``. A size becomes a one-element shape, which tells its root."""
     value = fx.meta["val"]
     shape: tuple[Expr, ...] = ()
@@ -222,8 +228,9 @@ def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
         shape = (importer.size(value),)
     elif is_number(value):
         dtype = torch.float64
+    more = {"small": True} if is_small else {}
     node = importer.builder.make(
-        "input", (), shape, dtype, order=order, index=index, state=is_state, merged=()
+        "input", (), shape, dtype, order=order, index=index, state=is_state, merged=(), **more
     )
     if isinstance(value, torch.Tensor) or is_number(value):
         importer.values[fx] = node

@@ -33,14 +33,16 @@ def dot_merge(graph: Graph, options: Options) -> Graph:
 
 
 def _groups(graph: Graph) -> dict[Node, list[Node]]:
-    """Map the first linear of each mergeable set to the set, in execution order."""
-    by_input: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    """Map the first linear of each mergeable set to the set, in execution order. Factors of low
+    rank merge with each other: weights stay together in one order, with adapters and without."""
+    by_input: dict[tuple[Node, int, bool], list[Node]] = defaultdict(list)
     taken: set[Node] = set()
     for node in graph.nodes:
         if node.op != "linear" or not all(_is_state(w) for w in node.inputs[1:]):
             continue
         if taken.isdisjoint(node.inputs[1:]):  # a storage can be part of one merge only
-            by_input[node.inputs[0], len(node.inputs)].append(node)
+            is_small = bool(node.inputs[1].attrs.get("small"))
+            by_input[node.inputs[0], len(node.inputs), is_small].append(node)
             taken.update(node.inputs[1:])
     return {nodes[0]: nodes for nodes in by_input.values() if len(nodes) > 1}
 

@@ -40,7 +40,7 @@ def side_of(node: Node, users: Users, outputs: Collection[Node]) -> int | None:
     def is_read_once(side: Node) -> bool:
         return len(users[side]) == 1 and side not in outputs
 
-    if is_sum(node) and node not in outputs and not _is_kernel_next(node, users):
+    if is_sum(node) and node not in outputs and not is_kernel_next(node, users):
         for which, biased in enumerate(node.inputs):
             other = node.inputs[1 - which]
             if (
@@ -72,7 +72,7 @@ def _is_alike(total: Node, biased: Node, other: Node) -> bool:
     return same and is_sum(other) and total.dtype.is_floating_point
 
 
-def _is_kernel_next(node: Node, users: Users) -> bool:
+def is_kernel_next(node: Node, users: Users) -> bool:
     """Tell whether a kernel is the first to read it."""
     readers = readers_of(node, users)
     return not readers or min(readers, key=lambda n: n.serial).kind in KERNELS
