@@ -6,11 +6,20 @@ from strop.options import Options
 
 if TYPE_CHECKING:
     from strop import train
-    from strop.api import explain, optimize, pattern, restore
+    from strop.api import explain, lora_rows, optimize, pattern, restore
 
 __version__ = "0.1.0"
 
-__all__ = ["Options", "__version__", "explain", "optimize", "pattern", "restore", "train"]
+__all__ = [
+    "Options",
+    "__version__",
+    "explain",
+    "lora_rows",
+    "optimize",
+    "pattern",
+    "restore",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,7 +28,7 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("strop.train")
-    if name not in ("explain", "optimize", "pattern", "restore"):
+    if name not in ("explain", "lora_rows", "optimize", "pattern", "restore"):
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
     from strop import api
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,7 +17,15 @@ from strop.patterns.declare import pattern
 if TYPE_CHECKING:
     from strop.debug.report import Report
 
-__all__ = ["dispatchers_of", "explain", "optimize", "optimize_module", "pattern", "restore"]
+__all__ = [
+    "dispatchers_of",
+    "explain",
+    "lora_rows",
+    "optimize",
+    "optimize_module",
+    "pattern",
+    "restore",
+]
 T = TypeVar("T")
 
 
@@ -112,6 +121,25 @@ def restore(obj: T) -> T:
             " strop.optimize was given"
         )
     return obj
+
+
+def lora_rows(
+    obj: Any, names: Sequence[str | None], scales: Sequence[float] | None = None
+) -> AbstractContextManager[None]:
+    """Give each picture of a batch an adapter of its own, or none, while the body runs.
+
+    ``names[i]`` is the adapter of picture i, or None; ``scales[i]`` multiplies the scale that the
+    adapter has. Calls with several times as many rows, as under classifier-free guidance, take the
+    names again and again. Other names and scales compile nothing. Which adapters are active does
+    not matter meanwhile; layers are served unmerged.
+
+    Raises OptionError for a name that no optimised module knows, ShapeError for a call with other
+    rows, and UnsupportedError for adapters that are no plain LoRA, and wherever a call would run in
+    eager, which would not know of it.
+    """
+    from strop.dispatch.adapter_rows import row_adapters, rows_taken
+
+    return rows_taken(dispatchers_of(obj), row_adapters(names, scales))
 
 
 def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:

@@ -24,8 +24,11 @@ INFERENCE_KERNELS = (
 WGMMA_PASSES = ("product_sum", "upsampled_conv")
 
 
-def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
-    return field(default=default, metadata={"doc": doc, "env": env, "keyed": keyed})
+def _knob(
+    default: Any, doc: str, env: str = "", *, keyed: bool = True, choices: tuple[str, ...] = ()
+) -> Any:
+    metadata = {"doc": doc, "env": env, "keyed": keyed, "choices": choices}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,22 @@ class Options:
         "Allow patterns that are less exact than torch, by the names of their numerics.",
         "STROP_NUMERICS",
     )
+    lora: str = _knob(
+        "auto",
+        "Add LoRA adapters into a second copy of the weights (`merged`), which costs a step"
+        " nothing, or compute them beside the weights (`unmerged`), which takes little memory;"
+        " `auto` merges unless a GPU has no room for the copy.",
+        "STROP_LORA",
+        keyed=False,
+        choices=("auto", "merged", "unmerged"),
+    )
+    lora_max_rank: int = _knob(
+        0,
+        "Compile unmerged adapters for at least this rank, all those that are active together;"
+        " more compile again. 0 takes the next power of two from 16 on.",
+        "STROP_LORA_MAX_RANK",
+        keyed=False,
+    )
 
     memory_budget: float = _knob(
         1.0,
@@ -131,7 +150,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for knob in fields(self):
-            _check(knob.name, getattr(self, knob.name), knob.default)
+            _check(knob, getattr(self, knob.name))
         check_arch(self.arch)
 
     @staticmethod
@@ -237,13 +256,16 @@ _EXPECTED = {
 }
 
 
-def _check(name: str, value: Any, default: Any) -> None:
-    kind = type(default)
-    fits = type(value) is kind and (kind is not int or value >= 0)
+def _check(knob: Field[Any], value: Any) -> None:
+    name, choices = knob.name, knob.metadata["choices"]
+    kind: type[Any] = type(knob.default)
+    fits = type(value) is kind and not (type(value) is int and value < 0)
     if kind is float:
         fits = type(value) in (int, float) and 0 <= value <= 1
     if not fits or (kind is tuple and not all(isinstance(item, str) for item in value)):
         raise OptionError(f"{name}={value!r}: expected {_EXPECTED[kind]}")
+    if choices and value not in choices:
+        raise OptionError(f"{name}={value!r}: expected one of {', '.join(choices)}")
 
 
 def _parse(knob: Field[Any], text: str) -> Any:

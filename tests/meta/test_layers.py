@@ -55,6 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "errors",
         "options",
         "patterns.declare",
+        "dispatch.adapter_rows",
         "dispatch.dispatcher",
         "dispatch.training",
         "diffusion",

@@ -30,6 +30,7 @@ from strop.debug.report import (
 from strop.debug.steps import step_rows
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
+from strop.dispatch.low_rank_weights import num_products
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.variants import Variant
 from strop.errors import OptionError
@@ -148,10 +149,19 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
 
 
 def _adapted(dispatcher: Dispatcher) -> AdaptedRow | None:
-    weights = dispatcher.state.effective
+    weights, latest = dispatcher.state.effective, _latest(dispatcher)
     if not weights:
         return None
-    return AdaptedRow(len(weights), weights.size_bytes, dispatcher.counters.weight_writes)
+    return AdaptedRow(
+        len(weights.merged),
+        weights.merged.size_bytes,
+        dispatcher.counters.weight_writes,
+        len(weights.low_rank),
+        weights.low_rank.size_bytes,
+        weights.low_rank.rank,
+        num_products(latest.variant.program, latest.variant.state_names) if latest else 0,
+        weights.reason,
+    )
 
 
 def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:

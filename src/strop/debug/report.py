@@ -145,19 +145,36 @@ class HoistedRow:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRow:
-    """Say which layers of one module have adapters, and read one weight that stands for their own
-    weight and all adapters. ``num_writes`` counts how often adapters changed what it is while all
-    that is compiled and bound stayed."""
+    """Say which layers of one module have adapters: ``num_layers`` read one weight that stands for
+    their own weight and all adapters, ``num_low_rank`` their own and two factors of ``rank``, by
+    ``num_products`` more products a call. ``num_writes`` counts how often adapters changed what
+    these are while all that is compiled and bound stayed; ``reason`` says why it is done so."""
 
     num_layers: int
     size_bytes: int
     num_writes: int
+    num_low_rank: int = 0
+    low_rank_bytes: int = 0
+    rank: int = 0
+    num_products: int = 0
+    reason: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"weights with adapters in them: of {counted(self.num_layers, 'layer')},"
-            f" {self.size_bytes / 1e6:.2f} MB, written anew {self.num_writes}x"
-        )
+        texts = []
+        if self.num_layers:
+            texts.append(
+                f"weights with adapters in them: of {counted(self.num_layers, 'layer')},"
+                f" {self.size_bytes / 1e6:.2f} MB"
+            )
+        if self.num_low_rank:
+            texts.append(
+                f"adapters beside the weights: of {counted(self.num_low_rank, 'layer')},"
+                f" up to rank {self.rank}, {self.low_rank_bytes / 1e6:.2f} MB,"
+                f" {counted(self.num_products, 'more product')} a call"
+                f" ({self.num_products / self.num_low_rank:.2f} a layer)"
+            )
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{'; '.join(texts)}, written anew {self.num_writes}x{why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.features import OFFLOADED, is_offloaded, replacement_before, take_out
+from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.prepared_calls import PreparedCalls
 from strop.dispatch.signature import (
@@ -41,6 +42,7 @@ from strop.dispatch.variants import REFUSALS, VariantStore
 from strop.dispatch.varying_numbers import GivenCall, Turned
 from strop.errors import StropError, UnsupportedError
 from strop.frontend.adapted_layers import without_scale
+from strop.frontend.low_rank_layers import batch_of
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
@@ -95,7 +97,7 @@ class Dispatcher:
         self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
-        self.state = ModuleState(module, folds_adapters=self.folds_adapters)
+        self.state = ModuleState(module, options, folds_adapters=self.folds_adapters)
         self.turned = Turned()
         self.variants = VariantStore(module, options, self.name)
         self._fallbacks = Fallbacks(self.name, self.counters)
@@ -170,7 +172,7 @@ class Dispatcher:
         given, (kwargs, scale) = (args, kwargs), without_scale(self.module, kwargs)
         if scale != 1.0 and (reason := self._unfit_scale(scale)):
             return self._run_eager(reason, *given)
-        args, kwargs = self.adapter.normalise(args, kwargs)
+        args, kwargs = self._normalised(args, kwargs)
         tensors: list[Tensor] = []
         beside = Beside(lora_scale=scale)
         try:
@@ -199,6 +201,14 @@ class Dispatcher:
             except UnsupportedError as error:
                 refusal = error
         return self._run_refused(refusal, call, *given)
+
+    def _normalised(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = self.adapter.normalise(args, kwargs)
+        if (rows := self.state.effective.rows) is not None:
+            rows.check(batch_of(args, kwargs))
+        return args, kwargs
 
     def _unfit_scale(self, scale: float) -> str:
         """Say why a call cannot be served that multiplies the scales of all adapters, or
@@ -327,7 +337,15 @@ class Dispatcher:
             return OFFLOADED
         return unfit_module(self.state)
 
+    def take_rows(self, rows: RowAdapters | None) -> None:
+        """Have rows of a batch take adapters of their own from the next call on, or no longer."""
+        with self._lock:
+            self.state.effective.take_rows(rows)
+            self._reset()
+
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.state.effective.rows is not None:
+            raise UnsupportedError(f"{self.name}: eager knows no strop.lora_rows: {reason}")
         if self.options.strict and reason != hooks.REASON:
             raise UnsupportedError(f"{self.name}: {reason} (strict=True forbids eager)")
         self._fallbacks.note_eager(reason)
@@ -338,7 +356,8 @@ class Dispatcher:
     ) -> Any:
         """Run the call in eager, whose own exception comes first: it says more than that tracing
         failed."""
-        if self.options.strict and refusal.__cause__ is None:
+        is_by_row = self.state.effective.rows is not None  # of which eager knows nothing
+        if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
         try:
             result = self.eager(*args, **kwargs)

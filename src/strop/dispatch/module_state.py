@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from strop.dispatch.effective_weights import EffectiveWeights
+from strop.dispatch.adapted_weights import AdaptedWeights
 from strop.dispatch.features import replaced_part
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
@@ -25,8 +25,10 @@ from strop.frontend.capture import clone_structure, state_places
 from strop.frontend.stable_text import is_plain
 from strop.ir.ops import OPS
 from strop.ir.program import Program
+from strop.options import Options
 
 _DATA_PTR = Tensor.data_ptr
+_DEFAULTS = Options()
 _TRAINING = itemgetter("training")
 # This says at once whether tensors lie at these addresses, in builds of torch for GPUs.
 _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -35,11 +37,13 @@ _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 class ModuleState:
     """This watches the Parameters, buffers and tensor attributes of one module."""
 
-    def __init__(self, module: nn.Module, *, folds_adapters: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, options: Options = _DEFAULTS, *, folds_adapters: bool = True
+    ) -> None:
         """Take layers with adapters for plain ones if ``folds_adapters``: their factors get no
-        gradients then."""
-        self.module, self._folds_adapters = module, folds_adapters
-        self.effective = EffectiveWeights()
+        gradients then. ``options`` say how."""
+        self.module, self._folds_adapters, self._options = module, folds_adapters, options
+        self.effective = AdaptedWeights(options)
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
         self.merged: list[Tensor] = []  # weights in one piece, whose first rows are still there
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
@@ -81,7 +85,7 @@ class ModuleState:
         self.effects: set[str] = set()  # what calls in eager have changed since
         self.global_guards = self._global_guards()
         if self.effective and not ACTS.isdisjoint(self.global_guards.own_names):
-            self._folds_adapters, self.effective = False, EffectiveWeights()
+            self._folds_adapters, self.effective = False, AdaptedWeights(self._options)
             self.scan()  # a user's code looks for the adapters while it runs
             return
         self.structure = self._structure()

@@ -42,6 +42,7 @@ from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CaptureError, ShapeError, UnsupportedError
 from strop.frontend.capture import Captured, NumbersNeeded, Same, capture
 from strop.frontend.importer import import_graph
+from strop.frontend.low_rank_layers import is_factor, rows_counted
 from strop.frontend.objects import Contents, with_objects
 from strop.ir.program import NumberGuard, Program
 from strop.ir.source import KernelSource
@@ -370,6 +371,7 @@ class VariantStore:
             captured.hints,
             captured.origins,
             len(captured.state_names),
+            small={n for n, name in enumerate(captured.state_names) if is_factor(name)},
         )
         if imported.constants:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
@@ -408,7 +410,8 @@ class VariantStore:
         def call(*given: Any) -> Any:
             args, kwargs, *settings = rebuild(asked.skeleton, given)
             contents = Contents((args, kwargs))
-            with foresight, state.turned.put(clone, settings[0] if settings else ()):
+            turned = state.turned.put(clone, settings[0] if settings else ())
+            with foresight, turned, rows_counted(args, kwargs):
                 result = clone.forward(*args, **kwargs)  # its own hooks run outside
             effects.look([value for value in given if isinstance(value, Tensor)])
             return with_objects(result, (args, kwargs), contents)

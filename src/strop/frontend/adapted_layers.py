@@ -44,7 +44,7 @@ FOLDED: Mapping[tuple[str, str], tuple[type[nn.Module], Delta]] = {
 
 
 def delta_of(layer: nn.Module) -> Delta:
-    return FOLDED[_name(layer)][1]
+    return FOLDED[name_of(layer)][1]
 
 
 def is_folded(layer: nn.Module) -> bool:
@@ -53,7 +53,7 @@ def is_folded(layer: nn.Module) -> bool:
     Variants such as DoRA, adapters with a bias, quantised and offloaded weights are none; nor is a
     layer whose next call takes out what peft has merged into its weight.
     """
-    name = _name(layer)
+    name = name_of(layer)
     if name not in FOLDED:
         return False
     wrapped: Any = layer
@@ -178,7 +178,8 @@ def plain_parts(
             yield from plain_parts(child, f"{path}.{name}" if path else name, seen)
 
 
-def _name(layer: nn.Module) -> tuple[str, str]:
+def name_of(layer: nn.Module) -> tuple[str, str]:
+    """Return the module and the name of a layer's class: peft is not imported for it."""
     return type(layer).__module__, type(layer).__name__
 
 

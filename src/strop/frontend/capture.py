@@ -48,6 +48,7 @@ from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
+from strop.frontend.low_rank_layers import stand_in
 from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
@@ -158,7 +159,7 @@ _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict
 def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) -> nn.Module:
     """Return a copy of the modules that shares every tensor, to trace without disturbing other
     threads. A layer that has one of ``tables`` stands in the place of the one that wraps it, with
-    the Parameters in it."""
+    the Parameters in it, and computes its low-rank part if these hold one."""
     memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
     for table in tables.values():
         memo |= {id(t): t for t in table.values()}
@@ -166,7 +167,10 @@ def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) ->
         clone = _deep_copied(module, memo)
         for number, table in tables.items():
             memo[number]._parameters = dict(table)
-        return _unwrapped(clone) if tables else clone
+        clone = _unwrapped(clone) if tables else clone
+        for number in tables:
+            stand_in(memo[number])
+        return clone
     except (TypeError, RuntimeError) as error:  # locks, open files; tensors that were computed
         raise CaptureError(f"{type(module).__name__} cannot be copied: {error}") from error
 

@@ -1,0 +1,146 @@
+"""Decide for the layers of a module that peft has wrapped what a program reads in their place: one
+weight with all adapters in it (``effective_weights``), which takes the memory of the layers twice,
+or the layer's own weight and two factors of low rank (``low_rank_weights``), which take little.
+
+The first costs a step nothing. So it is what happens unless the device has no room for it, or
+``Options.lora`` says otherwise, or rows of a batch have adapters of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from strop.dispatch.effective_weights import EffectiveWeights
+from strop.dispatch.low_rank_weights import LowRankWeights, RowAdapters
+from strop.errors import UnsupportedError
+from strop.frontend.adapted_layers import may_fold
+from strop.frontend.low_rank_layers import has_low_rank
+from strop.options import Options
+from strop.wording import counted
+
+RESERVE_BYTES = 2 << 30  # of device memory, for what a call needs besides weights
+
+
+class AdapterWeights(Protocol):
+    """This is what adapters are to a program, in either mode."""
+
+    def __len__(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def tables(self) -> Mapping[int, dict[str, Any]]: ...
+    def begin_look(self) -> None: ...
+    def has_other_layers(self) -> bool: ...
+    def refresh(self, scale: float) -> bool: ...
+
+
+class AdaptedWeights:
+    """Hold what stands for the weights of all adapted layers of one module, in both modes."""
+
+    def __init__(self, options: Options) -> None:
+        self._mode = options.lora
+        self.merged = EffectiveWeights()
+        self.low_rank = LowRankWeights(options.lora_max_rank)
+        self.reason = ""  # for the mode of the layers that have a low-rank part
+        self._has_found_memory_short = False
+
+    @property
+    def _both(self) -> tuple[AdapterWeights, AdapterWeights]:
+        return self.merged, self.low_rank
+
+    def __len__(self) -> int:
+        return sum(map(len, self._both))
+
+    @property
+    def scale(self) -> float:
+        """Return the scale of all adapters that the latest call has asked for."""
+        return self.low_rank.scale if len(self.low_rank) else self.merged.scale
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(weights.size_bytes for weights in self._both)
+
+    @property
+    def tables(self) -> Mapping[int, dict[str, Any]]:
+        """Return, by the id of a layer that is wrapped, its Parameters with those that stand for
+        or beside its own."""
+        return {**self.merged.tables, **self.low_rank.tables}
+
+    @property
+    def rows(self) -> RowAdapters | None:
+        return self.low_rank.rows
+
+    def scan(self, module: nn.Module) -> None:
+        """Look for adapted layers, and decide how each is served."""
+        able: list[Any] = [part for part in module.modules() if has_low_rank(part)]
+        able = able if able and may_fold(module) else []
+        if not able:
+            self._has_found_memory_short, self.reason = False, ""
+        if self.rows is not None:
+            _refuse_others(module, able)
+        chosen = able if able and self._wants_low_rank(able) else []
+        self.low_rank.scan(chosen)
+        self.merged.scan(module, {id(part) for part in chosen})
+
+    def take_rows(self, rows: RowAdapters | None) -> None:
+        """Have rows of a batch take adapters of their own from the next look on, or no longer."""
+        self.low_rank.rows = rows
+
+    def begin_look(self) -> None:
+        for weights in self._both:
+            weights.begin_look()
+
+    def has_other_layers(self) -> bool:
+        """Tell whether a layer is to be served in another way."""
+        begins = self.rows is not None and not len(self.low_rank) and len(self.merged) > 0
+        return begins or any(weights.has_other_layers() for weights in self._both)
+
+    def refresh(self, scale: float) -> bool:
+        """Write anew what has changed, and tell whether something has."""
+        written = [weights.refresh(scale) for weights in self._both]
+        return any(written)
+
+    def _wants_low_rank(self, able: list[Any]) -> bool:
+        if self.rows is not None:
+            self.reason = "rows of a batch have adapters of their own"
+            return True
+        if self._mode != "auto":
+            self.reason = f"lora={self._mode!r}"
+            return self._mode == "unmerged"
+        if self._has_found_memory_short:  # another answer would be another graph
+            return True
+        needed = self.merged.missing_bytes(able)
+        device = able[0].base_layer.weight.device
+        free = free_bytes(device) if needed else None
+        if free is None:  # what is there stays, or nobody knows
+            return False
+        self._has_found_memory_short = free < needed + RESERVE_BYTES
+        self.reason = (
+            f"merged weights of {counted(len(able), 'layer')} need {needed / 1e9:.2f} GB beside"
+            f" {RESERVE_BYTES / 1e9:.2f} GB in reserve, and {free / 1e9:.2f} GB were free"
+        )
+        return self._has_found_memory_short
+
+
+def _refuse_others(module: nn.Module, able: list[Any]) -> None:
+    """Raise UnsupportedError where a layer has adapters which rows cannot take each for itself."""
+    known = set(map(id, able))
+    for path, part in module.named_modules():
+        if hasattr(part, "base_layer") and id(part) not in known:
+            raise UnsupportedError(
+                f"strop.lora_rows: {path} ({type(part).__name__}) has adapters that are no plain"
+                " LoRA of a linear layer or convolution, or a model that acts on them"
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much memory of a GPU nobody uses, what torch keeps for later among it; None for
+    any other device, where nothing is asked."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
