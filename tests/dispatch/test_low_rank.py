@@ -202,6 +202,51 @@ def test_other_kinds_of_adapters_stay_as_they_are(tmp_path: Path) -> None:
     assert not len(fast.forward.state.effective.low_rank)
 
 
+def test_a_window_that_is_not_the_adapters(tmp_path: Path) -> None:
+    """Tilings set the padding; an adapter that comes later has zeros around."""
+    for lora in ("merged", "unmerged"):
+        eager, fast = pictures(tmp_path, lora=lora)
+        for module in (eager, fast):
+            module.conv.padding_mode = "circular"
+            add(module)
+        assert_close(eager, fast)
+        assert len(fast.forward.state.effective) == len(TARGETS) - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_goes_on_with_its_graphs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    eager: Any = Picture(64).cuda().half().eval().requires_grad_(False)
+    options = tiny.options(cache_dir=str(tmp_path), lora="unmerged", strict=True)
+    fast: Any = strop.optimize(copy.deepcopy(eager), options=options)
+    for module in (eager, fast):
+        add(module, rank=4)
+        add(module, "b", rank=7, seed=2)
+    exact, x = copy.deepcopy(eager).double(), given(4, 32).cuda().half()
+    for _ in range(3):
+        fast(x)
+    for names, scale in ((["a"], 1.0), (["b", "a"], 0.5), (["b"], -2.0)):
+        for module in (eager, fast, exact):
+            activate(module, *names)
+            for layer in layers(module):
+                layer.scaling["a"] = scale
+        replays = fast.forward.counters.replays
+        assert_as_accurate_as_eager(fast(x), eager(x), exact(x.double()))
+        assert fast.forward.counters.replays == replays + 1
+    assert fast.forward.variants.num_captures == 1
+    for names in (["a", "b"], ["b", None], [None, "a"], ["a", "a"]):
+        with strop.lora_rows(fast, names):
+            found = fast(x)
+        halves: list[str | None] = [*names, *names]
+        wanted, ideal = (
+            by_row(module, x.to(kind), halves, [1.0] * 4)
+            for module, kind in ((eager, torch.float16), (exact, torch.float64))
+        )
+        assert_as_accurate_as_eager(found, wanted, ideal)
+    assert fast.forward.variants.num_captures == 2
+
+
 # which mode
 
 
@@ -239,6 +284,21 @@ def test_nobody_asks_a_cpu() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(OptionError, match="lora='both': expected one of auto, merged, unmerged"):
         Options(lora="both")
+
+
+def test_what_is_hoisted_sees_new_factors() -> None:
+    """Version counters tell it."""
+    module: Any = Picture()
+    add(module)
+    weights = LowRankWeights()
+    weights.scan(layers(module))
+    held = [
+        t for table in weights.tables.values() for t in (table["low_rank_a"], table["low_rank_b"])
+    ]
+    before = [t._version for t in held]
+    assert weights.refresh(0.5)
+    assert all(t._version > version for t, version in zip(held, before, strict=True))
+    assert not weights.refresh(0.5)
 
 
 # rows
@@ -288,12 +348,13 @@ def test_rows_take_adapters_of_their_own(tmp_path: Path) -> None:
         wanted = by_row(eager, x, names * times, (scales or [1.0] * len(names)) * times)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         captures = captures or fast.forward.variants.num_captures
-        assert fast.forward.variants.num_captures == captures
+        rebinds = fast.forward.counters.rebinds
     with strop.lora_rows(fast, ["b", "a"]):  # any number of rows
         x = given(6)
         wanted = by_row(eager, x, ["b", "a"] * 3, [1.0] * 6)
         torch.testing.assert_close(fast(x), wanted, rtol=1e-4, atol=1e-5)
     assert fast.forward.variants.num_captures == captures
+    assert fast.forward.counters.rebinds == rebinds  # of one context and the next
     assert_close(eager, fast)
     assert fast.forward.variants.num_captures == captures
 
@@ -346,6 +407,21 @@ def test_what_rows_cannot_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no plain LoRA"), strop.lora_rows(fast, ["a"]):
         pass
     assert fast.forward.state.effective.rows is None
+
+
+class Turning(Picture):
+    """A user's model that reads its adapters' scales while it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * len(self.q.scaling)  # type: ignore[arg-type]
+
+
+def test_a_model_that_acts_on_its_adapters_has_no_rows(tmp_path: Path) -> None:
+    _, fast = pictures(tmp_path, kind=Turning, strict=False)
+    add(fast)
+    with pytest.raises(UnsupportedError, match="acts on them"), strop.lora_rows(fast, ["a"]):
+        fast(given())
+    fast(given())
 
 
 def test_eager_would_not_know_of_rows(tmp_path: Path) -> None:

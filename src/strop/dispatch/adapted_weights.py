@@ -76,8 +76,7 @@ class AdaptedWeights:
 
     def scan(self, module: nn.Module) -> None:
         """Look for adapted layers, and decide how each is served."""
-        able: list[Any] = [part for part in module.modules() if has_low_rank(part)]
-        able = able if able and may_fold(module) else []
+        able = _able(module)
         if not able:
             self._has_found_memory_short, self.reason = False, ""
         if self.rows is not None:
@@ -86,9 +85,18 @@ class AdaptedWeights:
         self.low_rank.scan(chosen)
         self.merged.scan(module, {id(part) for part in chosen})
 
-    def take_rows(self, rows: RowAdapters | None) -> None:
-        """Have rows of a batch take adapters of their own from the next look on, or no longer."""
+    def take_rows(self, module: nn.Module, rows: RowAdapters | None) -> None:
+        """Have rows of a batch take adapters of their own from the next call on, or no longer.
+        Raises UnsupportedError where layers have adapters that cannot be taken so."""
+        if rows is not None:
+            _refuse_others(module, _able(module))
         self.low_rank.rows = rows
+
+    def rows_refusal(self) -> str:
+        """Say why rows cannot take adapters of their own though they are to, or nothing."""
+        if self.rows is None or len(self.low_rank):
+            return ""
+        return "no layer has adapters that rows could take, or its model acts on them"
 
     def begin_look(self) -> None:
         for weights in self._both:
@@ -96,7 +104,7 @@ class AdaptedWeights:
 
     def has_other_layers(self) -> bool:
         """Tell whether a layer is to be served in another way."""
-        begins = self.rows is not None and not len(self.low_rank) and len(self.merged) > 0
+        begins = self.rows is not None and not len(self.low_rank)
         return begins or any(weights.has_other_layers() for weights in self._both)
 
     def refresh(self, scale: float) -> bool:
@@ -124,6 +132,12 @@ class AdaptedWeights:
             f" {RESERVE_BYTES / 1e9:.2f} GB in reserve, and {free / 1e9:.2f} GB were free"
         )
         return self._has_found_memory_short
+
+
+def _able(module: nn.Module) -> list[Any]:
+    """Return the layers of which the low-rank parts can be computed beside the weights."""
+    able = [part for part in module.modules() if has_low_rank(part)]
+    return able if able and may_fold(module) else []
 
 
 def _refuse_others(module: nn.Module, able: list[Any]) -> None:

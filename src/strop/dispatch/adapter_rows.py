@@ -28,8 +28,8 @@ def rows_taken(dispatchers: Mapping[str, Dispatcher], rows: RowAdapters) -> Iter
     begun = list[Dispatcher]()
     try:
         for dispatcher in served.values():
-            begun.append(dispatcher)
             dispatcher.take_rows(rows)
+            begun.append(dispatcher)
         yield
     finally:
         for dispatcher in begun:

@@ -252,7 +252,8 @@ class Dispatcher:
         if has_changed:
             self._reset()
             self._refresh_weights(call)
-            if reason := self._unfit():  # of what has been put there
+            reason = self._unfit() or self.state.effective.rows_refusal()
+            if reason:  # of what has been put there
                 return UnsupportedError(reason), None
             call = self._read_again(call)
             key = self._maker.key(call)
@@ -340,8 +341,7 @@ class Dispatcher:
     def take_rows(self, rows: RowAdapters | None) -> None:
         """Have rows of a batch take adapters of their own from the next call on, or no longer."""
         with self._lock:
-            self.state.effective.take_rows(rows)
-            self._reset()
+            self.state.effective.take_rows(self.module, rows)
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.state.effective.rows is not None:

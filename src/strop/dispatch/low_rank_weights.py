@@ -124,8 +124,7 @@ class LowRankWeights:
                 found[id(base)] = _new(part, self.rank)
         self._layers = found
         self._hold_table()
-        if found:
-            self._write()
+        self._write()
 
     def begin_look(self) -> None:
         """Begin to compare values, which a GPU does beside what is launched from here on."""
@@ -264,6 +263,8 @@ def _write_factors(
 ) -> None:
     """Write A and scaled B of each adapter into its ranks, and zeros into all others; a few
     launches do that for all layers."""
+    if not layers:
+        return
     torch._foreach_zero_([t for layer in layers for t in (layer.down, layer.up)])
     places, given, scaled, scales = list[Tensor](), list[Tensor](), list[Tensor](), list[float]()
     ups = list[Tensor]()

@@ -66,6 +66,8 @@ def is_folded(layer: nn.Module) -> bool:
         return False
     if getattr(base, "groups", 1) != 1 or any(map(_has_other_forward, (layer, base))):
         return False
+    if not all(_looks_alike(base, first) for first in wrapped.lora_A.values()):
+        return False
     own: Any = base.weight
     return all(_is_plain(weight, own.device) for weight in (own, *factors(layer)))
 
@@ -185,6 +187,16 @@ def name_of(layer: nn.Module) -> tuple[str, str]:
 
 def _has_other_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__
+
+
+# What decides how a convolution looks at its input.
+WINDOW = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+
+
+def _looks_alike(base: nn.Module, first: nn.Module) -> bool:
+    """Tell whether the first factor of an adapter sees the input as the layer does. That of a
+    convolution has zeros around and no dilation, whatever the layer has (peft 0.21)."""
+    return all(getattr(base, name, None) == getattr(first, name, None) for name in WINDOW)
 
 
 def _is_plain(weight: Any, device: torch.device) -> bool:
