@@ -13,6 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 import strop
+from strop import passes
 from strop.dispatch import adapted_weights
 from strop.dispatch.low_rank_weights import LowRankWeights
 from strop.errors import CaptureError, OptionError, ShapeError, UnsupportedError
@@ -192,6 +193,23 @@ def test_a_scale_is_rounded_once_with_its_factor() -> None:
         assert torch.equal(up[:, :7], torch.cat(scaled, 1).half())
         assert not down[7:].any()
         assert not up[:, 7:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_where_no_kernel_reads_it_first(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(passes, "ONLY_ON", {**passes.ONLY_ON, "low_rank_add": device})
+        eager, fast = pictures(tmp_path / device, dtype=dtype)
+        for module in (eager, fast):
+            add(module)
+        exact, x = copy.deepcopy(eager).double(), given(3).to(dtype)
+        assert_as_accurate_as_eager(fast(x), eager(x), exact(x.double()))
+        (variant,) = fast.forward.variants.all
+        added = [step for step in variant.program.call_steps if step.op == "linear_add"]
+        assert len(added) == (3 if device == "cpu" else 0)  # queries, keys and values
 
 
 def test_other_kinds_of_adapters_stay_as_they_are(tmp_path: Path) -> None:
@@ -433,3 +451,47 @@ def test_eager_would_not_know_of_rows(tmp_path: Path) -> None:
         pytest.raises(UnsupportedError, match="eager knows no strop"),
     ):
         fast(given().requires_grad_())
+
+
+def drawn(pipe: Any) -> Tensor:
+    """Latents of two pictures, under guidance."""
+    noise = torch.linspace(-1, 1, 2 * 4 * 8 * 8).reshape(2, 4, 8, 8)
+    prompt = torch.linspace(1, -1, 2 * 5 * tiny.PROMPT_DIM).reshape(2, 5, tiny.PROMPT_DIM)
+    result: Tensor = pipe(
+        prompt_embeds=prompt,
+        negative_prompt_embeds=-prompt,
+        latents=noise,
+        guidance_scale=4.0,
+        num_inference_steps=4,
+        output_type="latent",
+    ).images
+    return result
+
+
+def test_pictures_of_a_pipeline_have_adapters_of_their_own(tmp_path: Path) -> None:
+    """The embeddings of all timesteps are made at once, for as many rows more."""
+    pipes = [tiny.pipeline() for _ in range(2)]
+    for pipe in pipes:
+        for name, rank, seed in (("a", 2, 1), ("b", 5, 2)):
+            torch.manual_seed(seed)
+            targets = ["to_q", "to_out.0", "time_emb_proj", "conv1"]
+            how: Any = {"init_lora_weights": False, "target_modules": targets}
+            pipe.unet.add_adapter(LoraConfig(r=rank, **how), name)
+    eager, fast = pipes
+    wanted = {}
+    for name in ("a", "b"):
+        eager.unet.set_adapters([name])
+        wanted[name] = drawn(eager)
+    eager.unet.disable_adapters()
+    wanted[""] = drawn(eager)
+    options = tiny.options(cache_dir=str(tmp_path), strict=True)
+    strop.optimize(fast, options=options)
+    for names in (("a", "b"), ("b", ""), ("", "a")):
+        with strop.lora_rows(fast, [name or None for name in names]):
+            found = drawn(fast)
+        rows = torch.stack([wanted[name][row] for row, name in enumerate(names)])
+        torch.testing.assert_close(found, rows, rtol=1e-3, atol=1e-4)
+    (row,) = (c for c in strop.explain(fast).components if c.name == "unet")
+    assert row.num_captures == 1
+    assert row.adapted is not None
+    assert row.adapted.num_low_rank > 10
