@@ -468,6 +468,7 @@ def drawn(pipe: Any) -> Tensor:
     return result
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_pictures_of_a_pipeline_have_adapters_of_their_own(tmp_path: Path) -> None:
     """The embeddings of all timesteps are made at once, for as many rows more."""
     pipes = [tiny.pipeline() for _ in range(2)]

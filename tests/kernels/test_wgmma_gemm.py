@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,7 @@ class Case:
     end: str = PLAIN
     dtype: torch.dtype = F16
     stride: int = 1
+    rank: int = 0  # of a second pair of operands
 
 
 CASES = (
@@ -75,6 +76,16 @@ CASES = (
     Case(GemmTile(1, 64, 3), (1, 7, 9, 128, 128), (1, 8, 8), 3, SUM),
     Case(GemmTile(1, 80, 3, 2), (1, 1, 100, 328, 160), (1, 1, 64), 1, SUM),
     Case(GemmTile(2, 80, 3, 4), (1, 1, 130, 320, 80), (1, 1, 128), 1, SUM, BF16),
+    Case(GemmTile(2, 80, 3, 2), (1, 1, 300, 320, 48), (1, 1, 128), 1),  # fewer than the tile has
+    Case(GemmTile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 16), (1, 1, 128), 1),
+    Case(GemmTile(2, 160, 5), (1, 1, 300, 200, 328), (1, 1, 128), 1, rank=16),
+    Case(GemmTile(1, 80, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1, rank=128),
+    Case(GemmTile(1, 80, 3), (1, 1, 100, 64, 80), (1, 1, 64), 1, SUM, BF16, rank=200),
+    Case(GemmTile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, GATED, rank=64),
+    Case(GemmTile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM, rank=32),
+    Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 200, 72, 160), (1, 1, 128), 1, rank=72),
+    Case(GemmTile(1, 80, 3, 2), (1, 1, 100, 328, 88), (1, 1, 64), 1, dtype=BF16, rank=16),
+    Case(GemmTile(2, 80, 3, 4), (1, 1, 130, 128, 80), (1, 1, 128), 1, SUM, rank=256),
 )
 
 
@@ -105,9 +116,13 @@ def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
     """The kernel, and what runs it or another and asserts that results are right."""
-    product = Product(case.tile, case.size, case.end, case.stride)
+    product = Product(case.tile, case.size, case.end, case.stride, bool(case.rank))
     x, w, bias = operands(case)
-    wanted = truth(case, x, w, bias)
+    further = replace(case, sizes=(*case.sizes[:3], case.rank, case.sizes[4]))
+    pair = operands(further)[:2] if case.rank else ()
+    whole = replace(case, sizes=(*case.sizes[:3], case.sizes[3] + case.rank, case.sizes[4]))
+    both = (torch.cat(parts, -1) for parts in zip((x, w), pair, strict=True)) if pair else (x, w)
+    wanted = truth(whole, *both, bias)
     windows = 4 if product.has_four_windows else 1
     sides = x.shape[1:3] if windows > 1 else wanted.shape[1:3]
     down, *along = (-(-n // step) for n, step in zip((len(x), *sides), case.box, strict=True))
@@ -121,6 +136,7 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         else [min(along[1], 2)]
     )
     views = [(x.shape, x.stride(), (*case.box, LINE)), (w.shape, w.stride())]
+    views += [(t.shape, t.stride(), *own[2:]) for t, own in zip(pair, views, strict=False)]
     if windows > 1:
         count, height, width = case.box
         places = wanted.view(len(x), sides[0], 2, sides[1], -1)
@@ -134,7 +150,7 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         out = before.clone() if case.end == SUM else torch.full_like(before, math.nan)
         launch(
             source,
-            [x, w, out, bias],
+            [x, w, *pair, out, bias],
             [*scalars, seed % 2, *of_box],
             seed=seed,
             views=views,
@@ -163,6 +179,7 @@ def test_results(case: Case, seed: int) -> None:
         Case(GemmTile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
         Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
         Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+        Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 256, 160), (1, 1, 128), 1, rank=64),
     ],
     ids=str,
 )
@@ -237,12 +254,27 @@ def test_every_table_is_there() -> None:
     assert len(ALL) == len(set(ALL)) > 90
 
 
+PAIRS = [
+    Product(tile, 1, end, paired=True)
+    for end in (PLAIN, GATED, SUM)
+    for tile in tuned(H100).gemm.tiles[end]
+]
+
+
+def test_pairs_assemble(tmp_path: Path) -> None:
+    assert_assembled(PAIRS, F16, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_all_tiles_assemble(dtype: torch.dtype, tmp_path: Path) -> None:
+    assert_assembled(ALL, dtype, tmp_path)
+
+
+def assert_assembled(products: Iterable[Product], dtype: torch.dtype, tmp_path: Path) -> None:
     """Without a spill, within a program's memory, and with products that do not wait for each
     other, of which ptxas would tell."""
     ptxas = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null"]
-    for product in ALL:
+    for product in products:
         text = tmp_path / "kernel.ptx"
         text.write_text(wgmma_gemm(product, dtype).text)
         done = subprocess.run([*ptxas, text], capture_output=True, text=True, check=False)

@@ -34,12 +34,14 @@ class Product:
     """Describe a product. ``size`` of the window, 1 or odd: of one place, rows are a line; else
     pixels of a box, whose sizes the launch tells. A size of 2: four windows, whose results lie
     between each other. ``end``: one of ENDS; gates are the second half of the weights' rows.
-    ``stride``: pixels of the input from one of the result to the next."""
+    ``stride``: pixels of the input from one of the result to the next. ``paired``: the sum of a
+    linear goes on over a second input with weights of its own, as of an adapter's factors."""
 
     tile: GemmTile
     size: int
     end: str = PLAIN
     stride: int = 1
+    paired: bool = False
 
     @property
     def gated(self) -> bool:

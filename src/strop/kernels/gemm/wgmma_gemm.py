@@ -52,14 +52,16 @@ from strop.kernels.ptx import (
 def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, t * y + i - r, t * x + j - r, c], where
     r = size // 2 and t = stride; of four windows out[b, y, v, x, u, o] = sum of
-    w[v, u, o, i, j, c] * in[b, y + i + v - 1, x + j + u - 1, c].
+    w[v, u, o, i, j, c] * in[b, y + i + v - 1, x + j + u - 1, c]; where it is paired the sum goes on
+    over further[b, y, x, c] * v[o, c].
 
-    Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
-    CO), and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the
-    input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it is gated
-    twice ``width``, where it adds ``width``. Sums are fp32; where it adds they are rounded before
-    they are added to what is there, and again with it. Scalars: tiles of columns, boxes right, down
-    and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
+    Params: the input (B, H, W, CI), weights (CO, size * size * CI), further input (B, H, W, R) and
+    weights (CO, R) where it is paired, the result (B, H / t, W / t, CO), and biases (CO,), or
+    nothing; all dense, of addresses that are multiples of 16 bytes; the inputs may have gaps. CI is
+    a multiple of 64, of a single place 8, and so is R; CO of 8, where it is gated twice ``width``,
+    where it adds ``width``. Sums are fp32; where it adds they are rounded before they are added to
+    what is there, and again with it. Scalars: tiles of columns, boxes right, down and of pictures,
+    CI, tiles at work, and 1 where kernels that may still run write the weights,
     else 0; of a window of several places pictures, lines and columns of a box, no more than rows in
     all, and 2^16 by the latter two, rounded up; of a single place how many tiles of rows are gone
     through together.
@@ -73,16 +75,17 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     placed = (count, sides[0], 1, sides[1]) if of.has_four_windows else pixels
     results = () if of.has_parts else (*placed, of.unit)
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
+    pairs = ((*pixels, LINE), weights) * (2 if of.paired else 1)
     return KernelSource(
         NAME,
         "ptx",
         text,
-        (dtype,) * 4,
+        (dtype,) * (len(pairs) + 2),
         (1,) * _scalars(of),
         (symbol("s5") * tile.split,),
         constants=(("SHARED", of.shared), ("EARLY", 1)),
         num_warps=of.num_warps,
-        boxes=((*pixels, LINE), weights, results, ()),
+        boxes=(*pairs, results, ()),
         steps=steps,
     )
 
@@ -104,7 +107,7 @@ _BEGIN = """\
     .reg .b32 %y, %end, %to, %from, %low, %low_a, %low_b, %high, %last, %pictures, %lines;
     .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %bytes, %n<8>;
     .reg .b32 %peer<{split}>;
-    .reg .b64 %map<3>, %a, %b, %out, %other, %wide, %far;
+    .reg .b64 %map<{maps}>, %a, %b, %out, %other, %wide, %far;
     .reg .b16 %h<2>;
     .reg .f32 %o<{results}>, %f<4>, %g<4>, %t<3>;
 {window}
@@ -134,7 +137,7 @@ _BEGIN = """\
     add.u32 %n0, %ins, {line} - 1;
     div.u32 %n0, %n0, {line};
     mul.lo.u32 %n0, %n0, {places};
-    add.u32 %n1, %n0, {split} - 1;
+{further}    add.u32 %n1, %n0, {split} - 1;
     div.u32 %n1, %n1, {split};
     mul.lo.u32 %first, %rank, %n1;
     min.u32 %first, %first, %n0;
@@ -147,7 +150,8 @@ def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
     counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
     rank = 5 if of.has_four_windows else 4
-    params = {"x": 4, "w": 2} | ({} if of.has_parts else {"result": rank})
+    params = {"x": 4, "w": 2} | ({"further": 4, "v": 2} if of.paired else {})
+    params |= {} if of.has_parts else {"result": rank}
     pointers = ("result", "more") if of.has_parts else ("more",)
     yield entry(NAME, params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
@@ -155,12 +159,32 @@ def _begin(of: Product) -> Iterator[str]:
         results=of.blocks * tile.cols // 2,
         line=LINE,
         places=of.size**2,
+        maps=5 if of.paired else 3,
+        further=_FURTHER_STEPS if of.paired else "",
         fewer="".join(_shortened(of)),
         shares=_shares(of),
         windows=_WINDOWS if of.has_four_windows else "",
-        window="    .reg .b32 %window;\n" if of.has_four_windows else "",
+        window=_more_registers(of),
         barriers=barriers(counts),
     )
+
+
+# Registers of the second pair: which map is read from, where it begins in the sum, and how far the
+# box lies behind that.
+_PAIR = "    .reg .pred %is_further;\n    .reg .b64 %which;\n    .reg .b32 %edge, %depth;\n"
+_FURTHER_STEPS = f"""\
+    mul.lo.u32 %edge, %n0, {LINE};
+    ld.param.u32 %n1, [v_size1];
+    add.u32 %n1, %n1, {LINE} - 1;
+    div.u32 %n1, %n1, {LINE};
+    add.u32 %n0, %n0, %n1;
+"""
+
+
+def _more_registers(of: Product) -> str:
+    if of.has_four_windows:
+        return "    .reg .b32 %window;\n"
+    return _PAIR if of.paired else ""
 
 
 _WINDOWS = "    shl.b32 %total, %total, 2;\n"
@@ -239,6 +263,8 @@ _OF_A_LINE = f"""\
 def _first_place(of: Product) -> str:
     """Compute the place of step %first: places of the window in their order, all channels of one
     before the next."""
+    if of.paired:  # all lies along one line
+        return _FIRST_OF_PAIRS
     around, stride = of.size // 2, of.stride
     further = f"    mul.lo.u32 %left, %left, {stride};\n    mul.lo.u32 %top, %top, {stride};\n"
     moved = _MOVED if of.has_four_windows else ""
@@ -260,6 +286,10 @@ def _first_place(of: Product) -> str:
 """
 
 
+_FIRST_OF_PAIRS = f"""\
+    mul.lo.u32 %channel, %first, {LINE};
+    mul.lo.u32 %k, %first, {LINE};
+"""
 _MOVED = """\
     and.b32 %n2, %window, 1;
     add.u32 %left, %left, %n2;
@@ -285,15 +315,30 @@ def _at_stage(of: Product) -> str:
 """
 
 
+def _behind(place: str, first: int) -> str:
+    """Compute %which map holds a place of the sum, of this one and the one of the second pair, and
+    its %depth there."""
+    return f"""\
+    setp.ge.u32 %is_further, {place}, %edge;
+    selp.b64 %which, %map{first + 3}, %map{first}, %is_further;
+    sub.u32 %depth, {place}, %edge;
+    selp.b32 %depth, %depth, {place}, %is_further;
+"""
+
+
 def _weights(of: Product) -> Iterator[str]:
     """Fetch the weights of step %k into stage %at; those of gates behind those of values."""
+    place = "%map1, {%k, %n5}"
+    if of.paired:
+        yield _behind("%k", 1)
+        place = "%which, {%depth, %n5}"
     for n in range(2 if of.gated else 1):
         yield f"    add.u32 %to, %at, {(of.rows + n * of.width) * LINE_BYTES};\n"
         share = "%window" if of.has_four_windows else n
         yield f"    mad.lo.u32 %n5, %outs, {share}, %col;\n"
-        yield """\
+        yield f"""\
     cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[%to], [%map1, {%k, %n5}], [%bar];
+[%to], [{place}], [%bar];
 """
     yield f"    add.u32 %k, %k, {LINE};\n"
 
@@ -311,6 +356,20 @@ _PIXELS = f"""\
 """
 
 
+_PIXELS_OF_PAIRS = f"""\
+{_behind("%channel", 0)}\
+    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[%at], [%which, {{%depth, %left, %top, %picture}}], [%bar];
+    add.u32 %channel, %channel, {LINE};
+"""
+_MAPS_OF_PAIRS = """\
+    mov.b64 %wide, further;
+    cvta.param.u64 %map3, %wide;
+    mov.b64 %wide, v;
+    cvta.param.u64 %map4, %wide;
+"""
+
+
 def _registers(of: Product, op: str, count: int) -> str:
     return f"    setmaxnreg.{op}.sync.aligned.u32 {count};\n" if of.tile.apart else ""
 
@@ -319,7 +378,7 @@ def _fetch(of: Product) -> Iterator[str]:
     """Fetch by one thread. A stage that was never used is free: its barrier is behind phase 1."""
     size = "%bytes" if of.has_box else of.stage
     expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};\n"
-    weights = "".join(_weights(of))
+    weights, pixels = "".join(_weights(of)), _PIXELS_OF_PAIRS if of.paired else _PIXELS
     onward = advance(of.tile.stages, "%stage", "%phase")
     yield f"""\
     setp.lt.u32 %p, %warp, {4 * of.tile.groups};
@@ -331,7 +390,7 @@ def _fetch(of: Product) -> Iterator[str]:
     cvta.param.u64 %map0, %wide;
     mov.b64 %wide, w;
     cvta.param.u64 %map1, %wide;
-"""
+{_MAPS_OF_PAIRS if of.paired else ""}"""
     yield _coordinates(of) + (_stage_bytes(of) if of.has_box else "") + _first_place(of)
     # what does not depend on the kernel before this one: weights for all stages
     yield """\
@@ -345,11 +404,11 @@ steady:
     yield _at_stage(of) + expect + weights
     yield "    add.u32 %stage, %stage, 1;\n    setp.lt.u32 %p, %stage, %n6;\n    @%p bra early;\n"
     yield "    griddepcontrol.wait;\n    mov.u32 %step, 0;\n    mov.u32 %stage, 0;\n"
-    yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + _PIXELS + onward)
+    yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + pixels + onward)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
     yield wait("free", "%bar+8", "%phase")
-    yield expect + _PIXELS + weights + onward
+    yield expect + pixels + weights + onward
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n"
     yield "fetched:\n"
     if of.tile.keeps_on:
