@@ -4,7 +4,8 @@ python benchmarks/adapters.py [--models sd15-unet,sdxl-unet] [--rank 16] [--out 
 
 Each model has random weights and gets two adapters on attention and feed-forward layers. After
 each change the next call is timed in seconds, with what was traced, bound and written anew for it;
-steps are timed in milliseconds, in queues of calls, beside eager torch.
+steps are timed in milliseconds, in queues of calls, beside eager torch. STROP_LORA=unmerged times
+adapters beside the weights.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ def wait(unet: Any, call: Callable[[], None]) -> dict[str, Any]:
         "rebinds": dispatcher.counters.rebinds,
         "weight_writes": dispatcher.counters.weight_writes,
         "eager_calls": dispatcher.counters.eager_calls,
+        "launches": dispatcher.counters.launches,
+        "derived_mb": round(dispatcher.state.effective.size_bytes / 1e6, 1),
     }
 
 
