@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from torch import Tensor, nn
 
 import strop
@@ -210,6 +211,21 @@ def test_a_product_is_added_where_no_kernel_reads_it_first(
         (variant,) = fast.forward.variants.all
         added = [step for step in variant.program.call_steps if step.op == "linear_add"]
         assert len(added) == (3 if device == "cpu" else 0)  # queries, keys and values
+
+
+def test_a_hot_swap_writes_scales_in_place(tmp_path: Path) -> None:
+    eager, fast = pictures(tmp_path)
+    for module in (eager, fast):
+        add(module)
+        prepare_model_for_compiled_hotswap(module, target_rank=8)
+        module.requires_grad_(False)
+    assert_close(eager, fast)
+    for scale in (0.3, -2.0):
+        for module in (eager, fast):
+            for layer in layers(module):
+                layer.scaling["a"].fill_(scale)
+        assert_close(eager, fast)
+    assert fast.forward.variants.num_captures == 1
 
 
 def test_other_kinds_of_adapters_stay_as_they_are(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ class LowRankWeights:
                 self._table.copy_(self.rows.table(columns, self.rank))
             self._written = self.rows
             self._settings = KnownSettings(p for layer in layers for p in sources_of(layer.wrapped))
-            self._factors = [t for layer in layers for t in factors(layer.wrapped)]
+            self._factors = [t for layer in layers for t in _tensors_of(layer.wrapped)]
             self._pointers = _pointers(self._factors)
             self._values = KnownValues([t.detach() for t in self._factors])
 
@@ -185,7 +185,7 @@ def scales_of(wrapped: Any, rows: RowAdapters | None) -> dict[str, float]:
     """Return the adapters that count in a layer, each with its scale."""
     if rows is None:
         names = active_adapters(wrapped)
-        return {name: names.count(name) * wrapped.scaling[name] for name in names}
+        return {name: names.count(name) * float(wrapped.scaling[name]) for name in names}
     if wrapped.merged_adapters:
         raise UnsupportedError(
             f"strop.lora_rows cannot take adapters by row while {wrapped.merged_adapters} are"
@@ -194,7 +194,7 @@ def scales_of(wrapped: Any, rows: RowAdapters | None) -> dict[str, float]:
     if wrapped.disable_adapters:
         return {}
     given = dict.fromkeys(name for name in rows.names if name is not None)
-    return {name: wrapped.scaling[name] for name in given if name in wrapped.lora_A}
+    return {name: float(wrapped.scaling[name]) for name in given if name in wrapped.lora_A}
 
 
 def sources_of(wrapped: Any) -> Iterator[tuple[Any, str]]:
@@ -207,6 +207,12 @@ def sources_of(wrapped: Any) -> Iterator[tuple[Any, str]]:
     for factor in (wrapped.lora_A, wrapped.lora_B):
         for part in factor.values():
             yield part._parameters, "weight"
+
+
+def _tensors_of(wrapped: Any) -> Iterator[Tensor]:
+    """Yield the factors of a layer, and its scales where a hot swap writes them in place."""
+    yield from factors(wrapped)
+    yield from (scale for scale in wrapped.scaling.values() if isinstance(scale, Tensor))
 
 
 def columns_of(wrapped: Iterable[Any], rows: RowAdapters | None) -> dict[str, range]:
