@@ -111,6 +111,42 @@ def test_one_graph_for_all_that_users_do(tmp_path: Path) -> None:
     assert fast.forward.counters.eager_calls == 0
 
 
+# After these nothing is another that a program is bound to: the weights that it reads lie where
+# they lay, with other values.
+KEEPING = (
+    "its scale",
+    "a second one of another rank",
+    "both",
+    "scales by block",
+    "off",
+    "on",
+    "factors by .data",
+    "W0 by .data",
+    "fused",
+    "unfused",
+    "fused safely, by half",
+    "unfused again",
+    "one deleted",
+)
+
+
+def test_what_is_bound_stays_bound_while_adapters_change(tmp_path: Path) -> None:
+    eager, fast = unets(tmp_path)
+    for unet in (eager, fast):
+        add(unet)
+    assert_as_eager(eager, fast)
+    counters, (entry,) = fast.forward.counters, fast.forward._entries.values()
+    rebinds, bounds = counters.rebinds, dict(entry.bounds)
+    for name in KEEPING:
+        for unet in (eager, fast):
+            CHANGES[name](unet)
+        assert_as_eager(eager, fast)
+        assert counters.rebinds == rebinds, name
+    assert list(fast.forward._entries.values()) == [entry]
+    assert entry.bounds == bounds
+    assert fast.forward.variants.num_captures == 1
+
+
 def test_the_first_call_with_adapters_takes_the_plain_graph_from_the_disk(tmp_path: Path) -> None:
     eager, fast = unets(tmp_path)
     assert_as_eager(eager, fast)
@@ -261,7 +297,7 @@ def test_weights_are_rounded_once(dtype: torch.dtype) -> None:
     add(unet, "b", rank=5, seed=2)
     unet.set_adapters(["a", "b"], [0.3, -0.7])
     weights = EffectiveWeights()
-    weights.scan(unet)
+    weights.scan(unet, list(unet.modules()))
     assert len(weights) > 20
     for number, table in weights.tables.items():
         layer = next(m for m in unet.modules() if id(getattr(m, "base_layer", None)) == number)

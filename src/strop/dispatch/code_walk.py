@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.frontend.adapted_layers import is_left_over
+from strop.frontend.module_parts import OF_EVERY_MODULE, own_attributes
 from strop.frontend.stable_text import is_plain
 
 # Packages whose code is not followed: of torch only the layers and functions that a forward names.
@@ -47,7 +48,7 @@ _NAMESPACES = (SimpleNamespace, Namespace)
 _CALLABLES = (FunctionType, BuiltinFunctionType, type)
 # of every module: hooks, weights; what diffusers and we put there; and how adapters were
 # configured, which their layers do not ask
-_OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "peft_config"}
+_OWN = OF_EVERY_MODULE | {"forward", "_compiled_call_impl", "peft_config"}
 _MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # of an object, which is there
 _SPECIAL = _MAKING | {"__call__"}
 _ENTRY = frozenset({"forward", "__call__"})
@@ -181,8 +182,8 @@ class CodeWalk:
         self.modules.append(part)
         reached = self._members(type(part), _ENTRY)
         is_own = _root(type(part).__module__) not in LIBRARIES
-        for name, value in vars(part).items():
-            if name in _OWN or isinstance(value, nn.Module | Tensor):
+        for name, value in own_attributes(part):
+            if name in _OWN or isinstance(value, (nn.Module, Tensor)):
                 continue
             is_private = name.startswith("_")
             if (is_private or is_left_over(part, name)) and name not in reached:

@@ -397,10 +397,14 @@ class Dispatcher:
         )
 
     def _reset(self) -> None:
-        """Bind everything again, as weights, modules or adapters are not where they were."""
-        self.state.scan()
-        self.counters.rebinds += 1
-        self.forget_shapes()
+        """Look at the module anew, and bind everything again where weights, modules or adapters are
+        not what programs are bound to."""
+        if self.state.rescan():
+            self.counters.rebinds += 1
+            self.forget_shapes()
+            return
+        self._forget_prepared()
+        self.loop.forget()  # nobody counts what may have been written meanwhile
 
     def _forget_programs(self) -> None:
         """Have the next call look for its program anew: the patterns in force are others."""
@@ -410,6 +414,10 @@ class Dispatcher:
     def forget_shapes(self) -> None:
         self._runner.forget({entry.device for entry in self._entries.values()})
         self._entries.clear()
+        self._forget_prepared()
+
+    def _forget_prepared(self) -> None:
+        """Forget what holds until the next look alone: short ways, and refusals."""
         self._prepared.clear()
         self._refused.clear()
         self.short = cpu_fast_path.untaken

@@ -12,7 +12,7 @@ compared by value: a copy of all factors, and of the first row of each W0, is ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -108,11 +108,17 @@ class EffectiveWeights:
             for number, layer in self._layers.items()
         }
 
-    def scan(self, module: nn.Module) -> None:
-        """Look for adapted layers. Those that are known keep their weights, at the same place."""
+    @property
+    def stand_ins(self) -> dict[int, nn.Module]:
+        """Return, by the id of a wrapped layer, the plain one that stands for it."""
+        return {id(layer.wrapped): layer.base for layer in self._layers.values()}
+
+    def scan(self, module: nn.Module, parts: Sequence[nn.Module]) -> None:
+        """Look for adapted layers among all parts of a module. Those that are known keep their
+        weights, at the same place."""
         found: dict[int, AdaptedLayer] = {}
-        wrapped = [part for part in module.modules() if is_folded(part)]
-        for part in wrapped if wrapped and may_fold(module) else ():
+        wrapped = [part for part in parts if is_folded(part)]
+        for part in wrapped if wrapped and may_fold(module, parts) else ():
             base: Any = part.base_layer
             known = self._layers.get(id(base))
             weight = known.weight if known is not None and known.fits(base) else None

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from strop.frontend.module_parts import has_other_forward
 
 _LAYERS = "peft.tuners.lora.layer"
 
@@ -64,7 +66,7 @@ def is_folded(layer: nn.Module) -> bool:
         return False
     if any(wrapped.lora_bias.values()) or getattr(wrapped, "fan_in_fan_out", False):
         return False
-    if getattr(base, "groups", 1) != 1 or any(map(_has_other_forward, (layer, base))):
+    if getattr(base, "groups", 1) != 1 or any(map(has_other_forward, (layer, base))):
         return False
     own: Any = base.weight
     return all(_is_plain(weight, own.device) for weight in (own, *factors(layer)))
@@ -107,10 +109,10 @@ def _code_under(decorate: Any) -> CodeType:
     return code
 
 
-def may_fold(module: nn.Module) -> bool:
+def may_fold(module: nn.Module, parts: Iterable[nn.Module]) -> bool:
     """Tell whether no code of the module itself acts on adapters while it runs, except by its
-    ``scale_argument``: there would be none on which it could act."""
-    kinds: set[Any] = set(map(type, module.modules()))
+    ``scale_argument``: there would be none on which it could act. ``parts``: all of it."""
+    kinds: set[Any] = set(map(type, parts))
     forwards = {kind.forward for kind in kinds if not kind.__module__.startswith("peft.")}
     if scale_argument(module):
         own: Any = type(module).forward
@@ -161,29 +163,8 @@ def active_adapters(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
-def plain_parts(
-    module: nn.Module, path: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what ``module.named_modules()`` does, with plain layers in the place of wrapped ones.
-    A module that occurs twice comes once."""
-    seen = set() if seen is None else seen
-    if is_folded(module):
-        module = module.base_layer  # type: ignore[assignment]
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from plain_parts(child, f"{path}.{name}" if path else name, seen)
-
-
 def _name(layer: nn.Module) -> tuple[str, str]:
     return type(layer).__module__, type(layer).__name__
-
-
-def _has_other_forward(module: nn.Module) -> bool:
-    return "forward" in module.__dict__
 
 
 def _is_plain(weight: Any, device: torch.device) -> bool:
