@@ -27,9 +27,9 @@ from types import (
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from strop.dispatch.identities import CONSTANTS
 from strop.frontend.adapted_layers import is_left_over
 from strop.frontend.module_parts import OF_EVERY_MODULE, own_attributes
 from strop.frontend.stable_text import is_plain
@@ -40,7 +40,6 @@ UNWATCHED = {"torch", "torchvision", "numpy", "triton", "strop", *sys.stdlib_mod
 }
 FRAMEWORKS = {"diffusers", "transformers", "peft", "accelerate"}
 LIBRARIES = UNWATCHED | FRAMEWORKS
-CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, np.ndarray)
 _MEMO = type(functools.lru_cache(abs))
 # objects of the standard library that hold a user's values

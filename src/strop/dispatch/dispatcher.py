@@ -266,11 +266,12 @@ class Dispatcher:
         """Say whether the module is another than at the last look. If it is not, and the call has
         run ahead of this look, its result comes too. Adapters that changed change weights alone."""
         if entry is not None and self._is_undisturbed():
-            if call.beside.lora_scale != self.state.effective.scale:
+            if self.state.effective.needs_refresh(call.beside.lora_scale):
                 self._refresh_weights(call)
             return False, _NO_RESULT
         self.state.effective.begin_look()  # also where an earlier look was never ended
-        if entry is None or not self._may_run_ahead(entry):
+        seem_others = self.state.effective.seem_others(call.beside.lora_scale)
+        if entry is None or seem_others or not self._may_run_ahead(entry):
             has_changed = self._has_changed()
             if not has_changed:
                 self._refresh_weights(call)
