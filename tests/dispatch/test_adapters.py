@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoHaConfig, LoraConfig
 from torch import Tensor, nn
 
 import strop
@@ -242,19 +242,35 @@ def test_a_scale_of_zero_runs_in_eager_and_says_so(tmp_path: Path) -> None:
 # what is not folded
 
 
-def test_other_kinds_of_adapters(tmp_path: Path) -> None:
-    for more in ({"use_dora": True}, {"lora_bias": True}):
-        eager, fast = unets(tmp_path)
-        for unet in (eager, fast):
-            torch.manual_seed(1)
-            unet.add_adapter(
-                LoraConfig(
-                    r=2, lora_alpha=3, init_lora_weights=False, target_modules=["to_out.0"], **more
-                )
-            )
-            unet.eval()
-        assert_as_eager(eager, fast)
-        assert not fast.forward.state.effective
+def test_an_adapter_with_a_bias(tmp_path: Path) -> None:
+    eager, fast = unets(tmp_path)
+    for unet in (eager, fast):
+        torch.manual_seed(1)
+        config = LoraConfig(
+            r=2,
+            lora_alpha=3,
+            init_lora_weights=False,
+            lora_bias=True,
+            target_modules=["to_out.0"],
+        )
+        unet.add_adapter(config)
+        unet.eval()
+    assert_as_eager(eager, fast)
+    assert not fast.forward.state.effective
+    assert_as_eager(eager, fast, cross_attention_kwargs={"scale": 0.5})
+    (reason,) = fast.forward.counters.fallbacks
+    assert "a scale for all adapters" in reason
+
+
+def test_the_scale_of_a_call_is_not_lost_on_layers_that_are_not_folded(tmp_path: Path) -> None:
+    eager, fast = unets(tmp_path)
+    for unet in (eager, fast):
+        torch.manual_seed(1)
+        unet.conv_in.padding_mode = "circular"
+        unet.add_adapter(LoHaConfig(r=2, alpha=3, init_weights=False, target_modules=["conv_in"]))
+        unet.eval()
+    assert_as_eager(eager, fast)
+    assert_as_eager(eager, fast, cross_attention_kwargs={"scale": 0.3})
 
 
 class Wrapped(nn.Module):

@@ -73,7 +73,7 @@ class ModuleState:
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
         self._adapted: list[tuple[str, Any]] = [
-            (path, part) for path, part in self.parts if hasattr(part, "lora_A")
+            (path, part) for path, part in self.parts if "lora_A" in part._modules
         ]
         self._weights = identities((table, key) for _, table, key in places)
         self._edges = identities(edges)
@@ -144,8 +144,10 @@ class ModuleState:
 
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""
-        if self._adapted:
-            return "a scale for all adapters, with adapters of which some are no plain LoRA"
+        if any(hasattr(type(part), "scale_layer") for _, part in self.parts):  # peft's own
+            return (
+                "a scale for all adapters, some of which peft computes beside the weights"
+            )
         if not self.effective:
             return ""
         if scale == 0:

@@ -2,7 +2,8 @@
 
 Sums are in fp32 (in fp64 for weights in fp64), start from W0, and are rounded once. Layers that
 look alike are computed together, by as many launches as one layer takes: SDXL has 700 of them, in a
-dozen shapes.
+dozen shapes. Those where an adapter is no product of two factors, or rows are multiplied (DoRA),
+are computed one by one.
 """
 
 from __future__ import annotations
@@ -88,8 +89,19 @@ def _stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _write_alone(one: WeightSum) -> None:
     total = one.base.to(_sum_dtype(one.base), copy=True)
     for term in one.terms:
-        total.add_(term.delta(), alpha=term.scale)
+        delta = term.delta().view(total.shape)
+        total.add_(delta, alpha=term.scale)
+        if term.lengths is not None:
+            total.mul_(_factors_for(term.lengths.to(total.dtype), one.base, delta, term.scale))
     one.weight.copy_(total)
+
+
+def _factors_for(lengths: Tensor, base: Tensor, delta: Tensor, scale: float) -> Tensor:
+    """Return what rows of W0 and one adapter have to be multiplied by to have these lengths. Other
+    adapters do not count, as peft has it."""
+    rows = torch.add(base.to(lengths.dtype), delta, alpha=scale).flatten(1)
+    by: Tensor = lengths.flatten() / torch.linalg.vector_norm(rows, dim=1)
+    return by.view(-1, *(1,) * (base.dim() - 1))
 
 
 def _sum_dtype(base: Tensor) -> torch.dtype:

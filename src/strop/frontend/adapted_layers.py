@@ -25,8 +25,8 @@ from strop.frontend.module_parts import has_other_forward
 def is_folded(layer: nn.Module) -> bool:
     """Tell whether a module is a wrapped layer that a plain one with another weight can stand for.
 
-    Variants such as DoRA, adapters with a bias, quantised and offloaded weights are none; nor is a
-    layer whose next call takes out what peft has merged into its weight.
+    Variants other than DoRA, adapters with a bias, quantised and offloaded weights are none; nor is
+    a layer whose next call takes out what peft has merged into its weight.
     """
     kind = FOLDED.get(name_of(layer))
     if kind is None:
@@ -100,9 +100,8 @@ ACTS = frozenset(
         "enable_adapters",
         "disable_adapters",
         "scaling",
-        "lora_A",
-        "lora_B",
         "base_layer",
+        *(name for kind in FOLDED.values() for name in kind.tables),
     )
 )
 
