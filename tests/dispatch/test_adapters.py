@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoHaConfig, LoraConfig
 from torch import Tensor, nn
 
 import strop
@@ -111,6 +111,42 @@ def test_one_graph_for_all_that_users_do(tmp_path: Path) -> None:
     assert fast.forward.counters.eager_calls == 0
 
 
+# After these nothing is another that a program is bound to: the weights that it reads lie where
+# they lay, with other values.
+KEEPING = (
+    "its scale",
+    "a second one of another rank",
+    "both",
+    "scales by block",
+    "off",
+    "on",
+    "factors by .data",
+    "W0 by .data",
+    "fused",
+    "unfused",
+    "fused safely, by half",
+    "unfused again",
+    "one deleted",
+)
+
+
+def test_what_is_bound_stays_bound_while_adapters_change(tmp_path: Path) -> None:
+    eager, fast = unets(tmp_path)
+    for unet in (eager, fast):
+        add(unet)
+    assert_as_eager(eager, fast)
+    counters, (entry,) = fast.forward.counters, fast.forward._entries.values()
+    rebinds, bounds = counters.rebinds, dict(entry.bounds)
+    for name in KEEPING:
+        for unet in (eager, fast):
+            CHANGES[name](unet)
+        assert_as_eager(eager, fast)
+        assert counters.rebinds == rebinds, name
+    assert list(fast.forward._entries.values()) == [entry]
+    assert entry.bounds == bounds
+    assert fast.forward.variants.num_captures == 1
+
+
 def test_the_first_call_with_adapters_takes_the_plain_graph_from_the_disk(tmp_path: Path) -> None:
     eager, fast = unets(tmp_path)
     assert_as_eager(eager, fast)
@@ -138,7 +174,7 @@ def test_nothing_is_written_where_nothing_has_changed(tmp_path: Path) -> None:
         add(unet)
     assert_as_eager(eager, fast)
     rebinds = fast.forward.counters.rebinds
-    for weight, writes in ((1.0, 0), (0.5, 1), (0.5, 1), (1.0, 2)):
+    for weight, writes in ((1.0, 1), (0.5, 2), (0.5, 2), (1.0, 3)):
         for unet in (eager, fast):
             unet.set_adapters(["a"], [weight])
         assert_as_eager(eager, fast)
@@ -206,19 +242,35 @@ def test_a_scale_of_zero_runs_in_eager_and_says_so(tmp_path: Path) -> None:
 # what is not folded
 
 
-def test_other_kinds_of_adapters(tmp_path: Path) -> None:
-    for more in ({"use_dora": True}, {"lora_bias": True}):
-        eager, fast = unets(tmp_path)
-        for unet in (eager, fast):
-            torch.manual_seed(1)
-            unet.add_adapter(
-                LoraConfig(
-                    r=2, lora_alpha=3, init_lora_weights=False, target_modules=["to_out.0"], **more
-                )
-            )
-            unet.eval()
-        assert_as_eager(eager, fast)
-        assert not fast.forward.state.effective
+def test_an_adapter_with_a_bias(tmp_path: Path) -> None:
+    eager, fast = unets(tmp_path)
+    for unet in (eager, fast):
+        torch.manual_seed(1)
+        config = LoraConfig(
+            r=2,
+            lora_alpha=3,
+            init_lora_weights=False,
+            lora_bias=True,
+            target_modules=["to_out.0"],
+        )
+        unet.add_adapter(config)
+        unet.eval()
+    assert_as_eager(eager, fast)
+    assert not fast.forward.state.effective
+    assert_as_eager(eager, fast, cross_attention_kwargs={"scale": 0.5})
+    (reason,) = fast.forward.counters.fallbacks
+    assert "a scale for all adapters" in reason
+
+
+def test_the_scale_of_a_call_is_not_lost_on_layers_that_are_not_folded(tmp_path: Path) -> None:
+    eager, fast = unets(tmp_path)
+    for unet in (eager, fast):
+        torch.manual_seed(1)
+        unet.conv_in.padding_mode = "circular"
+        unet.add_adapter(LoHaConfig(r=2, alpha=3, init_weights=False, target_modules=["conv_in"]))
+        unet.eval()
+    assert_as_eager(eager, fast)
+    assert_as_eager(eager, fast, cross_attention_kwargs={"scale": 0.3})
 
 
 class Wrapped(nn.Module):
@@ -261,7 +313,8 @@ def test_weights_are_rounded_once(dtype: torch.dtype) -> None:
     add(unet, "b", rank=5, seed=2)
     unet.set_adapters(["a", "b"], [0.3, -0.7])
     weights = EffectiveWeights()
-    weights.scan(unet)
+    weights.scan(unet, list(unet.modules()))
+    weights.refresh(1.0)
     assert len(weights) > 20
     for number, table in weights.tables.items():
         layer = next(m for m in unet.modules() if id(getattr(m, "base_layer", None)) == number)

@@ -8,7 +8,7 @@ The first costs a step nothing. So it is what happens unless the device has no r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,11 @@ class AdapterWeights(Protocol):
     def size_bytes(self) -> int: ...
     @property
     def tables(self) -> Mapping[int, dict[str, Any]]: ...
+    @property
+    def stand_ins(self) -> dict[int, nn.Module]: ...
     def begin_look(self) -> None: ...
+    def seem_others(self, scale: float) -> bool: ...
+    def needs_refresh(self, scale: float) -> bool: ...
     def has_other_layers(self) -> bool: ...
     def refresh(self, scale: float) -> bool: ...
 
@@ -56,11 +60,6 @@ class AdaptedWeights:
         return sum(map(len, self._both))
 
     @property
-    def scale(self) -> float:
-        """Return the scale of all adapters that the latest call has asked for."""
-        return self.low_rank.scale if len(self.low_rank) else self.merged.scale
-
-    @property
     def size_bytes(self) -> int:
         return sum(weights.size_bytes for weights in self._both)
 
@@ -71,25 +70,30 @@ class AdaptedWeights:
         return {**self.merged.tables, **self.low_rank.tables}
 
     @property
+    def stand_ins(self) -> dict[int, nn.Module]:
+        """Return, by the id of a wrapped layer, the plain one that stands for it."""
+        return self.merged.stand_ins | self.low_rank.stand_ins
+
+    @property
     def rows(self) -> RowAdapters | None:
         return self.low_rank.rows
 
-    def scan(self, module: nn.Module) -> None:
-        """Look for adapted layers, and decide how each is served."""
-        able = _able(module)
+    def scan(self, module: nn.Module, parts: Sequence[nn.Module]) -> None:
+        """Look for adapted layers among all parts of a module, and decide how each is served."""
+        able = _able(module, parts)
         if not able:
             self._has_found_memory_short, self.reason = False, ""
         if self.rows is not None:
             _refuse_others(module, able)
         chosen = able if able and self._wants_low_rank(able) else []
         self.low_rank.scan(chosen)
-        self.merged.scan(module, {id(part) for part in chosen})
+        self.merged.scan(module, parts, {id(part) for part in chosen})
 
     def take_rows(self, module: nn.Module, rows: RowAdapters | None) -> None:
         """Have rows of a batch take adapters of their own from the next call on, or no longer.
         Raises UnsupportedError where layers have adapters that cannot be taken so."""
         if rows is not None:
-            _refuse_others(module, _able(module))
+            _refuse_others(module, _able(module, list(module.modules())))
         self.low_rank.rows = rows
 
     def rows_refusal(self) -> str:
@@ -101,6 +105,14 @@ class AdaptedWeights:
     def begin_look(self) -> None:
         for weights in self._both:
             weights.begin_look()
+
+    def seem_others(self, scale: float) -> bool:
+        """Tell quickly, and not surely, whether something is to be written."""
+        return any(weights.seem_others(scale) for weights in self._both)
+
+    def needs_refresh(self, scale: float) -> bool:
+        """Tell whether something is to be written whether or not anybody has changed adapters."""
+        return any(weights.needs_refresh(scale) for weights in self._both)
 
     def has_other_layers(self) -> bool:
         """Tell whether a layer is to be served in another way."""
@@ -134,10 +146,10 @@ class AdaptedWeights:
         return self._has_found_memory_short
 
 
-def _able(module: nn.Module) -> list[Any]:
+def _able(module: nn.Module, parts: Sequence[nn.Module]) -> list[Any]:
     """Return the layers of which the low-rank parts can be computed beside the weights."""
-    able = [part for part in module.modules() if has_low_rank(part)]
-    return able if able and may_fold(module) else []
+    able = [part for part in parts if has_low_rank(part)]
+    return able if able and may_fold(module, parts) else []
 
 
 def _refuse_others(module: nn.Module, able: list[Any]) -> None:

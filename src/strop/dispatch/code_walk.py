@@ -27,10 +27,11 @@ from types import (
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from strop.dispatch.identities import CONSTANTS
 from strop.frontend.adapted_layers import is_left_over
+from strop.frontend.module_parts import OF_EVERY_MODULE, own_attributes
 from strop.frontend.stable_text import is_plain
 
 # Packages whose code is not followed: of torch only the layers and functions that a forward names.
@@ -39,7 +40,6 @@ UNWATCHED = {"torch", "torchvision", "numpy", "triton", "strop", *sys.stdlib_mod
 }
 FRAMEWORKS = {"diffusers", "transformers", "peft", "accelerate"}
 LIBRARIES = UNWATCHED | FRAMEWORKS
-CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, np.ndarray)
 _MEMO = type(functools.lru_cache(abs))
 # objects of the standard library that hold a user's values
@@ -47,7 +47,7 @@ _NAMESPACES = (SimpleNamespace, Namespace)
 _CALLABLES = (FunctionType, BuiltinFunctionType, type)
 # of every module: hooks, weights; what diffusers and we put there; and how adapters were
 # configured, which their layers do not ask
-_OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "peft_config"}
+_OWN = OF_EVERY_MODULE | {"forward", "_compiled_call_impl", "peft_config"}
 _MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # of an object, which is there
 _SPECIAL = _MAKING | {"__call__"}
 _ENTRY = frozenset({"forward", "__call__"})
@@ -181,8 +181,8 @@ class CodeWalk:
         self.modules.append(part)
         reached = self._members(type(part), _ENTRY)
         is_own = _root(type(part).__module__) not in LIBRARIES
-        for name, value in vars(part).items():
-            if name in _OWN or isinstance(value, nn.Module | Tensor):
+        for name, value in own_attributes(part):
+            if name in _OWN or isinstance(value, (nn.Module, Tensor)):
                 continue
             is_private = name.startswith("_")
             if (is_private or is_left_over(part, name)) and name not in reached:

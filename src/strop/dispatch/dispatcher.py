@@ -277,11 +277,12 @@ class Dispatcher:
         """Say whether the module is another than at the last look. If it is not, and the call has
         run ahead of this look, its result comes too. Adapters that changed change weights alone."""
         if entry is not None and self._is_undisturbed():
-            if call.beside.lora_scale != self.state.effective.scale:
+            if self.state.effective.needs_refresh(call.beside.lora_scale):
                 self._refresh_weights(call)
             return False, _NO_RESULT
         self.state.effective.begin_look()  # also where an earlier look was never ended
-        if entry is None or not self._may_run_ahead(entry):
+        seem_others = self.state.effective.seem_others(call.beside.lora_scale)
+        if entry is None or seem_others or not self._may_run_ahead(entry):
             has_changed = self._has_changed()
             if not has_changed:
                 self._refresh_weights(call)
@@ -416,10 +417,14 @@ class Dispatcher:
         )
 
     def _reset(self) -> None:
-        """Bind everything again, as weights, modules or adapters are not where they were."""
-        self.state.scan()
-        self.counters.rebinds += 1
-        self.forget_shapes()
+        """Look at the module anew, and bind everything again where weights, modules or adapters are
+        not what programs are bound to."""
+        if self.state.rescan():
+            self.counters.rebinds += 1
+            self.forget_shapes()
+            return
+        self._forget_prepared()
+        self.loop.forget()  # nobody counts what may have been written meanwhile
 
     def _forget_programs(self) -> None:
         """Have the next call look for its program anew: the patterns in force are others."""
@@ -429,6 +434,10 @@ class Dispatcher:
     def forget_shapes(self) -> None:
         self._runner.forget({entry.device for entry in self._entries.values()})
         self._entries.clear()
+        self._forget_prepared()
+
+    def _forget_prepared(self) -> None:
+        """Forget what holds until the next look alone: short ways, and refusals."""
         self._prepared.clear()
         self._refused.clear()
         self.short = cpu_fast_path.untaken

@@ -12,24 +12,24 @@ compared by value: a copy of all factors, and of the first row of each W0, is ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.dispatch.known_settings import KnownSettings
-from strop.frontend.adapted_layers import (
-    active_adapters,
-    delta_of,
-    factors,
-    is_folded,
-    may_fold,
-)
+from strop.dispatch.known_values import KnownValues
+from strop.dispatch.weight_sums import WeightSum, write_sums
+from strop.frontend.adapted_layers import active_adapters, is_folded, may_fold
+from strop.frontend.adapter_kinds import AdapterKind, kind_of
 
 _VERSION = attrgetter("_version")
+# What peft keeps in a wrapped layer of which adapters count.
+SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,47 +44,48 @@ class AdaptedLayer:
         found: nn.Module = self.wrapped.base_layer
         return found
 
-    def fits(self, base: nn.Module) -> bool:
-        """Tell whether the weight can stand for this layer's."""
-        own, ours = base._parameters["weight"], self.weight
-        assert own is not None
+    @property
+    def own(self) -> Tensor:
+        """Return W0."""
+        found = self.base._parameters["weight"]
+        assert found is not None
+        return found
+
+    @property
+    def kind(self) -> AdapterKind:
+        return kind_of(self.wrapped)
+
+    def fits(self, own: Tensor) -> bool:
+        """Tell whether the weight can stand for this one."""
+        ours = self.weight
         return (own.shape, own.dtype, own.device) == (ours.shape, ours.dtype, ours.device)
 
-    @torch.no_grad()
-    def write(self, scale: float) -> None:
-        """Compute the weight from its sources; ``scale`` multiplies that of each adapter."""
-        base, delta = self.base._parameters["weight"], delta_of(self.wrapped)
-        assert base is not None
-        names = active_adapters(self.wrapped)
-        if not names:
-            self.weight.copy_(base)
-            return
-        total = base.to(torch.float32, copy=True)
-        for name in names:
-            total.add_(delta(self.wrapped, name), alpha=self.wrapped.scaling[name] * scale)
-        self.weight.copy_(total)
+    def sum(self, scale: float) -> WeightSum:
+        """Return what the weight is to be; ``scale`` multiplies that of each adapter."""
+        wrapped, kind = self.wrapped, self.kind
+        terms = tuple(kind.term(wrapped, name, scale) for name in active_adapters(wrapped))
+        return WeightSum(self.weight, self.own, terms)
 
-    def sources(self) -> Iterator[tuple[Any, str]]:
-        """Yield where the objects are held that the weight depends on."""
-        wrapped = self.wrapped
-        yield wrapped.__dict__, "_active_adapter"
-        yield wrapped.__dict__, "_disable_adapters"
-        yield wrapped.__dict__, "merged_adapters"
-        yield self.base._parameters, "weight"
-        for name in wrapped.lora_A:
-            yield wrapped.scaling, name
-        for factor in (wrapped.lora_A, wrapped.lora_B):
-            for part in factor.values():
-                yield part._parameters, "weight"
+    def sources(self) -> list[tuple[Any, str]]:
+        """Return where the objects are held that the weight depends on."""
+        own = self.wrapped.__dict__
+        scaling = own["scaling"]
+        return [
+            *((own, name) for name in SETTINGS),
+            *((scaling, name) for name in scaling),
+            (self.base._parameters, "weight"),
+            *self.kind.places(self.wrapped),
+        ]
 
 
 class EffectiveWeights:
     """Hold the weights of all adapted layers of one module."""
 
     def __init__(self) -> None:
-        self.scale = 1.0  # of all adapters, as the latest call has asked for
         self._layers: dict[int, AdaptedLayer] = {}  # by the id of the layer that is wrapped
+        self._scale: float | None = 1.0  # of all adapters in the weights; None: nothing is written
         self._settings = KnownSettings(())
+        self._hint = KnownSettings(())  # those of one layer
         self._watched: list[Tensor] = []
         self._versions: list[int] = []  # of each W0
         self._pointers: list[int] = []  # of each W0 and of all factors
@@ -97,11 +98,6 @@ class EffectiveWeights:
     def size_bytes(self) -> int:
         return sum(layer.weight.nbytes for layer in self._layers.values())
 
-    def missing_bytes(self, wrapped: Iterable[Any]) -> int:
-        """Return the bytes of the weights that would be made for these layers."""
-        new = (part.base_layer for part in wrapped if id(part.base_layer) not in self._layers)
-        return sum(base.weight.nbytes for base in new)
-
     @property
     def tables(self) -> Mapping[int, dict[str, Any]]:
         """Return, by the id of a layer that is wrapped, its Parameters with the weight that stands
@@ -111,30 +107,45 @@ class EffectiveWeights:
             for number, layer in self._layers.items()
         }
 
-    def scan(self, module: nn.Module, leave: Set[int] = frozenset()) -> None:
-        """Look for adapted layers, but for those with these ids. Those that are known keep their
-        weights, at the same place."""
+    @property
+    def stand_ins(self) -> dict[int, nn.Module]:
+        """Return, by the id of a wrapped layer, the plain one that stands for it."""
+        return {id(layer.wrapped): layer.base for layer in self._layers.values()}
+
+    def missing_bytes(self, wrapped: Iterable[Any]) -> int:
+        """Return the bytes of the weights that would be made for these layers."""
+        new = (part.base_layer for part in wrapped if id(part.base_layer) not in self._layers)
+        return sum(base.weight.nbytes for base in new)
+
+    def scan(
+        self, module: nn.Module, parts: Sequence[nn.Module], leave: Set[int] = frozenset()
+    ) -> None:
+        """Look for adapted layers among all parts of a module, but for those with these ids, whose
+        weights are then to be written. Those of layers that are known stay at the same place."""
         found: dict[int, AdaptedLayer] = {}
-        wrapped = [p for p in module.modules() if is_folded(p) and id(p) not in leave]
-        for part in wrapped if wrapped and may_fold(module) else ():
+        wrapped = [part for part in parts if is_folded(part) and id(part) not in leave]
+        for part in wrapped if wrapped and may_fold(module, parts) else ():
             base: Any = part.base_layer
             known = self._layers.get(id(base))
-            weight = known.weight if known is not None and known.fits(base) else None
+            weight = known.weight if known is not None and known.fits(base.weight) else None
             if weight is None:
                 weight = nn.Parameter(torch.empty_like(base.weight), requires_grad=False)
             found[id(base)] = AdaptedLayer(part, weight)
-        self._layers = found
-        if found:
-            self._write()
+        self._layers, self._scale = found, None if found else 1.0
 
     def begin_look(self) -> None:
         """Begin to compare values, which a GPU does beside what is launched from here on."""
-        if self._layers:
+        if self._layers and self._scale is not None:
             self._values.begin()
+
+    def seem_others(self, scale: float) -> bool:
+        """Tell whether what most changes of adapters do has been done: it is quick, and knows one
+        layer alone."""
+        return bool(self._layers) and (scale != self._scale or self._hint.differ())
 
     def has_other_layers(self) -> bool:
         """Tell whether a layer is no longer one for which a weight can stand."""
-        if not self._layers or not self._have_new_settings():
+        if not self._layers or not self._settings.differ():
             return False
         return not all(is_folded(layer.wrapped) for layer in self._layers.values())
 
@@ -143,17 +154,23 @@ class EffectiveWeights:
         was so."""
         if not self._layers:
             return False
+        if self._scale is None:
+            self._write(scale)
+            self._watch()
+            return True
         has_new_values = self._values.differ()  # waits for what ``begin_look`` has begun
-        is_same = scale == self.scale and not has_new_values
-        if is_same and not self._have_new_settings() and not self._have_moved():
+        has_moved = self._have_moved()
+        has_new_settings = self._settings.differ()
+        if not (scale != self._scale or has_new_values or has_moved or has_new_settings):
             return False
-        self.scale = scale
-        self._write()
+        self._write(scale)
+        if has_new_values or has_moved or has_new_settings:
+            self._watch(has_new_values=has_new_values or has_moved)
         return True
 
-    def _have_new_settings(self) -> bool:
-        """Tell whether adapters, their scales, or objects that hold weights are others."""
-        return self._settings.differ()
+    def needs_refresh(self, scale: float) -> bool:
+        """Tell whether weights are to be written whether or not anybody has changed adapters."""
+        return bool(self._layers) and scale != self._scale
 
     def _have_moved(self) -> bool:
         """Tell whether a W0 was written to, or the memory of a W0 or of a factor is another."""
@@ -162,91 +179,23 @@ class EffectiveWeights:
             or list(map(Tensor.data_ptr, self._watched)) != self._pointers
         )
 
-    def _bases(self) -> list[Tensor]:
-        return [layer.base._parameters["weight"] for layer in self._layers.values()]  # type: ignore[misc]
+    def _write(self, scale: float) -> None:
+        with torch.inference_mode(False):
+            write_sums([layer.sum(scale) for layer in self._layers.values()])
+        self._scale = scale
 
-    def _write(self) -> None:
+    def _watch(self, *, has_new_values: bool = True) -> None:
+        """Remember all that the weights have come from. Unless it ``has_new_values``, what is known
+        of these holds."""
         layers = list(self._layers.values())
-        with torch.inference_mode(False):
-            for layer in layers:
-                layer.write(self.scale)
-            self._settings = KnownSettings(place for layer in layers for place in layer.sources())
-            bases = self._bases()
-            self._versions = list(map(_VERSION, bases))
-            rows = [base[:1] for base in bases]
-            found = [t for layer in layers for t in factors(layer.wrapped)]
-            self._watched = [*bases, *found]
-            self._pointers = list(map(Tensor.data_ptr, self._watched))
-            self._values = KnownValues([t.detach() for t in (*rows, *found)])
-
-
-class KnownValues:
-    """Remember the values of tensors, bit by bit."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        kinds = dict.fromkeys((t.dtype, t.device) for t in tensors)
-        self._groups = [
-            KnownGroup([t for t in tensors if (t.dtype, t.device) == kind]) for kind in kinds
-        ]
-
-    def begin(self) -> None:
-        for group in self._groups:
-            group.begin()
-
-    def differ(self) -> bool:
-        """Tell whether a tensor has other values than when this was made."""
-        answers = [group.differs() for group in self._groups]  # of all: each has begun
-        return any(answers)
-
-
-class KnownGroup:
-    """Remember tensors of one type and device. They are compared on a stream of their own, so that
-    nobody waits for what is launched meanwhile."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._known, parts = _room_for(tensors)
-        self._now, self._parts = _room_for(tensors)
-        torch._foreach_copy_(parts, tensors)
-        self._done: torch.cuda.Event | None = None
-        self._is_on_gpu = self._known.device.type == "cuda"
-        if self._is_on_gpu:
-            self._stream = torch.cuda.Stream(self._known.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self._known.device))
-            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Compare them, as they are for work that is launched from here on. Nothing is compared
-        while the caller captures a CUDA graph."""
-        if not self._is_on_gpu or torch.cuda.is_current_stream_capturing():
-            return
-        device = self._known.device
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            torch._foreach_copy_(self._parts, self._tensors)
-            self._answer.copy_((self._now != self._known).any(), non_blocking=True)
-            self._done = self._stream.record_event()
-
-    @torch.no_grad()
-    def differs(self) -> bool:
-        if self._is_on_gpu:
-            if self._done is None:
-                self.begin()
-            done, self._done = self._done, None
-            if done is None:
-                return False
-            done.synchronize()
-            return bool(self._answer)
-        with torch.inference_mode(False):
-            torch._foreach_copy_(self._parts, self._tensors)
-            return not torch.equal(self._now, self._known)
-
-
-def _room_for(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return memory for all tensors as whole numbers, and the parts of it for each."""
-    sizes = [t.numel() for t in tensors]
-    flat = tensors[0].new_zeros(-(-sum(sizes) // 8) * 8)
-    parts = flat[: sum(sizes)].split(sizes)
-    shaped = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-    return flat.view(torch.int64), shaped
+        self._settings = KnownSettings(chain.from_iterable(one.sources() for one in layers))
+        self._hint = KnownSettings(layers[0].sources())
+        bases = [layer.own for layer in layers]
+        found = [t for layer in layers for t in layer.kind.tensors(layer.wrapped)]
+        known, self._watched = self._watched, [*bases, *found]
+        self._versions = list(map(_VERSION, bases))
+        self._pointers = list(map(Tensor.data_ptr, self._watched))
+        same = len(known) == len(self._watched) and all(map(is_, known, self._watched))
+        if has_new_values or not same:
+            with torch.inference_mode(False):
+                self._values = KnownValues([t.detach() for t in (*(b[:1] for b in bases), *found)])

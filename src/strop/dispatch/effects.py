@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from strop.dispatch.code_walk import CONSTANTS
 from strop.dispatch.global_guards import GlobalGuards, GuardChange, is_private
+from strop.dispatch.identities import CONSTANTS
 from strop.errors import CaptureError
 
 _NAMED = 3  # of what a forward writes, in a message

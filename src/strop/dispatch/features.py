@@ -5,13 +5,13 @@ eager."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from strop.frontend.capture import has_other_forward
+from strop.frontend.module_parts import has_other_forward
 
 # Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
 _CACHE = "disable_cache() of the model ends it"
@@ -98,10 +98,11 @@ def take_out(forward: Any, module: nn.Module, plain: Any, *, is_own: bool) -> No
             table[name] = plain
 
 
-def replaced_part(module: nn.Module) -> str:
-    """Return the reason for the first such part of a module, or nothing."""
-    for path, part in module.named_modules():
-        if part is not module and has_other_forward(part):
+def replaced_part(parts: Sequence[tuple[str, nn.Module]]) -> str:
+    """Return the reason for the first such part of a module, or nothing. ``parts``: all of it, the
+    module itself first."""
+    for path, part in parts[1:]:
+        if has_other_forward(part):
             return replacement_in(part, path)
     return ""
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from strop.dispatch.code_walk import (
     ABSENT,
-    CONSTANTS,
     LIBRARIES,
     Binding,
     Cell,
@@ -31,7 +30,7 @@ from strop.dispatch.code_walk import (
     Unbound,
     is_fixed,
 )
-from strop.dispatch.identities import addresses, identities
+from strop.dispatch.identities import CONSTANTS, addresses, identities, is_equal
 from strop.frontend.stable_text import is_plain, text_of, text_of_config
 
 __all__ = ["LIBRARIES", "GlobalGuards", "GuardChange", "is_private"]
@@ -83,7 +82,7 @@ class GlobalGuards:
 
     def _are_equal(self) -> bool:
         """Bound anew to equal numbers and texts, which are taken over."""
-        if not all(map(_is_equal, self._names.now(), self._names.values)):
+        if not all(map(is_equal, self._names.now(), self._names.values)):
             return False
         self._names = self._names.again()
         return True
@@ -102,7 +101,7 @@ class GlobalGuards:
     def _new_values(self) -> Iterator[GuardChange]:
         for place, value in zip(self._places, self._names.values, strict=True):
             now = _value_at(place)
-            if not _is_equal(now, value):
+            if not is_equal(now, value):
                 yield GuardChange(place.label, value, now, _binding(place, value))
 
     def _new_items(self) -> Iterator[GuardChange]:
@@ -185,11 +184,6 @@ def _is_told(value: Any) -> bool:
     return isinstance(value, _BY_TEXT) or is_plain(value)
 
 
-def _is_equal(a: Any, b: Any) -> bool:
-    """Tell whether both are the same object, or numbers and texts that look the same."""
-    return a is b or (isinstance(a, CONSTANTS) and type(a) is type(b) and text_of(a) == text_of(b))
-
-
 def _items(value: Any) -> Any:
     """Return, to compare with later, what it holds, by identity, or the bytes of an array."""
     return value.copy() if isinstance(value, np.ndarray) else list(_parts(value))
@@ -209,7 +203,7 @@ def _has(content: Content, known: Any) -> bool:
         return len(value) == len(known) and value.issuperset(known)
     if len(value) * (2 if isinstance(value, dict) else 1) != len(known):
         return False
-    return all(map(is_, _parts(value), known)) or all(map(_is_equal, _parts(value), known))
+    return all(map(is_, _parts(value), known)) or all(map(is_equal, _parts(value), known))
 
 
 def _value_at(place: Binding) -> Any:

@@ -7,6 +7,11 @@ from operator import getitem
 from typing import Any
 
 import numpy as np
+import torch
+
+from strop.frontend.stable_text import text_of
+
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Identities:
@@ -39,6 +44,11 @@ def identities(places: Iterable[tuple[Any, str]]) -> Identities:
     """Note what each pair of a table and a key stands for."""
     found = list(places)
     return Identities([table for table, _ in found], [key for _, key in found])
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Tell whether both are the same object, or numbers and texts that look the same."""
+    return a is b or (isinstance(a, CONSTANTS) and type(a) is type(b) and text_of(a) == text_of(b))
 
 
 def addresses(objects: Iterable[Any], count: int) -> bytes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from strop.dispatch.identities import identities
+from strop.dispatch.identities import identities, is_equal
 
 
 class KnownSettings:
-    """Remember the objects at some places, lists of names and numbers among them."""
+    """Remember the objects at some places, lists of names among them."""
 
     def __init__(self, places: Iterable[tuple[Any, str]]) -> None:
         self._names = identities(places)
@@ -19,9 +19,14 @@ class KnownSettings:
     def differ(self) -> bool:
         """Tell whether one is another object with another value, or a list holds other names."""
         names = self._names
-        same = names.hold() or all(map(_is_equal, names.now(), names.values))
+        try:
+            same = names.hold() or all(map(_is_alike, names.now(), names.values))
+        except KeyError:  # gone
+            return True
         return not same or self._lists != self._known
 
 
-def _is_equal(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, float | bool | str | list) and a == b)
+def _is_alike(a: Any, b: Any) -> bool:
+    if type(a) is list and type(b) is list:
+        return a == b
+    return is_equal(a, b)

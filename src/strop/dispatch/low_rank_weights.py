@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.dispatch.effective_weights import KnownValues
+from strop.dispatch.effective_weights import SETTINGS
 from strop.dispatch.known_settings import KnownSettings
+from strop.dispatch.known_values import KnownValues
 from strop.errors import ShapeError, UnsupportedError
-from strop.frontend.adapted_layers import active_adapters, factors
+from strop.frontend.adapted_layers import active_adapters
+from strop.frontend.adapter_kinds import kind_of
 from strop.frontend.low_rank_layers import DOWN, ROWS, UP, has_low_rank, is_factor
 from strop.ir.program import Program
 from strop.wording import counted
@@ -81,7 +83,7 @@ class LowRankWeights:
     """Hold the factors of all layers of one module whose weights stay as they are."""
 
     def __init__(self, least_rank: int = 0) -> None:
-        self.scale = 1.0  # of all adapters, as the latest call has asked for
+        self._scale: float | None = None  # of all adapters in B; None: nothing is written
         self.rank = 0
         self.rows: RowAdapters | None = None
         self._least = max(least_rank, LEAST_RANK)
@@ -89,6 +91,7 @@ class LowRankWeights:
         self._table: nn.Parameter | None = None
         self._written: RowAdapters | None = None
         self._settings = KnownSettings(())
+        self._hint = KnownSettings(())  # those of one layer
         self._factors: list[Tensor] = []
         self._pointers: list[int] = []
         self._values = KnownValues([])
@@ -100,6 +103,11 @@ class LowRankWeights:
     def size_bytes(self) -> int:
         held = sum(layer.down.nbytes + layer.up.nbytes for layer in self._layers.values())
         return held + (self._table.nbytes if self._table is not None else 0)
+
+    @property
+    def stand_ins(self) -> dict[int, nn.Module]:
+        """Return, by the id of a wrapped layer, the plain one that stands for it."""
+        return {id(layer.wrapped): layer.base for layer in self._layers.values()}
 
     @property
     def tables(self) -> Mapping[int, dict[str, Any]]:
@@ -122,14 +130,23 @@ class LowRankWeights:
                 found[id(base)] = LowRankLayer(part, known.down, known.up)
             else:
                 found[id(base)] = _new(part, self.rank)
-        self._layers = found
+        self._layers, self._scale = found, None
         self._hold_table()
-        self._write()
 
     def begin_look(self) -> None:
         """Begin to compare values, which a GPU does beside what is launched from here on."""
-        if self._layers:
+        if self._layers and self._scale is not None:
             self._values.begin()
+
+    def seem_others(self, scale: float) -> bool:
+        """Tell whether what most changes of adapters do has been done: it is quick, and knows one
+        layer alone."""
+        changed = self.needs_refresh(scale) or self._hint.differ()
+        return bool(self._layers) and changed
+
+    def needs_refresh(self, scale: float) -> bool:
+        """Tell whether factors are to be written whether or not anybody has changed adapters."""
+        return bool(self._layers) and (scale, self.rows) != (self._scale, self._written)
 
     def has_other_layers(self) -> bool:
         """Tell whether a layer has no low-rank part any longer, or a larger one than there is room
@@ -148,12 +165,14 @@ class LowRankWeights:
         was so."""
         if not self._layers:
             return False
+        if self._scale is None:
+            self._write(scale)
+            return True
         has_new_values = self._values.differ()  # waits for what ``begin_look`` has begun
-        is_same = (scale, self.rows) == (self.scale, self._written) and not has_new_values
+        is_same = not self.needs_refresh(scale) and not has_new_values
         if is_same and not self._settings.differ() and _pointers(self._factors) == self._pointers:
             return False
-        self.scale = scale
-        self._write()
+        self._write(scale)
         return True
 
     def _hold_table(self) -> None:
@@ -167,15 +186,17 @@ class LowRankWeights:
             empty = torch.empty(shape, dtype=torch.float32, device=device)
             self._table = nn.Parameter(empty, requires_grad=False)
 
-    def _write(self) -> None:
+    def _write(self, scale: float) -> None:
+        self._scale = scale
         layers = list(self._layers.values())
         columns = columns_of((layer.wrapped for layer in layers), self.rows)
         with torch.inference_mode(False), torch.no_grad():
-            _write_factors(layers, columns, self.rows, self.scale)
+            _write_factors(layers, columns, self.rows, scale)
             if self._table is not None and self.rows is not None:
                 self._table.copy_(self.rows.table(columns, self.rank))
             self._written = self.rows
             self._settings = KnownSettings(p for layer in layers for p in sources_of(layer.wrapped))
+            self._hint = KnownSettings(sources_of(layers[0].wrapped))
             self._factors = [t for layer in layers for t in _tensors_of(layer.wrapped)]
             self._pointers = _pointers(self._factors)
             self._values = KnownValues([t.detach() for t in self._factors])
@@ -199,19 +220,15 @@ def scales_of(wrapped: Any, rows: RowAdapters | None) -> dict[str, float]:
 
 def sources_of(wrapped: Any) -> Iterator[tuple[Any, str]]:
     """Yield where the objects are held that the factors of a layer depend on."""
-    yield wrapped.__dict__, "_active_adapter"
-    yield wrapped.__dict__, "_disable_adapters"
-    yield wrapped.__dict__, "merged_adapters"
-    for name in wrapped.lora_A:
-        yield wrapped.scaling, name
-    for factor in (wrapped.lora_A, wrapped.lora_B):
-        for part in factor.values():
-            yield part._parameters, "weight"
+    own = wrapped.__dict__
+    yield from ((own, name) for name in SETTINGS)
+    yield from ((own["scaling"], name) for name in own["scaling"])
+    yield from kind_of(wrapped).places(wrapped)
 
 
 def _tensors_of(wrapped: Any) -> Iterator[Tensor]:
     """Yield the factors of a layer, and its scales where a hot swap writes them in place."""
-    yield from factors(wrapped)
+    yield from kind_of(wrapped).tensors(wrapped)
     yield from (scale for scale in wrapped.scaling.values() if isinstance(scale, Tensor))
 
 
@@ -269,8 +286,6 @@ def _write_factors(
 ) -> None:
     """Write A and scaled B of each adapter into its ranks, and zeros into all others; a few
     launches do that for all layers."""
-    if not layers:
-        return
     torch._foreach_zero_([t for layer in layers for t in (layer.down, layer.up)])
     places, given, scaled, scales = list[Tensor](), list[Tensor](), list[Tensor](), list[float]()
     ups = list[Tensor]()

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from strop.dispatch.adapted_weights import AdaptedWeights
 from strop.dispatch.features import replaced_part
+from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
-from strop.frontend.adapted_layers import ACTS, is_left_over, plain_parts
+from strop.frontend.adapted_layers import ACTS, is_left_over
 from strop.frontend.capture import clone_structure, state_places
+from strop.frontend.module_parts import named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
 from strop.ir.ops import OPS
 from strop.ir.program import Program
@@ -50,20 +52,21 @@ class ModuleState:
         self.turned = TurnedSettings(module)
         self.scan()
 
+    @collection_paused()
     def scan(self) -> None:
         """Look at the module anew."""
         edges: list[tuple[dict[str, Any], str]] = []
+        everything = named_parts(self.module)
+        self.modules = [part for _, part in everything]
         if self._folds_adapters:
-            self.effective.scan(self.module)
-        self.parts = list(
-            plain_parts(self.module) if self.effective else self.module.named_modules()
-        )
+            self.effective.scan(self.module, self.modules)
+        stand_ins = self.effective.stand_ins
+        self.parts = named_parts(self.module, stand_ins) if stand_ins else everything
         self.turned.scan(self.parts)
-        self.modules = list(self.module.modules())
         self.train_sensitive = sensitive_parts(self.modules)
         self.hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        self.replaced = replaced_part(self.module)  # why a part with another forward is in the way
+        self.replaced = replaced_part(everything)  # why a part with another forward is in the way
         places = list(state_places(self.parts, self.effective.tables))
         self.names = [name for name, _, _ in places]
         for owner in self.modules:
@@ -73,12 +76,14 @@ class ModuleState:
                 self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
-        self._adapted = [(path, part) for path, part in self.parts if hasattr(part, "lora_A")]
+        self._adapted: list[tuple[str, Any]] = [
+            (path, part) for path, part in self.parts if "lora_A" in part._modules
+        ]
         self._weights = identities((table, key) for _, table, key in places)
         self._edges = identities(edges)
         self.tensors: list[Tensor] = self._weights.values
         self._numbers = list(range(len(self.tensors)))
-        self._owned = [table for m in self.module.modules() for table in (m.__dict__, m._modules)]
+        self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         # optimize is about to set ``forward``
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
@@ -92,6 +97,22 @@ class ModuleState:
         self.pointers = _pointers(self.tensors)
         addresses = set(self.pointers)
         self.merged = [t for t in self.merged if t.data_ptr() in addresses]
+
+    def rescan(self) -> bool:
+        """Look at the module anew, and tell whether anything that a program is bound to is another.
+        Often nothing is: diffusers notes with which scale adapters were fused."""
+        before, tensors = self._bound_to(), self.tensors
+        self.scan()
+        is_other = before != self._bound_to()
+        del tensors  # they live until here, so that no other gets the id of one
+        return is_other
+
+    def _bound_to(self) -> tuple[Any, ...]:
+        """Return what tells bound programs apart, but for arguments: the graph by its structure,
+        and every tensor by its identity, its address and its steps in memory."""
+        strides = [tensor.stride() for tensor in self.tensors]
+        numbers = list(map(id, self.tensors))
+        return self.structure, self.replaced, numbers, self.pointers, strides
 
     def comparison(self) -> Callable[[], bool] | None:
         """Return a function that says whether all is as scanned: no module, setting or Parameter is
@@ -127,8 +148,8 @@ class ModuleState:
 
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""
-        if self._adapted:
-            return "a scale for all adapters, with adapters of which some are no plain LoRA"
+        if any(hasattr(type(part), "scale_layer") for _, part in self.parts):  # peft's own
+            return "a scale for all adapters, some of which peft computes beside the weights"
         if not self.effective:
             return ""
         if scale == 0:
@@ -259,9 +280,8 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     decide what a forward does."""
     return {
         k: v
-        for k, v in vars(module).items()
-        if not (k.startswith("_") or k in ("forward", "training") or is_left_over(module, k))
-        and is_plain(v)
+        for k, v in own_attributes(module)
+        if not (k.startswith("_") or k == "forward" or is_left_over(module, k)) and is_plain(v)
     }
 
 

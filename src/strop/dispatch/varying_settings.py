@@ -24,6 +24,7 @@ from strop.dispatch.signature import (
 )
 from strop.errors import UnsupportedError
 from strop.frontend.adapted_layers import is_left_over
+from strop.frontend.module_parts import own_attributes
 from strop.frontend.stable_text import is_plain
 
 Name = tuple[str, str]  # the path of a part, and its attribute
@@ -117,7 +118,7 @@ def _settings_with_floats(
     parts: Mapping[str, nn.Module],
 ) -> Iterator[tuple[Name, tuple[Skeleton, list[float]]]]:
     for path, part in parts.items():
-        for name, value in vars(part).items():
+        for name, value in own_attributes(part):
             if name.startswith("_") or is_left_over(part, name):
                 continue
             if type(value) in _CONTAINERS or type(value) is float:

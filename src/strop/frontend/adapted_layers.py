@@ -11,65 +11,34 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_LAYERS = "peft.tuners.lora.layer"
-
-
-def linear_delta(layer: Any, adapter: str) -> Tensor:
-    """Return B A, of a linear layer, in fp32."""
-    first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    product: Tensor = second.float() @ first.float()
-    return product
-
-
-def convolution_delta(layer: Any, adapter: str) -> Tensor:
-    """Return B A, of a convolution whose second factor is 1x1, in fp32."""
-    first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    flat: Tensor = second.float().flatten(1) @ first.float().flatten(1)
-    return flat.reshape(second.shape[0], *first.shape[1:])
-
-
-Delta = Callable[[Any, str], Tensor]
-# Of a wrapped layer: the class of the layer in it, and what an adapter of scale 1 adds to W0.
-FOLDED: Mapping[tuple[str, str], tuple[type[nn.Module], Delta]] = {
-    (_LAYERS, "Linear"): (nn.Linear, linear_delta),
-    (_LAYERS, "Conv2d"): (nn.Conv2d, convolution_delta),
-}
-
-
-def delta_of(layer: nn.Module) -> Delta:
-    return FOLDED[name_of(layer)][1]
+from strop.frontend.adapter_kinds import FOLDED, kind_of, name_of
+from strop.frontend.module_parts import has_other_forward
 
 
 def is_folded(layer: nn.Module) -> bool:
     """Tell whether a module is a wrapped layer that a plain one with another weight can stand for.
 
-    Variants such as DoRA, adapters with a bias, quantised and offloaded weights are none; nor is a
-    layer whose next call takes out what peft has merged into its weight.
+    Variants other than DoRA, adapters with a bias, quantised and offloaded weights are none; nor is
+    a layer whose next call takes out what peft has merged into its weight.
     """
-    name = name_of(layer)
-    if name not in FOLDED:
+    kind = FOLDED.get(name_of(layer))
+    if kind is None:
         return False
     wrapped: Any = layer
     base: Any = wrapped.base_layer
-    if type(base) is not FOLDED[name][0] or wrapped.lora_variant:
+    if type(base) is not kind.base or any(map(has_other_forward, (layer, base))):
         return False
-    if wrapped.merged_adapters and wrapped.disable_adapters:
-        return False
-    if any(wrapped.lora_bias.values()) or getattr(wrapped, "fan_in_fan_out", False):
-        return False
-    if getattr(base, "groups", 1) != 1 or any(map(_has_other_forward, (layer, base))):
-        return False
-    if not all(_looks_alike(base, first) for first in wrapped.lora_A.values()):
+    if (wrapped.merged_adapters and wrapped.disable_adapters) or not kind.is_exact(wrapped):
         return False
     own: Any = base.weight
-    return all(_is_plain(weight, own.device) for weight in (own, *factors(layer)))
+    return all(_is_plain(weight, own.device) for weight in (own, *kind.tensors(layer)))
 
 
 def scale_argument(module: nn.Module) -> str:
@@ -109,10 +78,10 @@ def _code_under(decorate: Any) -> CodeType:
     return code
 
 
-def may_fold(module: nn.Module) -> bool:
+def may_fold(module: nn.Module, parts: Iterable[nn.Module]) -> bool:
     """Tell whether no code of the module itself acts on adapters while it runs, except by its
-    ``scale_argument``: there would be none on which it could act."""
-    kinds: set[Any] = set(map(type, module.modules()))
+    ``scale_argument``: there would be none on which it could act. ``parts``: all of it."""
+    kinds: set[Any] = set(map(type, parts))
     forwards = {kind.forward for kind in kinds if not kind.__module__.startswith("peft.")}
     if scale_argument(module):
         own: Any = type(module).forward
@@ -131,9 +100,8 @@ ACTS = frozenset(
         "enable_adapters",
         "disable_adapters",
         "scaling",
-        "lora_A",
-        "lora_B",
         "base_layer",
+        *(name for kind in FOLDED.values() for name in kind.tables),
     )
 )
 
@@ -148,55 +116,14 @@ def is_left_over(module: nn.Module, name: str) -> bool:
     return name == "lora_scale" and hasattr(type(module), "fuse_lora")
 
 
-def factors(layer: Any) -> Iterator[Tensor]:
-    """Yield both factors of each adapter of a wrapped layer, of inactive ones too."""
-    for adapter in layer.lora_A.keys() & layer.lora_B.keys():
-        yield layer.lora_A[adapter].weight
-        yield layer.lora_B[adapter].weight
-
-
 def active_adapters(layer: Any) -> list[str]:
     """Return the adapters that count beside W0 at present, in the order in which peft adds them.
     Those that are merged are in W0, and others do not count meanwhile."""
-    if layer.disable_adapters or layer.merged_adapters:
+    own = layer.__dict__
+    if own["_disable_adapters"] or own["merged_adapters"]:
         return []
-    return [name for name in layer.active_adapters if name in layer.lora_A]
-
-
-def plain_parts(
-    module: nn.Module, path: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what ``module.named_modules()`` does, with plain layers in the place of wrapped ones.
-    A module that occurs twice comes once."""
-    seen = set() if seen is None else seen
-    if is_folded(module):
-        module = module.base_layer  # type: ignore[assignment]
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from plain_parts(child, f"{path}.{name}" if path else name, seen)
-
-
-def name_of(layer: nn.Module) -> tuple[str, str]:
-    """Return the module and the name of a layer's class: peft is not imported for it."""
-    return type(layer).__module__, type(layer).__name__
-
-
-def _has_other_forward(module: nn.Module) -> bool:
-    return "forward" in module.__dict__
-
-
-# What decides how a convolution looks at its input.
-WINDOW = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-
-
-def _looks_alike(base: nn.Module, first: nn.Module) -> bool:
-    """Tell whether the first factor of an adapter sees the input as the layer does. That of a
-    convolution has zeros around and no dilation, whatever the layer has (peft 0.21)."""
-    return all(getattr(base, name, None) == getattr(first, name, None) for name in WINDOW)
+    kind = kind_of(layer)
+    return [name for name in layer.active_adapters if kind.has(layer, name)]
 
 
 def _is_plain(weight: Any, device: torch.device) -> bool:

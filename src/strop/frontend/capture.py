@@ -49,6 +49,7 @@ from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.low_rank_layers import stand_in
+from strop.frontend.module_parts import has_other_forward, own_attributes
 from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
@@ -123,18 +124,21 @@ def state_places(
     devices = {weight.device for weight in weights if weight is not None}
     for path, owner in parts:
         own = tables.get(id(owner), owner._parameters)
-        for table in (own, owner._buffers, owner.__dict__):
+        start = f"{path}." if path else ""
+        for table in (own, owner._buffers):
             for key, tensor in table.items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                if table is not owner.__dict__ or _is_data(tensor, devices):
+                if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield f"{path}.{key}" if path else key, table, key
+                    yield start + key, table, key
+        for key, value in own_attributes(owner):
+            if type(value) is Tensor and id(value) not in seen and _is_data(value, devices):
+                seen.add(id(value))
+                yield start + key, owner.__dict__, key
 
 
-def _is_data(value: Any, devices: Set[torch.device]) -> bool:
-    """Tell whether a plain attribute is a tensor beside the weights that programs can read."""
-    if type(value) is not Tensor or value.requires_grad or value.layout is not torch.strided:
+def _is_data(value: Tensor, devices: Set[torch.device]) -> bool:
+    """Tell whether a tensor that is a plain attribute is one that programs can read."""
+    if value.requires_grad or value.layout is not torch.strided:
         return False
     is_whole = not value.is_quantized and not value.is_nested
     return (
@@ -142,15 +146,6 @@ def _is_data(value: Any, devices: Set[torch.device]) -> bool:
         and (not devices or value.device in devices)
         and bool(is_non_overlapping_and_dense_or_false(value))
     )
-
-
-def has_other_forward(module: nn.Module) -> bool:
-    """Tell whether somebody has put a function of their own in the place of the class's forward."""
-    own = module.__dict__.get("forward")
-    if own is None or getattr(own, "is_strop", False):
-        return False
-    is_bound = getattr(own, "__self__", None) is module  # as hooks leave it when they are removed
-    return not (is_bound and getattr(own, "__func__", None) is type(module).forward)
 
 
 _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name}

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.errors import CaptureError
-from strop.frontend.adapted_layers import is_folded, name_of
+from strop.frontend.adapted_layers import is_folded
+from strop.frontend.adapter_kinds import name_of
 
 # Names of the Parameters that a stand-in has besides those of the layer.
 DOWN, UP, ROWS = "low_rank_a", "low_rank_b", "low_rank_rows"

@@ -35,6 +35,10 @@ class DenoiseLoop:
 
     def end(self) -> None:
         self.is_running, self.timesteps = False, None
+        self.forget()
+
+    def forget(self) -> None:
+        """Have the next step compute anew what steps share."""
         for kept in [found() for found in self.kept.valuerefs()]:
             if kept is not None:
                 kept.forget()
