@@ -145,9 +145,7 @@ class ModuleState:
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""
         if any(hasattr(type(part), "scale_layer") for _, part in self.parts):  # peft's own
-            return (
-                "a scale for all adapters, some of which peft computes beside the weights"
-            )
+            return "a scale for all adapters, some of which peft computes beside the weights"
         if not self.effective:
             return ""
         if scale == 0:
