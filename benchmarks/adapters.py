@@ -24,6 +24,7 @@ from peft import LoraConfig
 import strop
 from strop.bench import environment
 from strop.bench.infer_rows import MODELS
+from strop.runtime.run import cuda_graphs
 
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
 SIZES = {"sd15-unet": (512, 512), "sdxl-unet": (1024, 1024)}
@@ -114,6 +115,7 @@ def wait(unet: Any, call: Callable[[], None]) -> dict[str, Any]:
         "seconds": round(seconds, 4),
         "traces": dispatcher.variants.num_captures,
         "rebinds": dispatcher.counters.rebinds,
+        "graphs": sum(pool.num_captures for pool in cuda_graphs._POOLS.values()),
         "weight_writes": dispatcher.counters.weight_writes,
         "eager_calls": dispatcher.counters.eager_calls,
         "launches": dispatcher.counters.launches,

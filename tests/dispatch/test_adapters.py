@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import strop
 from strop.dispatch.effective_weights import EffectiveWeights
 from strop.frontend.adapted_layers import scale_argument
+from strop.runtime.run.cuda_graphs import pool_of
 from tests.e2e import tiny
 
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "conv_shortcut")
@@ -145,6 +146,32 @@ def test_what_is_bound_stays_bound_while_adapters_change(tmp_path: Path) -> None
     assert list(fast.forward._entries.values()) == [entry]
     assert entry.bounds == bounds
     assert fast.forward.variants.num_captures == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_graphs_stay_captured_while_adapters_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    eager, fast = (unet.cuda() for unet in unets(tmp_path))
+    given = [SAMPLE.cuda(), 7, PROMPT.cuda()]
+    for unet in (eager, fast):
+        add(unet)
+        unet.cuda()
+    pool = pool_of(torch.device("cuda", torch.cuda.current_device()))
+    with torch.no_grad():
+        for _ in range(3):  # a graph is captured at the second use
+            fast(*given)
+        captures, replays = pool.num_captures, fast.forward.counters.replays
+        for number, name in enumerate(KEEPING):
+            for unet in (eager, fast):
+                CHANGES[name](unet)
+                unet.cuda()
+            wanted, found = eager(*given).sample, fast(*given).sample
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+            assert pool.num_captures == captures, name
+            assert fast.forward.counters.replays == replays + number + 1, name
 
 
 def test_the_first_call_with_adapters_takes_the_plain_graph_from_the_disk(tmp_path: Path) -> None:

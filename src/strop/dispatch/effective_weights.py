@@ -60,6 +60,13 @@ class AdaptedLayer:
         ours = self.weight
         return (own.shape, own.dtype, own.device) == (ours.shape, ours.dtype, ours.device)
 
+    def parts(self) -> list[Tensor]:
+        """Return what is added to W0, and scales that are tensors: peft makes those for a hot swap,
+        which writes to them."""
+        scales = self.wrapped.__dict__["scaling"].values()
+        found = [scale for scale in scales if isinstance(scale, Tensor)]
+        return self.kind.tensors(self.wrapped) + found
+
     def sum(self, scale: float) -> WeightSum:
         """Return what the weight is to be; ``scale`` multiplies that of each adapter."""
         wrapped, kind = self.wrapped, self.kind
@@ -191,7 +198,7 @@ class EffectiveWeights:
         self._settings = KnownSettings(chain.from_iterable(one.sources() for one in layers))
         self._hint = KnownSettings(layers[0].sources())
         bases = [layer.own for layer in layers]
-        found = [t for layer in layers for t in layer.kind.tensors(layer.wrapped)]
+        found = [t for layer in layers for t in layer.parts()]
         known, self._watched = self._watched, [*bases, *found]
         self._versions = list(map(_VERSION, bases))
         self._pointers = list(map(Tensor.data_ptr, self._watched))
