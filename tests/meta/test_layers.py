@@ -64,6 +64,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "diffusion": (
         "errors",
         "options",
+        "wording",
         "api",
         "ir.tensor_spec",
         "dispatch.adapter",
@@ -123,6 +124,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "api",
         "bench",
         "debug",
+        "diffusion.adapter_loading",
         "models",
         "dispatch",
         "runtime",
