@@ -148,9 +148,12 @@ def pickled(path: Path) -> None:
     torch.save(SD, path)
 
 
-def cut(path: Path) -> None:
-    save_file(SD, path)
-    path.write_bytes(path.read_bytes()[:-300])
+def cut_at(end: int) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        save_file(SD, path)
+        path.write_bytes(path.read_bytes()[:end])
+
+    return write
 
 
 def text(content: str) -> Callable[[Path], object]:
@@ -158,7 +161,12 @@ def text(content: str) -> Callable[[Path], object]:
 
 
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "cut": ("a.safetensors", cut, r"has 19,\d+ bytes of 19,\d+, and ends within unet\.up_blocks"),
+    "cut": (
+        "a.safetensors",
+        cut_at(-300),
+        r"bytes of 19,\d+, and ends within unet\.up",
+    ),
+    "cut in its header": ("a.safetensors", cut_at(99), "it ends within its list of keys"),
     "empty": ("a.safetensors", text(""), "it is empty"),
     "a page": ("a.safetensors", text("<!doctype html>" * 9), "it is a page of the web"),
     "git lfs": (

@@ -22,6 +22,7 @@ from strop.wording import counted
 SAFE = ".safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
+_MOST_HEADER = 100_000_000  # bytes, by the format
 _LISTED = 5  # names of files in a message
 
 
@@ -120,8 +121,8 @@ def _file_in(
         return _guess(folder, there)
     has = ", ".join(path.name for path in there[:_LISTED]) or "no file with weights"
     raise AdapterError(
-        f"{folder} has no {' or '.join(wanted)}; it has {has}. Give the name of a file with"
-        " weight_name=..."
+        f"{folder} has no {' or '.join(wanted)}; it has {has}. Give the file itself, or its"
+        " name as weight_name=..."
     )
 
 
@@ -174,6 +175,8 @@ def _damage(file: Path, head: bytes) -> str:
         return "it is the pointer of Git LFS, not the file itself; run: git lfs pull"
     if head.lstrip()[:1] == b"<":
         return "it is a page of the web; download the file itself"
+    if head[8:9] == b"{" and size < 8 + int.from_bytes(head[:8], "little") < _MOST_HEADER:
+        return "it ends within its list of keys; download or save it again"
     cut = _cut_off(file, size)
     if cut is None:
         return "it does not begin as safetensors do; download or save it again"
