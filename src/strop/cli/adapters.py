@@ -111,7 +111,7 @@ IpImageOption = Annotated[
 
 
 @dataclass(frozen=True)
-class Extras:
+class Additions:
     """Hold what a command line adds to a model. ``controls`` and ``prompts`` are folders or files
     of weights, each with its picture."""
 
@@ -121,12 +121,12 @@ class Extras:
     pictures: Mapping[Path, Image] = field(default_factory=dict)
 
 
-def find_extras(
+def find_additions(
     loras: Sequence[ScaledFile] | None,
     controls: tuple[Sequence[Path] | None, Sequence[ScaledFile] | None],
     prompts: tuple[Sequence[Path] | None, Sequence[ScaledFile] | None],
     model: ModelFolder,
-) -> Extras:
+) -> Additions:
     """Read and check all files before anything slow starts. Raises BadParameter for options that
     lack another, CommandError or AdapterError for files."""
     nets = _paired(controls, "--controlnet", "--control-image")
@@ -145,7 +145,7 @@ def find_extras(
                     f"there is no file {lora.path}; --lora takes a .safetensors file"
                 )
             find_source(lora.path, LORA)
-    return Extras(loras or (), nets, adapters, pictures)
+    return Additions(loras or (), nets, adapters, pictures)
 
 
 def _paired(
@@ -229,14 +229,14 @@ def _adapter_file(path: Path) -> Path:
     return path
 
 
-def add_extras(pipe: Any, extras: Extras, dtype: torch.dtype) -> Any:
+def add_to(pipe: Any, additions: Additions, dtype: torch.dtype) -> Any:
     """Return the pipeline with all that the command line adds. Raises AdapterError for what does
     not fit, and CommandError for what does not open."""
-    _add_loras(pipe, extras.loras)
-    if extras.controls:
-        pipe = _with_controlnets(pipe, [folder for folder, _ in extras.controls], dtype)
-    if extras.prompts:
-        _add_ip_adapters(pipe, extras.prompts)
+    _add_loras(pipe, additions.loras)
+    if additions.controls:
+        pipe = _with_controlnets(pipe, [folder for folder, _ in additions.controls], dtype)
+    if additions.prompts:
+        _add_ip_adapters(pipe, additions.prompts)
     return pipe
 
 
@@ -308,18 +308,18 @@ def _add_ip_adapters(pipe: Any, prompts: Sequence[tuple[Path, ScaledFile]]) -> N
     pipe.set_ip_adapter_scale([file.scale for _, file in prompts])
 
 
-def call_arguments(extras: Extras, size: PictureSize) -> dict[str, Any]:
+def call_arguments(additions: Additions, size: PictureSize) -> dict[str, Any]:
     """Return what a call of the pipeline is given for ControlNets and IP-Adapters."""
     found: dict[str, Any] = {}
-    if extras.controls:
-        files = [file for _, file in extras.controls]
-        images = [_as_large(extras.pictures[file.path], file.path, size) for file in files]
+    if additions.controls:
+        files = [file for _, file in additions.controls]
+        images = [_as_large(additions.pictures[file.path], file.path, size) for file in files]
         scales = [file.scale for file in files]
         is_one = len(files) == 1
         found["image"] = images[0] if is_one else images
         found["controlnet_conditioning_scale"] = scales[0] if is_one else scales
-    if extras.prompts:
-        found["ip_adapter_image"] = [extras.pictures[file.path] for _, file in extras.prompts]
+    if additions.prompts:
+        found["ip_adapter_image"] = [additions.pictures[file.path] for _, file in additions.prompts]
     return found
 
 

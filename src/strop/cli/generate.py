@@ -11,9 +11,9 @@ from rich.table import Table
 
 from strop.cli import adapters, arguments, models
 from strop.cli.adapters import (
+    Additions,
     ControlImageOption,
     ControlNetOption,
-    Extras,
     IpAdapterOption,
     IpImageOption,
     LoraOption,
@@ -142,8 +142,10 @@ def command(
     if found.is_sprites:
         prompt = arguments.check_prompt(prompt)
         negative = arguments.check_prompt(negative, "'--negative'") if negative else ""
-    extras = adapters.find_extras(lora, (controlnet, control_image), (ip_adapter, ip_image), found)
-    more = adapters.call_arguments(extras, size)
+    additions = adapters.find_additions(
+        lora, (controlnet, control_image), (ip_adapter, ip_image), found
+    )
+    more = adapters.call_arguments(additions, size)
     where = arguments.chosen_device(device)
     kind = arguments.chosen_dtype(dtype, where)
 
@@ -152,7 +154,7 @@ def command(
     request = PictureRequest(
         prompt, size, steps, found.guidance if guidance is None else guidance, seed, negative, more
     )
-    _generate(found, extras, kind, where, request, outputs, optimize, threads)
+    _generate(found, additions, kind, where, request, outputs, optimize, threads)
 
 
 def _beside(output: Path) -> Path:
@@ -161,7 +163,7 @@ def _beside(output: Path) -> Path:
 
 def _generate(
     model: models.ModelFolder,
-    extras: Extras,
+    additions: Additions,
     dtype: Any,
     device: str,
     request: PictureRequest,
@@ -176,7 +178,7 @@ def _generate(
 
     clock, before = StageSeconds(), CoreUse.now()
     with clock.stage("load"), spinner(f"loading {model.name}"):
-        pipe = adapters.add_extras(models.load(model, dtype, device), extras, dtype)
+        pipe = adapters.add_to(models.load(model, dtype, device), additions, dtype)
     arguments.check_length(pipe, request.prompt)
     arguments.check_length(pipe, request.negative, "negative prompt")
     _set_threads(threads, before)
