@@ -255,6 +255,15 @@ def kohya(state: State) -> State:
     return found
 
 
+def test_the_key_has_the_name_of_the_file(subject: Subject) -> None:
+    """diffusers knows the layers of other tools' files by other names."""
+    bad = kohya(changed(SD, lambda v: v[:, :7], f"{TO_Q}.lora_A"))
+    expected = rf"unet\.{TO_Q}\S+ has the shape.*the file calls it lora_unet_\S+to_q\.lora_down"
+    with pytest.raises(AdapterError, match=expected):
+        subject.pipe.load_lora_weights(bad, adapter_name="new")
+    subject.is_as_it_was()
+
+
 def warned_of(state: State) -> State:
     """A key for a layer that the model lacks, of which diffusers warns."""
     return state | {f"unet.{TO_Q}_absent.lora_A.weight": torch.ones(2, 16)}
