@@ -40,3 +40,9 @@ class PatternError(StropError, ValueError):
 
 class TrainingError(StropError, RuntimeError):
     """A training cannot start or go on; the message says what is kept, and how to continue."""
+
+
+class AdapterError(StropError, ValueError, RuntimeError):
+    """A file with an adapter is damaged, or does not fit the pipeline, which stays as it was.
+    diffusers and peft raise a ValueError or a RuntimeError for these: code that catches either goes
+    on working."""

@@ -65,6 +65,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "diffusion": (
         "errors",
         "options",
+        "wording",
         "api",
         "ir.tensor_spec",
         "dispatch.adapter",
@@ -124,6 +125,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "api",
         "bench",
         "debug",
+        "diffusion.adapter_files",
+        "diffusion.adapter_loading",
+        "diffusion.snapshots",
         "models",
         "dispatch",
         "runtime",

@@ -9,7 +9,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from strop.cli import arguments, models
+from strop.cli import adapters, arguments, models
+from strop.cli.adapters import (
+    Additions,
+    ControlImageOption,
+    ControlNetOption,
+    IpAdapterOption,
+    IpImageOption,
+    LoraOption,
+)
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
@@ -22,6 +30,11 @@ EXAMPLES = """[bold]Examples[/]
 $ strop generate "a red circle above a blue square on a white background" -o out.png
 $ strop generate "a small green star at the top left" --size 64x96 --seed 3 --compare
 $ strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30
+
+[bold]With adapters[/]
+$ strop generate "a castle" --model ./sd --lora style.safetensors:0.8 --lora ink.safetensors:0.4
+$ strop generate "a room" --model ./sd --controlnet ./depth --control-image depth.png:0.7
+$ strop generate "a cat" --model ./sd --ip-adapter ip-adapter_sd15.safetensors --ip-image cat.png
 """
 
 PromptArgument = Annotated[
@@ -101,6 +114,11 @@ def command(
     threads: ThreadsOption = 0,
     optimize: OptimizeOption = True,
     compare: CompareOption = False,
+    lora: LoraOption = None,
+    controlnet: ControlNetOption = None,
+    control_image: ControlImageOption = None,
+    ip_adapter: IpAdapterOption = None,
+    ip_image: IpImageOption = None,
 ) -> None:
     """Draw a picture from a text, and tell how many seconds each stage took.
 
@@ -124,15 +142,19 @@ def command(
     if found.is_sprites:
         prompt = arguments.check_prompt(prompt)
         negative = arguments.check_prompt(negative, "'--negative'") if negative else ""
+    additions = adapters.find_additions(
+        lora, (controlnet, control_image), (ip_adapter, ip_image), found
+    )
+    more = adapters.call_arguments(additions, size)
     where = arguments.chosen_device(device)
     kind = arguments.chosen_dtype(dtype, where)
 
     from strop.cli.sampling import PictureRequest
 
     request = PictureRequest(
-        prompt, size, steps, found.guidance if guidance is None else guidance, seed, negative
+        prompt, size, steps, found.guidance if guidance is None else guidance, seed, negative, more
     )
-    _generate(found, kind, where, request, outputs, optimize, threads)
+    _generate(found, additions, kind, where, request, outputs, optimize, threads)
 
 
 def _beside(output: Path) -> Path:
@@ -141,6 +163,7 @@ def _beside(output: Path) -> Path:
 
 def _generate(
     model: models.ModelFolder,
+    additions: Additions,
     dtype: Any,
     device: str,
     request: PictureRequest,
@@ -155,7 +178,7 @@ def _generate(
 
     clock, before = StageSeconds(), CoreUse.now()
     with clock.stage("load"), spinner(f"loading {model.name}"):
-        pipe = models.load(model, dtype, device)
+        pipe = adapters.add_to(models.load(model, dtype, device), additions, dtype)
     arguments.check_length(pipe, request.prompt)
     arguments.check_length(pipe, request.negative, "negative prompt")
     _set_threads(threads, before)

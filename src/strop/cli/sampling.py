@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from strop.wording import counted
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """Say what to draw. The noise comes from the CPU, so a seed means the same on every device."""
+    """Say what to draw. The noise comes from the CPU, so a seed means the same on every device.
+    ``more`` are arguments of the pipeline for what is added to the model."""
 
     prompt: str
     size: PictureSize
@@ -27,6 +28,7 @@ class PictureRequest:
     guidance: float
     seed: int = 0
     negative: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def draw(pipe: Any, request: PictureRequest, on_step: Step = lambda: None) -> Te
         generator=torch.Generator().manual_seed(request.seed),
         callback_on_step_end=after_step,
         output_type="pt",
+        **request.more,
     ).images
     pixels = images[0].float().cpu()
     if not bool(torch.isfinite(pixels).all()):

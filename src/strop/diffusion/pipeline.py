@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from strop.api import optimize_module, restore
+from strop.diffusion.adapter_loading import ROADS, check_adapters
 from strop.diffusion.changes import Changes, SharedChanges, in_force, undo_at
 from strop.diffusion.denoise_loops import around, is_watched, kinds, watch_pipelines
 from strop.diffusion.noise import PLACE, draw_without_waiting
@@ -33,7 +34,8 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``),
     that diffusers looks for offloaded weights in less time (``offloading.py``), that nobody waits
     for noise on its way to the GPU (``noise.py``), and that pictures become bytes before they are
-    copied to the host (``pictures.py``). All of it is for optimised pipelines alone.
+    copied to the host (``pictures.py``). Files with adapters are looked at before they are loaded
+    (``adapter_loading.py``). All of it is for optimised pipelines alone.
 
     Raises OptionError for a pipeline that has none of them.
     """
@@ -149,8 +151,8 @@ class _MarkedBar:
 
 def _import_diffusers() -> None:
     """Import what will be changed, since whoever changes it cannot wait for imports (``LOCK``)."""
-    for where in (PLACE, HOOKS, *(where for where, _ in QUICK)):
-        with suppress(ImportError):
+    for where in (PLACE, HOOKS, *(w for w, _ in QUICK), *(w for w, _, _ in ROADS)):
+        with suppress(ImportError, RuntimeError):
             importlib.import_module(where)
     kinds()
 
@@ -160,6 +162,7 @@ def _change_diffusers(changes: Changes) -> None:
     search_quickly(changes)
     draw_without_waiting(changes)
     watch_pipelines(changes, _compile_like)
+    check_adapters(changes)
 
 
 SHARED = SharedChanges(_change_diffusers)

@@ -1,0 +1,113 @@
+"""Remember what a pipeline is made of, and put it back.
+
+Loading an adapter wraps layers, freezes weights, moves modules and writes settings in many places.
+If it fails half-way, a snapshot that was taken before gives back the very objects: modules, weights
+and tables stay the same ones, so that what was compiled for them goes on serving them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (dict, list, set)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # others, such as quantised ones, are never written to
+
+
+class Snapshot:
+    """Hold what a pipeline, its modules and their configurations are made of.
+
+    Weights are not copied: only those of the adapter ``rewritten``, whose values a hot swap writes
+    over.
+    """
+
+    def __init__(self, pipe: Any, rewritten: str | None = None) -> None:
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor, bool]] = []
+        self._values: list[tuple[Tensor, Tensor]] = []
+        for owner in _owners(pipe):
+            self._note(owner)
+        for path, part in modules_of(pipe):
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if type(tensor) in _PLAIN:
+                    assert tensor is not None
+                    self._tensors.append((tensor, tensor.data, tensor.requires_grad))
+                    if rewritten in (*path.split("."), name):
+                        self._values.append((tensor.data, tensor.detach().clone()))
+
+    def _note(self, owner: Any) -> None:
+        table = vars(owner)
+        self._tables.append((table, dict(table)))
+        for name, value in table.items():
+            if type(value).__module__ in ("builtins", "collections") and isinstance(
+                value, _CONTAINERS
+            ):
+                self._contents.append((value, value.copy()))
+                if name == "scaling":
+                    scales = (s for s in dict(value).values() if isinstance(s, Tensor))
+                    self._values += [(scale, scale.detach().clone()) for scale in scales]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make everything what it was. Tables are changed in place, as others hold them too."""
+        for table, before in self._tables:
+            if not _is_same(table, before):
+                table.clear()
+                table.update(before)
+        for container, content in self._contents:
+            if not _is_same(container, content):
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+        for tensor, data, needs_gradient in self._tensors:
+            if (tensor.data_ptr(), tensor.shape) != (data.data_ptr(), data.shape):
+                tensor.data = data
+            if tensor.requires_grad != needs_gradient:
+                tensor.requires_grad_(needs_gradient)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+
+
+@contextmanager
+def unchanged_on_error(pipe: Any, rewritten: str | None = None) -> Iterator[None]:
+    """Put back what a pipeline was made of if the body raises."""
+    snapshot = Snapshot(pipe, rewritten)
+    try:
+        yield
+    except BaseException:
+        snapshot.put_back()
+        raise
+
+
+def components_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the modules of a pipeline by their names."""
+    return {name: part for name, part in vars(pipe).items() if isinstance(part, nn.Module)}
+
+
+def modules_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    for component in components_of(pipe).values():
+        yield from component.named_modules()
+
+
+def _owners(pipe: Any) -> Iterator[Any]:
+    """Yield everything with attributes that loading may set."""
+    yield pipe
+    for _, part in modules_of(pipe):
+        yield part
+    for component in components_of(pipe).values():
+        config = getattr(component, "config", None)
+        if hasattr(config, "__dict__"):
+            yield config
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Tell whether two containers hold the very same objects in the same order."""
+    if isinstance(now, set):
+        return bool(now == before)
+    keys = not isinstance(now, dict) or list(now) == list(before)
+    values = [list(c.values()) if isinstance(c, dict) else c for c in (now, before)]
+    return keys and list(map(id, values[0])) == list(map(id, values[1]))
