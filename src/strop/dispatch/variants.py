@@ -40,7 +40,7 @@ from strop.dispatch.signature import (
 )
 from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CaptureError, ShapeError, UnsupportedError
-from strop.frontend.capture import Captured, NumbersNeeded, Same, capture
+from strop.frontend.capture import Captured, NumbersNeeded, Same, Watch, capture
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import Contents, with_objects
 from strop.ir.program import NumberGuard, Program
@@ -414,11 +414,10 @@ class VariantStore:
             return with_objects(result, (args, kwargs), contents)
 
         effects, parts, entered = Effects(clone), list(clone.modules()), {id(clone)}
-        for part in parts:
-            part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
+        watch = Watch(effects.so_far, lambda part: entered.add(id(part)))
         try:
-            captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers)
+            captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers, watch)
         finally:
             effects.undo()
         if written := effects.check():
