@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,15 +52,15 @@ class Stack(nn.Module):
 def num_copied(module: nn.Module, *args: Tensor) -> int:
     """Compile, compare with eager at two sizes, and count the blocks that were copied."""
     copied: list[int] = []
-    own = RepeatedBlocks._copied
+    own = RepeatedBlocks.run_like
 
-    def counted(*args: object) -> object:
+    def counted(*args: Any) -> Any:
         copied.append(1)
-        return own(*args)  # type: ignore[arg-type]
+        return own(*args)
 
     module.eval()
     wanted = [module(*args), module(*(a[:1] for a in args))]
-    with mock.patch.object(RepeatedBlocks, "_copied", counted):
+    with mock.patch.object(RepeatedBlocks, "run_like", counted):
         strop.optimize(module, options=strop.Options(cache_dir=tempfile.mkdtemp(dir=FOLDER.name)))
         found = [module(*args), module(*(a[:1] for a in args))]
     assert not strop.explain(module).fallbacks
@@ -85,7 +86,7 @@ def test_equal_blocks_are_traced_once():
 def test_the_graph_is_that_of_a_whole_trace():
     module = Stack([Block(gain=0.5) for _ in range(3)]).eval()
     shared = trace(module, "b n 8", b=2, n=5)
-    with mock.patch.object(repeated_blocks, "_candidates", return_value=()):
+    with mock.patch.object(repeated_blocks, "repeated", return_value=()):
         whole = trace(module, "b n 8", b=2, n=5)
     assert shared.ops() == whole.ops()
     nodes = [list(t.captured.gm.graph.nodes) for t in (shared, whole)]

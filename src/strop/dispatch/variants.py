@@ -40,9 +40,10 @@ from strop.dispatch.signature import (
 )
 from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CaptureError, ShapeError, UnsupportedError
-from strop.frontend.capture import Captured, NumbersNeeded, Same, Watch, capture
+from strop.frontend.capture import Captured, NumbersNeeded, Same, capture
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import Contents, with_objects
+from strop.frontend.repeated_blocks import Watch
 from strop.ir.program import NumberGuard, Program
 from strop.ir.source import KernelSource
 from strop.ir.tensor_spec import TensorSpec

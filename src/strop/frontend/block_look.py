@@ -8,6 +8,7 @@ no look.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
@@ -79,6 +80,51 @@ def module_look(block: nn.Module) -> Hashable:
         )
     except _NoLookError:
         return None
+
+
+def repeated(module: nn.Module, least_parts: int) -> list[nn.Module]:
+    """Return the modules in ``module`` that are built like another one, but for those with fewer
+    parts than that. One inside of another counts only where it repeats in there."""
+    builds, sizes = dict[int, int](), dict[int, int]()
+    _build(module, {}, builds, sizes)
+    found: list[nn.Module] = []
+
+    def visit(whole: nn.Module) -> None:
+        inside = [part for part in whole.modules() if part is not whole]
+        counts = Counter(builds[id(part)] for part in inside)
+        blocks = [part for part in inside if counts[builds[id(part)]] > 1 and may_be(part)]
+        within = {id(p) for block in blocks for p in block.modules() if p is not block}
+        for block in blocks:
+            if id(block) not in within:
+                found.append(block)
+                visit(block)
+
+    def may_be(part: nn.Module) -> bool:
+        is_container = type(part).forward is nn.Module.forward
+        return sizes[id(part)] >= least_parts and not is_container
+
+    visit(module)
+    return list({id(block): block for block in found}.values())
+
+
+def _build(
+    part: nn.Module, seen: dict[Hashable, int], builds: dict[int, int], sizes: dict[int, int]
+) -> int:
+    """Return a number for how a module is built, the same for those built alike."""
+    if id(part) not in builds:
+        children = [(n, c) for n, c in part._modules.items() if c is not None]
+        inner = tuple((name, _build(child, seen, builds, sizes)) for name, child in children)
+        sizes[id(part)] = 1 + sum(sizes[id(child)] for _, child in children)
+        state = tuple(
+            None if t is None else (t.shape, t.dtype, t.requires_grad)
+            for t in (*part._parameters.values(), *part._buffers.values())
+        )
+        try:
+            key: Hashable = (type(part), _attributes(part), inner, state)
+        except _NoLookError:
+            key = id(part)
+        builds[id(part)] = seen.setdefault(key, len(seen))
+    return builds[id(part)]
 
 
 def _attributes(part: nn.Module) -> Hashable:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +54,7 @@ from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
-from strop.frontend.repeated_blocks import RepeatedBlocks
+from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, Watch
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
@@ -99,16 +99,6 @@ class Captured:
     number_guards: tuple[NumberGuard, ...] = ()  # what it asks about numbers that are inputs
     has_gradients: bool = False  # whether it turns gradients on: which weights want one matters
     same: tuple[Same, ...] = ()  # leaves of its result that are other tensors themselves
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Hold what a trace asks and tells those who have begun it: ``surroundings`` gives what code
-    has changed outside of arguments and weights so far; ``entered`` hears of each module that is
-    traced, or copied."""
-
-    surroundings: Callable[[], Hashable] = tuple
-    entered: Callable[[nn.Module], object] = id
 
 
 Tables = Mapping[int, dict[str, Any]]  # Parameters that stand for a layer's own, by its id
@@ -219,7 +209,7 @@ def capture(
     specs: Sequence[TensorSpec],
     hints: Mapping[str, int],
     numbers: Sequence[float] = (),
-    watch: Watch = Watch(),
+    watch: Watch = UNWATCHED,
 ) -> Captured:
     """Trace ``call(*tensors, *numbers)``, which runs ``module``, with symbolic sizes and numbers.
     The last ``specs`` are those of the numbers, each a tensor without dims. Weights require a
@@ -463,7 +453,7 @@ def _trace(
         tracing(module, mode, reads, origins, watch.entered),
         texts,
         # what torch takes writes out of is wrapped, and has no node of its own
-        nullcontext() if transform else RepeatedBlocks(module, origins, reads, watch).watched(),
+        nullcontext() if transform else RepeatedBlocks(module, origins, watch, reads).watched(),
     ):
         function = transform(flat) if transform else flat
         gm = make_fx(function, DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
