@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import strop
 from strop.frontend import repeated_blocks
 from strop.frontend.repeated_blocks import RepeatedBlocks
+from strop.frontend.repeated_gradients import RepeatedGradients
 from tests.frontend.tracing import trace
 
 FOLDER = tempfile.TemporaryDirectory()  # of caches: each test traces
@@ -280,3 +281,62 @@ def test_one_tensor_given_twice():
 def test_a_block_that_comes_twice():
     block = Block()
     assert num_copied(Stack([block, Block(), block]), X) == 2
+
+
+def _gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    given = x.clone().requires_grad_()
+    result = module(given)
+    (result * torch.linspace(0.5, 2, result.numel()).view(result.shape)).sum().backward()
+    assert given.grad is not None
+    return [
+        result.detach(),
+        given.grad,
+        *(p.grad for p in module.parameters() if p.grad is not None),
+    ]
+
+
+class Both(Block):
+    """A block with two results, of which the second one is an argument of the next one."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        found = super().forward(x)
+        return found, found * x
+
+
+def _both(number: int, block: nn.Module, x: Tensor) -> Tensor:
+    first, second = block(x)
+    return first + second if number else first
+
+
+TRAINED: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "plain": (lambda: Stack([Block() for _ in range(4)]), 3),
+    # autograd writes gradients of parts into others by their places in memory
+    "writes": (lambda: Stack([Writing("own") for _ in range(3)]), 0),
+    "two results": (lambda: Stack([Both() for _ in range(3)], _both), 2),
+    "one block twice": (lambda: Stack([block := Block(), Block(), block]), 2),
+    "within blocks": (lambda: Stack([Stack([Block() for _ in range(3)]) for _ in range(3)]), 4),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_are_those_of_eager(name: str):
+    build, times = TRAINED[name]
+    module, copied = build().train(), []
+    own = RepeatedGradients.run_like
+
+    def counted(*args: Any) -> Any:
+        copied.append(1)
+        return own(*args)
+
+    with torch.enable_grad():
+        wanted = [_gradients(module, X), _gradients(module, X[:1])]
+        with mock.patch.object(RepeatedGradients, "run_like", counted):
+            folder = tempfile.mkdtemp(dir=FOLDER.name)
+            strop.optimize(module, train=True, options=strop.Options(cache_dir=folder))
+            found = [_gradients(module, X), _gradients(module, X[:1])]
+    assert not strop.explain(module).fallbacks
+    assert len(copied) == times
+    for results, values in zip(found, wanted, strict=True):
+        for result, value in zip(results, values, strict=True):
+            torch.testing.assert_close(result, value)

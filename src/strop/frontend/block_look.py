@@ -9,7 +9,7 @@ no look.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -42,7 +42,14 @@ class Look:
     tensors: tuple[Tensor, ...]
     nodes: tuple[Node, ...]
     leaves: tuple[Any, ...]  # of the arguments
+    spec: pytree.TreeSpec
     objects: tuple[Any, ...]  # that the key names by their ids: they must live as long
+
+    def arguments(self, others: Mapping[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with ``others`` in the places of tensors, which they name by id."""
+        leaves = [others.get(id(leaf), leaf) for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
 
     def holds(self, arguments: Any) -> bool:
         """Tell whether a forward has left containers among its arguments as they were."""
@@ -67,7 +74,7 @@ def look_at(block: nn.Module, arguments: Any, tracer: Any) -> Look | None:
     if own is None:
         return None
     key = (own, spec, plain, tuple(map(_tensor_look, tensors)), _same(tensors, nodes), _modes())
-    return Look(key, own, tensors, nodes, tuple(leaves), (block,))
+    return Look(key, own, tensors, nodes, tuple(leaves), spec, (block,))
 
 
 def module_look(block: nn.Module) -> Hashable:

@@ -39,12 +39,12 @@ def record(
 ) -> RecordedNodes | None:
     """Note what was added behind ``last``. Return None if it cannot be copied: it reads what was
     not given, draws random numbers, or writes into what was given."""
-    nodes = tuple(node for node in _nodes_behind(last, tracer) if not is_size(node))
+    nodes = _own_nodes(_nodes_behind(last, tracer))
     inside, known = set(nodes), set(given)
     memory = {storage_of_value(node.meta["val"]) for node in given}
     for node in nodes:
         sources = node.all_input_nodes
-        if not all(s in inside or s in known or is_size(s, inside) for s in sources):
+        if not all(s in inside or s in known or _is_size(s) for s in sources):
             return None
         if not _may_repeat(node, memory):
             return None
@@ -96,14 +96,6 @@ def last_node(tracer: Any) -> Node:
     return last
 
 
-def is_size(node: Node, inside: Iterable[Node] = ()) -> bool:
-    """Tell whether a node is a size or another number, that is known to whoever knows the sizes of
-    arguments: not one that is asked of a tensor ``inside``."""
-    if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
-        return False
-    return all(source not in inside for source in node.all_input_nodes)
-
-
 def storage_of_value(value: Any) -> int:
     """Return which memory a traced tensor lies in; 0 for several tensors."""
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else 0
@@ -151,13 +143,27 @@ def _noted(leaf: Any, nodes: set[Node], tracer: Any) -> Any:
     return node if node in nodes else NotImplemented
 
 
+def _own_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Leave out sizes, which copies share, but for those that are asked of a tensor among these."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        if not _is_size(node) or any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return tuple(found)
+
+
+def _is_size(node: Node) -> bool:
+    """Tell whether a node is a size or another number."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
 def _may_repeat(node: Node, given: set[int]) -> bool:
     """Tell whether a node computes from its arguments alone, and writes to none that is given."""
     if node.op != "call_function" or node.target is _AS_STRIDED or draws(node):
         return False
     if not _is_mutable(node):
         return True
-    written = [value for value in node.args if isinstance(value, Node) and not is_size(value)]
+    written = [value for value in node.args if isinstance(value, Node) and not _is_size(value)]
     return given.isdisjoint(storage_of_value(value.meta["val"]) for value in written)
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,9 +51,14 @@ class BlockCall:
 
     path: str
     block: nn.Module
-    forward: Callable[[], Any]
+    forward: Callable[..., Any]
     look: Look
     tracer: Any
+
+    def run(self, others: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
+        """Run the forward, with ``others`` in the places of tensors, which they name by id."""
+        args, kwargs = self.look.arguments(others)
+        return self.forward(*args, **kwargs)
 
 
 class BlocksAlike(ABC):
@@ -99,8 +105,7 @@ class BlocksAlike(ABC):
             key = (look.key, self._asked(look), surroundings())
         if self._known.get(key, look) is None:
             return forward(*args, **kwargs)
-        run = functools.partial(forward, *args, **kwargs)
-        call = BlockCall(self._paths[id(block)], block, run, look, mode.tracer)
+        call = BlockCall(self._paths[id(block)], block, forward, look, mode.tracer)
         if key in self._known:
             with _unwatched():
                 for part in block.modules():
@@ -131,7 +136,7 @@ class RepeatedBlocks(BlocksAlike):
 
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
         last, num_asked = last_node(call.tracer), self._reads.num_asked
-        result = call.forward()
+        result = call.run()
         # where a value came from may decide what a question about its memory gives
         if self._reads.num_asked != num_asked:
             return result, None

@@ -48,34 +48,12 @@ class RepeatedGradients(BlocksAlike):
     """Copy the nodes of blocks that are like earlier ones, and those of their gradients."""
 
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
-        last = last_node(call.tracer)
-        result = call.forward()
-        if not torch.is_grad_enabled():
-            return result, None
-        leaves, spec = pytree.tree_flatten(result)
-        forward = record(call.path, last, call.look.nodes, leaves, call.tracer)
-        made = _made(leaves, call)
-        if forward is None or not made:
-            return result, None
-        wanted = _wanted(call.look.tensors)
-        differentiable = [tensor for tensor in made.values() if tensor.requires_grad]
-        tangents = [torch.zeros_like(tensor) for tensor in differentiable]
-        tangent_nodes = [_node(tangent, call.tracer) for tangent in tangents]
-        last = last_node(call.tracer)
-        gradients = torch.autograd.grad(
-            differentiable,
-            [call.look.tensors[number] for number in wanted],
-            tangents,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        given = tuple(dict.fromkeys((*tangent_nodes, *forward.given, *forward.nodes)))
-        backward = record(call.path, last, given, gradients, call.tracer)
-        if backward is None:
-            return result, None
-        results = tuple((node, tensor.requires_grad) for node, tensor in made.items())
-        known = RecordedStep(forward, backward, spec, wanted, results, call.look)
-        same = {node: node for node in given}
+        if not torch.is_grad_enabled() or not _is_apart(call):
+            return call.run(), None
+        known = _recorded_step(call)
+        if known is None:
+            return call.run(), None  # what was traced just now is read by nobody
+        same = {node: node for node in (*known.forward.given, *known.forward.nodes)}
         return self._result(known, call, same), known
 
     def run_like(self, known: RecordedStep, call: BlockCall) -> Any:
@@ -116,11 +94,12 @@ class _Applied:
     def gradients(self, tangents: Sequence[Tensor]) -> list[Tensor | None]:
         """Add the nodes of the gradients to the graph, for these of its results."""
         tracer, known = self.call.tracer, self.known
-        results = zip(tangents, known.results, strict=True)
-        own = {_node(tangent, tracer): tangent for tangent, (_, has) in results if has}
-        given = known.backward.given
-        inner = [self.nodes[node] for node in given[len(own) :]]
-        nodes = copy_nodes(known.backward, [*own, *inner], self.call.path, self.origins, tracer)
+        given = [t for t, (_, has) in zip(tangents, known.results, strict=True) if has]
+        nodes_given = [_node(tangent, tracer) for tangent in given]
+        own = dict(zip(nodes_given, given, strict=True))
+        inner = [self.nodes[node] for node in known.backward.given[len(given) :]]
+        now = [*nodes_given, *inner]
+        nodes = copy_nodes(known.backward, now, self.call.path, self.origins, tracer)
         found = [None if leaf is None else nodes[leaf] for leaf in known.backward.leaves]
         return [
             None if node is None else own[node] if node in own else tensor_of(node, tracer)
@@ -141,6 +120,44 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.applied.gradients(tangents))
+
+
+def _is_apart(call: BlockCall) -> bool:
+    """Tell whether the weights come from nowhere else, as arguments do: ``_recorded_step`` gives
+    only these no past."""
+    weights = call.look.tensors[_num_arguments(call) :]
+    return all(weight.is_leaf for weight in weights)
+
+
+def _num_arguments(call: BlockCall) -> int:
+    return sum(isinstance(leaf, Tensor) for leaf in call.look.leaves)
+
+
+def _recorded_step(call: BlockCall) -> RecordedStep | None:
+    """Run a block on arguments without a past, and its gradients. Return the nodes of both, or None
+    where these cannot be copied."""
+    look, tracer = call.look, call.tracer
+    own = {id(t): tensor_of(_node(t, tracer), tracer) for t in look.tensors[: _num_arguments(call)]}
+    for tensor in look.tensors:
+        if tensor.requires_grad and id(tensor) in own:
+            own[id(tensor)].requires_grad_()
+    last = last_node(tracer)
+    leaves, spec = pytree.tree_flatten(call.run(own))
+    forward, made = record(call.path, last, look.nodes, leaves, tracer), _made(leaves, call)
+    if forward is None or not made:
+        return None
+    wanted = _wanted(look.tensors)
+    differentiable = [tensor for tensor in made.values() if tensor.requires_grad]
+    tangents = [torch.zeros_like(tensor) for tensor in differentiable]
+    given = (*(_node(t, tracer) for t in tangents), *forward.given, *forward.nodes)
+    last = last_node(tracer)
+    sources = [own.get(id(look.tensors[n]), look.tensors[n]) for n in wanted]
+    gradients = torch.autograd.grad(differentiable, sources, tangents, allow_unused=True)
+    backward = record(call.path, last, tuple(dict.fromkeys(given)), gradients, tracer)
+    if backward is None:
+        return None
+    results = tuple((node, tensor.requires_grad) for node, tensor in made.items())
+    return RecordedStep(forward, backward, spec, wanted, results, look)
 
 
 def _made(leaves: Sequence[Any], call: BlockCall) -> dict[Node, Tensor]:
