@@ -9,7 +9,7 @@ tensors: that is no cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,18 @@ class Effects:
         self._of_calls = set[str]()
         self.written = set[str]()
         self._kept = set[str]()
+        self._seen: list[Any] = []  # what ``so_far`` has named by ids
+
+    def so_far(self) -> Hashable:
+        """Return what traces have changed until now: equal where that is the same."""
+        if not self._before.have_changed():
+            return ()
+        changes = [(change.label, change.now) for change in self._before.changes()]
+        self._seen.append(changes)
+        return tuple(
+            (label, *map(id, now)) if isinstance(now, list) else (label, id(now))
+            for label, now in changes
+        )
 
     def look(self, arguments: Sequence[Tensor]) -> None:
         """Note what holds tensors of this very call. Called at a forward's end, while traced."""

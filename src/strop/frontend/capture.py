@@ -56,6 +56,7 @@ from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
+from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, Watch
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
@@ -207,6 +208,7 @@ def capture(
     specs: Sequence[TensorSpec],
     hints: Mapping[str, int],
     numbers: Sequence[float] = (),
+    watch: Watch = UNWATCHED,
 ) -> Captured:
     """Trace ``call(*tensors, *numbers)``, which runs ``module``, with symbolic sizes and numbers.
     The last ``specs`` are those of the numbers, each a tensor without dims. Weights require a
@@ -232,12 +234,14 @@ def capture(
             fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]
         fakes += [shape_env.numbers.symbol(shape_env, n) for n in range(len(numbers))]
         try:
-            gm, out_spec, origins, reads, same = _trace(module, call, fake_state, fakes, mode)
+            gm, out_spec, origins, reads, same = _trace(
+                module, call, fake_state, fakes, mode, watch
+            )
             make_functional(gm)
         except WriteThroughViewError:  # torch can take these out too, at the price of copies
             apart = functools.partial(functionalize, remove="mutations")
             gm, out_spec, origins, reads, same = _trace(
-                module, call, fake_state, fakes, mode, apart
+                module, call, fake_state, fakes, mode, watch, apart
             )
             make_functional(gm)
     check_constants(gm, module)
@@ -411,7 +415,8 @@ def _trace(
     state: dict[str, Tensor],
     fakes: list[Any],
     mode: FakeTensorMode,
-    transform: Callable[[Any], Any] = lambda function: function,
+    watch: Watch,
+    transform: Callable[[Any], Any] | None = None,
 ) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], LayoutReads, tuple[Same, ...]]:
     specs: list[pytree.TreeSpec] = []
     same: list[Same] = []
@@ -442,8 +447,15 @@ def _trace(
 
     origins: dict[str, str] = {}
     texts = python_floats() if numbers.values else nullcontext()
-    with no_effects(module, private=False), tracing(module, mode, reads, origins), texts:
-        gm = make_fx(transform(flat), DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
+    with (
+        no_effects(module, private=False),
+        tracing(module, mode, reads, origins, watch.entered),
+        texts,
+        # what torch takes writes out of is wrapped, and has no node of its own
+        nullcontext() if transform else RepeatedBlocks(module, origins, watch, reads).watched(),
+    ):
+        function = transform(flat) if transform else flat
+        gm = make_fx(function, DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
     settle_origins(gm, module, origins)
     return gm, specs[-1], origins, reads, tuple(same)
@@ -463,10 +475,14 @@ def _known(leaves: Sequence[Any], given: Mapping[str, Sequence[Tensor]]) -> Iter
 
 @contextmanager
 def tracing(
-    module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode, origins: dict[str, str]
+    module: nn.Module,
+    mode: FakeTensorMode,
+    retarget: TorchFunctionMode,
+    origins: dict[str, str],
+    entered: Callable[[nn.Module], object] = id,
 ) -> Iterator[None]:
     """Run ``module`` on fake tensors under make_fx in the body; its error becomes a CaptureError.
-    ``origins`` gets the module of each traced node."""
+    ``origins`` gets the module of each traced node, and ``entered`` is told of each module."""
     python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
     try:
         with (
@@ -476,7 +492,7 @@ def tracing(
             symbolic_builtins(module),
             retarget,
             overlap_by_traced_sizes(),
-            _record_origins(module, origins),
+            _record_origins(module, origins, entered),
             without_tensor_meta(),
             without_reports(),
         ):
@@ -543,7 +559,9 @@ def settle_origins(gm: GraphModule, module: nn.Module, origins: dict[str, str]) 
 
 
 @contextmanager
-def _record_origins(module: nn.Module, origins: dict[str, str]) -> Iterator[None]:
+def _record_origins(
+    module: nn.Module, origins: dict[str, str], entered: Callable[[nn.Module], object]
+) -> Iterator[None]:
     """Note for each traced node the innermost module that was running."""
     paths = {id(m): name or type(module).__name__ for name, m in module.named_modules()}
     stack: list[str] = [type(module).__name__]
@@ -560,6 +578,7 @@ def _record_origins(module: nn.Module, origins: dict[str, str]) -> Iterator[None
         if get_proxy_mode() is None:
             return  # another thread's module
         settle()
+        entered(m)
         stack.append(paths.get(id(m), stack[-1]))
         origins["<current>"] = stack[-1]
 

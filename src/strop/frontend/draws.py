@@ -3,11 +3,13 @@ in eager."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from strop.ir.graph import GeneratorRef
 
@@ -47,3 +49,17 @@ DRAWS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.randn: _by_generator(torch.randn, Tensor.normal_),
     torch.rand: _by_generator(torch.rand, Tensor.uniform_),
 }
+
+
+def draws(node: Node) -> bool:
+    """Tell whether a traced call draws random numbers. Attention is tagged so, and without dropout
+    does not."""
+    if node.target is operator.getitem:
+        return draws(node.args[0])  # type: ignore[arg-type]
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p"))

@@ -1,20 +1,24 @@
 """Turn in-place calls of a traced graph into calls that return a new value.
 
-``y.add_(1)`` becomes ``y = y + 1`` where nobody can see the difference: only the mutated value
-itself is read afterwards. Where another view still reads the tensor, ``capture`` asks torch to take
-the writes out. A module that writes into its arguments or its state is not captured; it runs in
+``y.add_(1)`` becomes ``y = y + 1`` where only the mutated value itself is read afterwards. Where
+the tensor, or another view of it, is read later, what is read is made anew from the whole
+(``view_writes.py``). Where that is not known how, ``capture`` asks torch to take the writes out. A
+module that writes into its arguments or its state is not captured; it runs in
 eager.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from strop.errors import CaptureError
+from strop.frontend.view_writes import can_repeat, can_undo, unviewed, viewed_again
 
 _NAMED_OTHERWISE = {
     torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
@@ -28,38 +32,88 @@ class WriteThroughViewError(CaptureError):
 
 def make_functional(gm: GraphModule) -> None:
     """Raises CaptureError for a mutation that cannot be taken out."""
-    changed = False
-    for node in list(gm.graph.nodes):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            _replace(gm.graph, node)
-            changed = True
-    if changed:
+    mutable = [
+        node
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    ]
+    if mutable:
+        writes = _Writes(gm.graph)
+        for node in mutable:
+            writes.take_out(node)
         gm.recompile()
 
 
-def _replace(graph: Graph, node: Node) -> None:
-    target, overload = node.args[0], _functional_overload(node.target)
-    if overload is None or not isinstance(target, Node):
-        raise CaptureError(f"{node.target} has no form without mutation")
-    outer = {storage_of(fx) for fx in graph.nodes if fx.op in ("placeholder", "get_attr")}
-    if storage_of(target) in outer:  # itself, or a view of it
-        raise CaptureError(f"{node.target} writes into an argument or a weight")
-    nodes = list(graph.nodes)
-    position = nodes.index(node)
-    later = set(nodes[position + 1 :])
-    for other in nodes[:position]:
-        is_alias = other is not target and storage_of(other) == storage_of(node)
-        if is_alias and not later.isdisjoint(other.users):
-            raise WriteThroughViewError(
-                f"{node.target} writes into a tensor that another view reads later"
-            )
-    with graph.inserting_after(node):
-        kwargs = {**_defaults(node, overload), **node.kwargs}
-        value = graph.call_function(overload, node.args, kwargs)
-    value.name, value.meta = node.name, node.meta
-    node.replace_all_uses_with(value)
-    target.replace_all_uses_with(value, delete_user_cb=lambda user: user in later)
-    graph.erase_node(node)
+class _Writes:
+    """Take writes out of a graph, the first one first."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        # What stands for a write has the write's place.
+        self._places = {node: place for place, node in enumerate(graph.nodes)}
+        outer = (fx for fx in graph.nodes if fx.op in ("placeholder", "get_attr"))
+        self._outer = {storage_of(fx) for fx in outer}
+        self._lying: defaultdict[int | None, list[Node]] = defaultdict(list)  # by their memory
+        for fx in graph.nodes:
+            self._lying[storage_of(fx)].append(fx)
+
+    def take_out(self, write: Node) -> None:
+        target, overload = write.args[0], _functional_overload(write.target)
+        if overload is None or not isinstance(target, Node):
+            raise CaptureError(f"{write.target} has no form without mutation")
+        if storage_of(target) in self._outer:  # itself, or a view of it
+            raise CaptureError(f"{write.target} writes into an argument or a weight")
+        place, lying = self._places[write], self._lying[storage_of(write)]
+        lying.remove(write)
+        earlier = [fx for fx in lying if self._places[fx] < place and fx is not target]
+        read = [fx for fx in earlier if self._later_users(fx, place)]
+        with self._graph.inserting_after(write):
+            kwargs = {**_defaults(write, overload), **write.kwargs}
+            value = self._graph.call_function(overload, write.args, kwargs)
+        self._add(value, write.meta, place)
+        write.replace_all_uses_with(value)
+        value.name = write.name
+        self._graph.erase_node(write)
+        if read:
+            self._write_through(target, value, read, place)
+        else:
+            self._read_instead(target, value, place)
+
+    def _write_through(self, target: Node, value: Node, read: Sequence[Node], place: int) -> None:
+        """Let later readers of the tensor that ``target`` is a view of see ``value`` in it."""
+        chains = {fx: views_to(fx) for fx in (target, *read)}
+        root, views = chains[target]
+        if not can_undo(views) or not all(
+            of is root and can_repeat(chain) for of, chain in chains.values()
+        ):
+            raise WriteThroughViewError("a tensor is written through a view that has no inverse")
+        users = {fx: self._later_users(fx, place) for fx in chains}
+        users[target] += [user for user in value.users if user not in users[target]]
+        with self._graph.inserting_before(value.next):
+            whole = part = value
+            for view in reversed(views):
+                whole = part = unviewed(self._graph, view, part)
+                self._add(whole, view.args[0].meta, place)  # type: ignore[union-attr]
+            for fx, (_, chain) in chains.items():
+                shown = whole
+                for view in chain:
+                    shown = viewed_again(self._graph, view, shown)
+                    self._add(shown, view.meta, place)
+                for user in users[fx]:
+                    user.replace_input_with(value if fx is target else fx, shown)
+                    user.replace_input_with(fx, shown)
+
+    def _read_instead(self, target: Node, value: Node, place: int) -> None:
+        for user in self._later_users(target, place):
+            user.replace_input_with(target, value)
+
+    def _later_users(self, fx: Node, place: int) -> list[Node]:
+        return [user for user in fx.users if self._places[user] > place]
+
+    def _add(self, node: Node, meta: dict[str, Any], place: int) -> None:
+        node.meta = dict(meta)
+        self._places[node] = place
+        self._lying[storage_of(node)].append(node)
 
 
 def _functional_overload(overload: Any) -> Any:
@@ -101,9 +155,16 @@ def storage_of(node: Node) -> int | None:
 
 def view_root(fx: Node) -> Node:
     """Follow views from ``fx`` to the value that all of them look at; ``fx`` if it is no view."""
+    return views_to(fx)[0]
+
+
+def views_to(fx: Node) -> tuple[Node, list[Node]]:
+    """Return the value that ``fx`` looks at, and the views on the way from there to it."""
+    views: list[Node] = []
     while (whole := _viewed(fx)) is not None:
+        views.insert(0, fx)
         fx = whole
-    return fx
+    return fx, views
 
 
 def _viewed(fx: Node) -> Node | None:

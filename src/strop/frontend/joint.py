@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import strop.frontend.whole  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend import of_torch
 from strop.frontend.differentiated import define, is_transformed
+from strop.frontend.draws import draws
 from strop.frontend.functional import storage_of
 from strop.ir import philox
 
@@ -249,22 +250,8 @@ def keep_less(joint: GraphModule) -> None:
     _keep_extremes(joint)
     for node in joint.graph.nodes:
         is_seed = node.target is torch.ops.strop.seed.default
-        if is_seed or ("recompute" in node.meta and _draws(node)):
+        if is_seed or ("recompute" in node.meta and draws(node)):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
-
-
-def _draws(node: Node) -> bool:
-    """Tell whether it draws random numbers. Attention is tagged so, and without dropout does
-    not."""
-    if node.target is operator.getitem:
-        return _draws(node.args[0])  # type: ignore[arg-type]
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p"))
 
 
 def _widen_again(joint: GraphModule) -> None:

@@ -65,6 +65,7 @@ class LayoutReads(Retarget):
         super().__init__()
         self._own = {_memory(tensor) for tensor in arguments}
         self.asked: dict[str, None] = {}
+        self.num_asked = 0
         self._is_forward = self._is_made_dense = False
 
     def __torch_function__(
@@ -76,6 +77,7 @@ class LayoutReads(Retarget):
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
         if func in READS:
+            self.num_asked += 1
             _refuse_chosen(READS[func], args[0])
             self.asked[READS[func]] = None
         elif func in UNKNOWN:
@@ -83,7 +85,11 @@ class LayoutReads(Retarget):
                 f"it asks for {UNKNOWN[func]} of a tensor, which compiled code has not"
             )
         elif func is Tensor.contiguous:
-            self._is_made_dense |= _memory(args[0]) in self._own
+            self._is_made_dense |= self.is_own(args[0])
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in the memory of an argument."""
+        return _memory(tensor) in self._own
 
     @contextmanager
     def of_forward(self) -> Iterator[None]:

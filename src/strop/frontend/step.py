@@ -49,6 +49,8 @@ from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
+from strop.frontend.repeated_blocks import UNWATCHED, Watch
+from strop.frontend.repeated_gradients import RepeatedGradients
 from strop.frontend.shape_rules import TracedSizes
 from strop.ir.graph import Ref
 from strop.ir.tensor_spec import TensorSpec
@@ -125,6 +127,7 @@ def capture_step(
     specs: Sequence[TensorSpec],
     hints: Mapping[str, int],
     wants: Sequence[bool],
+    watch: Watch = UNWATCHED,
 ) -> CapturedStep:
     """Trace ``call(*tensors)``, which runs ``module``, and its gradients by the tensors of the
     module's state and then the arguments that ``wants`` says. Raises CaptureError."""
@@ -142,7 +145,11 @@ def capture_step(
         with mode:
             primals += [fake_input(spec, roots) for spec in specs]
         primals = [t.requires_grad_(w) for t, w in zip(primals, wants, strict=True)]
-        with no_effects(module, private=True), tracing(module, mode, _Retarget(), origins):
+        with (
+            no_effects(module, private=True),
+            tracing(module, mode, _Retarget(), origins),
+            RepeatedGradients(module, origins, watch).watched(),
+        ):
             gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
         refuse_wrapped(gm)
         settle_origins(gm, module, origins)

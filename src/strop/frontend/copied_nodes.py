@@ -1,0 +1,181 @@
+"""Note the nodes that a part of a trace has added to its graph, and add copies of them.
+
+Copies have the fake values of their originals, but for those in memory that somebody outside can
+see: what was given to the part, and its results. Two copies of a node may then seem to share
+memory; nobody compares what lies in one part with what lies in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import Node, Proxy
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+
+from strop.frontend.draws import draws
+
+_AS_STRIDED = torch.ops.aten.as_strided.default  # asks how an argument lies in memory
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedNodes:
+    """Hold the nodes that a part of a trace has added. ``given`` are those of the tensors that it
+    began with; each of its results, ``leaves``, is a node or a plain value."""
+
+    path: str
+    given: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    leaves: tuple[Any, ...]
+    own: frozenset[int]  # memory that each copy has for itself
+
+
+def record(
+    path: str, last: Node, given: Sequence[Node], leaves: Iterable[Any], tracer: Any
+) -> RecordedNodes | None:
+    """Note what was added behind ``last``. Return None if it cannot be copied: it reads what was
+    not given, draws random numbers, or writes into what was given."""
+    nodes = _own_nodes(_nodes_behind(last, tracer))
+    inside, known = set(nodes), set(given)
+    memory = {storage_of_value(node.meta["val"]) for node in given}
+    for node in nodes:
+        sources = node.all_input_nodes
+        if not all(s in inside or s in known or _is_size(s) for s in sources):
+            return None
+        if not _may_repeat(node, memory):
+            return None
+    found = [_noted(leaf, inside | known, tracer) for leaf in leaves]
+    if NotImplemented in found:
+        return None
+    seen = nodes if any(map(_is_mutable, nodes)) else [n for n in found if isinstance(n, Node)]
+    own = frozenset(s for node in seen for s in _storages(node.meta["val"])) - memory
+    return RecordedNodes(path, tuple(given), nodes, tuple(found), own)
+
+
+def copy_nodes(
+    known: RecordedNodes,
+    given: Sequence[Node],
+    path: str,
+    origins: dict[str, str],
+    tracer: Any,
+) -> Mapping[Node, Node]:
+    """Add copies of the nodes that are known, for what is ``given`` now. Return what stands for
+    each of them, and for what was given."""
+    nodes = dict(zip(known.given, given, strict=True))
+    values = _values(known, nodes)
+    for node in known.nodes:
+        copy = nodes[node] = tracer.graph.node_copy(node, lambda n: nodes.get(n, n))
+        origin = origins.get(node.name, known.path)
+        origins[copy.name] = path + origin.removeprefix(known.path)
+        if node in values:
+            copy.meta["val"] = values[node]
+    return nodes
+
+
+def tensor_of(node: Node, tracer: Any) -> Tensor:
+    """Return a new tensor for which this node stands."""
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        value = node.meta["val"].detach()
+    proxy = Proxy(node, tracer)
+    found: Tensor = track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+    return found
+
+
+def node_of(tensor: Tensor, tracer: Any) -> Node | None:
+    """Return the node that stands for a tensor, or None for one that the graph does not know."""
+    slot = tracer.tensor_tracker.get(tensor)
+    return None if slot is None or slot.constant is not None else slot.proxy.node
+
+
+def last_node(tracer: Any) -> Node:
+    last: Node = next(iter(reversed(tracer.graph.nodes)))
+    return last
+
+
+def storage_of_value(value: Any) -> int:
+    """Return which memory a traced tensor lies in; 0 for several tensors."""
+    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else 0
+
+
+def _storages(value: Any) -> set[int]:
+    return {storage_of_value(v) for v in pytree.tree_leaves(value) if isinstance(v, Tensor)}
+
+
+def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]:
+    """Return the fake values of copies whose memory is not that of their originals."""
+    bases = {storage_of_value(n.meta["val"]): now.meta["val"] for n, now in given.items()}
+    values: dict[Node, Any] = {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage = storage_of_value(value)
+        if storage not in bases and storage not in known.own:
+            return value
+        if storage not in bases:
+            bases[storage] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+            return bases[storage]
+        base = bases[storage]
+        base = base if base.dtype == value.dtype else base.view(value.dtype)
+        return base.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        for node in known.nodes:
+            value = node.meta["val"]
+            found = _storages(value)
+            if not found.isdisjoint(bases) or not found.isdisjoint(known.own):
+                values[node] = pytree.tree_map(moved, value)
+    return values
+
+
+def _noted(leaf: Any, nodes: set[Node], tracer: Any) -> Any:
+    """Return what stands for a result, or NotImplemented."""
+    if not isinstance(leaf, Tensor):
+        is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.SymInt)
+        return leaf if is_plain else NotImplemented
+    node = node_of(leaf, tracer)
+    return node if node in nodes else NotImplemented
+
+
+def _own_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Leave out sizes, which copies share, but for those that are asked of a tensor among these."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        if not _is_size(node) or any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return tuple(found)
+
+
+def _is_size(node: Node) -> bool:
+    """Tell whether a node is a size or another number."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _may_repeat(node: Node, given: set[int]) -> bool:
+    """Tell whether a node computes from its arguments alone, and writes to none that is given."""
+    if node.op != "call_function" or node.target is _AS_STRIDED or draws(node):
+        return False
+    if not _is_mutable(node):
+        return True
+    written = [value for value in node.args if isinstance(value, Node) and not _is_size(value)]
+    return given.isdisjoint(storage_of_value(value.meta["val"]) for value in written)
+
+
+def _is_mutable(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _nodes_behind(last: Node, tracer: Any) -> list[Node]:
+    nodes = []
+    for node in reversed(tracer.graph.nodes):
+        if node is last:
+            break
+        nodes.append(node)
+    return nodes[::-1]

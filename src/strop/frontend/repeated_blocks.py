@@ -1,0 +1,161 @@
+"""Trace a block that repeats once: later ones get copies of the first one's nodes.
+
+A diffusion transformer is some fifty blocks of one class. Of two whose modules, settings and
+arguments are alike (``block_look.py`` says what that is), the second computes what the first does,
+from other weights. While a block runs under the tracer its nodes are noted; where a block is like a
+noted one, its forward does not run: the nodes are copied, with its own weights and arguments in
+their places. The graph is the one that a whole trace gives, so fusion crosses the borders of
+blocks as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from strop.frontend.block_look import Look, look_at, module_look, repeated
+from strop.frontend.copied_nodes import RecordedNodes, copy_nodes, last_node, record, tensor_of
+from strop.frontend.layout_reads import LayoutReads
+
+_LEAST_PARTS = 3  # modules in a block, with itself: to look at a smaller one takes as long
+_unwatched = torch._C.DisableTorchFunction  # the questions are ours, not the forward's
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Hold what a trace asks and tells those who have begun it: ``surroundings`` gives what code
+    has changed outside of arguments and weights so far; ``entered`` hears of each module that is
+    traced, or copied."""
+
+    surroundings: Callable[[], Hashable] = tuple
+    entered: Callable[[nn.Module], object] = id
+
+
+UNWATCHED = Watch()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """This is a call of a block that is being traced."""
+
+    path: str
+    block: nn.Module
+    forward: Callable[..., Any]
+    look: Look
+    tracer: Any
+
+    def run(self, others: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
+        """Run the forward, with ``others`` in the places of tensors, which they name by id."""
+        args, kwargs = self.look.arguments(others)
+        return self.forward(*args, **kwargs)
+
+
+class BlocksAlike(ABC):
+    """Stand before the forwards of blocks, and tell which are like earlier ones."""
+
+    def __init__(self, module: nn.Module, origins: dict[str, str], watch: Watch) -> None:
+        self._origins, self._watch = origins, watch
+        self._paths = {id(part): path for path, part in module.named_modules()}
+        self._blocks = repeated(module, _LEAST_PARTS)
+        self._known: dict[Hashable, Any] = {}  # None: has to run
+
+    @abstractmethod
+    def run_first(self, call: BlockCall) -> tuple[Any, Any]:
+        """Run a block of a new look. Return its result, and what ``run_like`` gets of it; None
+        where it cannot be copied."""
+
+    @abstractmethod
+    def run_like(self, known: Any, call: BlockCall) -> Any:
+        """Return the result of a block that looks like a known one."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Stand there within the body."""
+        for block in self._blocks:
+            forward = functools.partial(self._run, block, block.forward)
+            block.__dict__["forward"] = functools.update_wrapper(forward, block.forward)
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                block.__dict__.pop("forward", None)
+
+    def _run(
+        self, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        mode, surroundings = get_proxy_mode(), self._watch.surroundings
+        if mode is None:  # another thread's call
+            return forward(*args, **kwargs)
+        with _unwatched():
+            look = look_at(block, (args, kwargs), mode.tracer)
+        if look is None:
+            return forward(*args, **kwargs)
+        with _unwatched():
+            key = (look.key, self._asked(look), surroundings())
+        if self._known.get(key, look) is None:
+            return forward(*args, **kwargs)
+        call = BlockCall(self._paths[id(block)], block, forward, look, mode.tracer)
+        if key in self._known:
+            with _unwatched():
+                for part in block.modules():
+                    self._watch.entered(part)
+                return self.run_like(self._known[key], call)
+        result, known = self.run_first(call)
+        with _unwatched():
+            is_same = module_look(block) == look.module and key[-1] == surroundings()
+            self._known[key] = known if is_same and look.holds((args, kwargs)) else None
+        return result
+
+    def _asked(self, look: Look) -> Hashable:
+        """Return what else of arguments tells blocks apart."""
+        return ()
+
+
+class RepeatedBlocks(BlocksAlike):
+    """Copy the nodes of blocks that are like earlier ones, without their gradients."""
+
+    def __init__(
+        self, module: nn.Module, origins: dict[str, str], watch: Watch, reads: LayoutReads
+    ) -> None:
+        super().__init__(module, origins, watch)
+        self._reads = reads
+
+    def _asked(self, look: Look) -> Hashable:
+        return tuple(map(self._reads.is_own, look.tensors))
+
+    def run_first(self, call: BlockCall) -> tuple[Any, Any]:
+        last, num_asked = last_node(call.tracer), self._reads.num_asked
+        result = call.run()
+        # where a value came from may decide what a question about its memory gives
+        if self._reads.num_asked != num_asked:
+            return result, None
+        with _unwatched():
+            leaves, spec = pytree.tree_flatten(result)
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+                return result, None
+            found = record(call.path, last, call.look.nodes, leaves, call.tracer)
+        return result, None if found is None else (found, spec, call.look)
+
+    def run_like(self, known: tuple[RecordedNodes, Any, Look], call: BlockCall) -> Any:
+        recorded, spec, _ = known
+        nodes = copy_nodes(recorded, call.look.nodes, call.path, self._origins, call.tracer)
+        own = dict(zip(call.look.nodes, call.look.tensors, strict=True))
+
+        def leaf_of(leaf: Any) -> Any:
+            if not isinstance(leaf, Node):
+                return leaf
+            node = nodes[leaf]
+            return own[node] if node in own else tensor_of(node, call.tracer)
+
+        return pytree.tree_unflatten(map(leaf_of, recorded.leaves), spec)

@@ -1,0 +1,342 @@
+"""A block that repeats is traced once; what tells two blocks apart keeps them apart."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import strop
+from strop.frontend import repeated_blocks
+from strop.frontend.repeated_blocks import RepeatedBlocks
+from strop.frontend.repeated_gradients import RepeatedGradients
+from tests.frontend.tracing import trace
+
+FOLDER = tempfile.TemporaryDirectory()  # of caches: each test traces
+
+
+class Act:
+    """A setting in an object, as attention processors are."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        self.gain = gain
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, gain: float = 1.0) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.outer, self.act = nn.Linear(2 * width, width), Act(gain)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = torch.nn.functional.gelu(self.inner(self.norm(x))) * self.act.gain
+        return x + scale * self.outer(hidden)
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module], call: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks, self.call, self.enter = nn.ModuleList(blocks), call, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)  # which says how wide it is
+        for number, block in enumerate(self.blocks):
+            x = self.call(number, block, x) if self.call else block(x)
+        return x
+
+
+def num_copied(module: nn.Module, *args: Tensor) -> int:
+    """Compile, compare with eager at two sizes, and count the blocks that were copied."""
+    copied: list[int] = []
+    own = RepeatedBlocks.run_like
+
+    def counted(*args: Any) -> Any:
+        copied.append(1)
+        return own(*args)
+
+    module.eval()
+    wanted = [module(*args), module(*(a[:1] for a in args))]
+    with mock.patch.object(RepeatedBlocks, "run_like", counted):
+        strop.optimize(module, options=strop.Options(cache_dir=tempfile.mkdtemp(dir=FOLDER.name)))
+        found = [module(*args), module(*(a[:1] for a in args))]
+    assert not strop.explain(module).fallbacks
+    for result, value in zip(found, wanted, strict=True):
+        torch.testing.assert_close(result, value)
+    return len(copied)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+X = torch.randn(3, 5, 8)
+
+
+def test_equal_blocks_are_traced_once():
+    assert num_copied(Stack([Block() for _ in range(5)]), X) == 4
+
+
+def test_the_graph_is_that_of_a_whole_trace():
+    module = Stack([Block(gain=0.5) for _ in range(3)]).eval()
+    shared = trace(module, "b n 8", b=2, n=5)
+    with mock.patch.object(repeated_blocks, "repeated", return_value=()):
+        whole = trace(module, "b n 8", b=2, n=5)
+    assert shared.ops() == whole.ops()
+    nodes = [list(t.captured.gm.graph.nodes) for t in (shared, whole)]
+    assert [n.target for n in nodes[0]] == [n.target for n in nodes[1]]
+    paths = [
+        [t.captured.origins.get(n.name) for n in g]
+        for t, g in zip((shared, whole), nodes, strict=True)
+    ]
+    assert paths[0] == paths[1]
+
+
+def _with_other(change: Callable[[Block], object]) -> Stack:
+    blocks = [Block(), Block()]
+    change(blocks[1])
+    return Stack(list(blocks))
+
+
+def _set_gain(block: Block) -> None:
+    block.act.gain = 2.0
+
+
+def _set_eps(block: Block) -> None:
+    block.norm.eps = 0.5
+
+
+def _drop_bias(block: Block) -> None:
+    block.outer = nn.Linear(16, 8, bias=False)
+
+
+def _tie(block: Block) -> None:
+    block.norm.bias = block.norm.weight
+
+
+@pytest.mark.parametrize("change", [_set_gain, _set_eps, _drop_bias, _tie])
+def test_a_block_that_differs_is_traced(change):
+    assert num_copied(_with_other(change), X) == 0
+
+
+def test_another_number_is_another_block():
+    def call(number: int, block: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = block(x, float(number // 2))
+        return found
+
+    assert num_copied(Stack([Block() for _ in range(4)], call), X) == 2
+
+
+def test_another_size_is_another_block():
+    stack = Stack(
+        [Block() for _ in range(4)],
+        lambda number, block, x: block(x if number % 2 else torch.cat([x, x], 1)),
+    )
+    # the first two get twice the caller's rows, the others four times
+    assert num_copied(stack, X) == 2
+
+
+class Counting(Block):
+    """A block whose forward leaves something behind for the next one, and takes it away."""
+
+    last = 1.0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        Counting.last = -Counting.last
+        return super().forward(x, scale) * Counting.last
+
+
+def test_what_a_block_leaves_behind_is_no_secret():
+    module = Stack([Counting() for _ in range(4)]).eval()
+    wanted = module(X)
+    strop.optimize(module, options=strop.Options(cache_dir=tempfile.mkdtemp(dir=FOLDER.name)))
+    torch.testing.assert_close(module(X), wanted)
+
+
+class Toggled(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, FLAGS["scale"])
+
+
+FLAGS = {"scale": 1.0}
+
+
+def _toggle(number: int, block: nn.Module, x: Tensor) -> Tensor:
+    FLAGS["scale"] = float(number)
+    try:
+        found: Tensor = block(x)
+        return found
+    finally:
+        FLAGS["scale"] = 1.0
+
+
+def test_a_global_that_changes_between_blocks():
+    module = Stack([Toggled() for _ in range(3)], _toggle).eval()
+    wanted = module(X)
+    strop.optimize(module, options=strop.Options(cache_dir=tempfile.mkdtemp(dir=FOLDER.name)))
+    torch.testing.assert_close(module(X), wanted)
+
+
+class Reading(Block):
+    """A block that reads what is neither an argument nor its own."""
+
+    def __init__(self, others: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._others = others
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        found = super().forward(x, scale) + self._others.get("x", torch.zeros(()))
+        self._others["x"] = x
+        return found
+
+
+def test_tensors_that_blocks_pass_beside_their_arguments():
+    others: dict[str, Tensor] = {}
+    module = Stack([Reading(others) for _ in range(3)]).eval()
+    others.clear()
+    wanted = module(X)
+    others.clear()
+    strop.optimize(module, options=strop.Options(cache_dir=tempfile.mkdtemp(dir=FOLDER.name)))
+    torch.testing.assert_close(module(X), wanted)
+
+
+class Writing(Block):
+    """A block that writes in place: into its own tensors, and into what it was given."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        if self.place == "argument":
+            x.mul_(2)
+            return super().forward(x)
+        out = torch.empty_like(x)
+        y = super().forward(x)
+        out[..., 0::2] = y[..., 1::2]
+        out[..., 1::2] = -y[..., 0::2]
+        return out
+
+
+def test_writes_into_own_tensors_are_copied():
+    assert num_copied(Stack([Writing("own") for _ in range(3)]), X) == 2
+
+
+def test_writes_into_an_argument_are_traced():
+    stack = Stack(
+        [Writing("argument") for _ in range(3)], lambda number, block, x: block(x + number)
+    )
+    assert num_copied(stack, X) == 0
+
+
+class Returning(Block):
+    """A block that returns what it was given, a view of it, and a view of what it has made."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        made = super().forward(x)
+        return x, x.transpose(0, 1) if self.training else made[:, 1:], made.transpose(0, 1)
+
+
+def test_results_that_are_arguments_or_views():
+    def call(number: int, block: nn.Module, x: Tensor) -> Tensor:
+        same, part, turned = block(x)
+        turned.add_(1)  # a view of what the block has made
+        return same + turned.transpose(0, 1) + part.sum(1, keepdim=True)
+
+    assert num_copied(Stack([Returning() for _ in range(3)], call), X) == 2
+
+
+class Drawing(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * torch.rand_like(x)
+
+
+def test_random_numbers_are_drawn_by_each():
+    module = Stack([Drawing() for _ in range(2)]).eval()
+    torch.manual_seed(1)
+    wanted = module(X)
+    strop.optimize(module, options=strop.Options(cache_dir=tempfile.mkdtemp(dir=FOLDER.name)))
+    torch.manual_seed(1)
+    torch.testing.assert_close(module(X), wanted)
+
+
+def test_one_tensor_given_twice():
+    class Pair(Block):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * y
+
+    def call(number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, x if number % 2 else x + 1)
+
+    assert num_copied(Stack([Pair() for _ in range(4)], call), X) == 2
+
+
+def test_a_block_that_comes_twice():
+    block = Block()
+    assert num_copied(Stack([block, Block(), block]), X) == 2
+
+
+def _gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    given = x.clone().requires_grad_()
+    result = module(given)
+    (result * torch.linspace(0.5, 2, result.numel()).view(result.shape)).sum().backward()
+    assert given.grad is not None
+    return [
+        result.detach(),
+        given.grad,
+        *(p.grad for p in module.parameters() if p.grad is not None),
+    ]
+
+
+class Both(Block):
+    """A block with two results, of which the second one is an argument of the next one."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        found = super().forward(x)
+        return found, found * x
+
+
+def _both(number: int, block: nn.Module, x: Tensor) -> Tensor:
+    first, second = block(x)
+    return first + second if number else first
+
+
+TRAINED: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "plain": (lambda: Stack([Block() for _ in range(4)]), 3),
+    # autograd writes gradients of parts into others by their places in memory
+    "writes": (lambda: Stack([Writing("own") for _ in range(3)]), 0),
+    "two results": (lambda: Stack([Both() for _ in range(3)], _both), 2),
+    "one block twice": (lambda: Stack([block := Block(), Block(), block]), 2),
+    "within blocks": (lambda: Stack([Stack([Block() for _ in range(3)]) for _ in range(3)]), 4),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_are_those_of_eager(name: str):
+    build, times = TRAINED[name]
+    module, copied = build().train(), []
+    own = RepeatedGradients.run_like
+
+    def counted(*args: Any) -> Any:
+        copied.append(1)
+        return own(*args)
+
+    with torch.enable_grad():
+        wanted = [_gradients(module, X), _gradients(module, X[:1])]
+        with mock.patch.object(RepeatedGradients, "run_like", counted):
+            folder = tempfile.mkdtemp(dir=FOLDER.name)
+            strop.optimize(module, train=True, options=strop.Options(cache_dir=folder))
+            found = [_gradients(module, X), _gradients(module, X[:1])]
+    assert not strop.explain(module).fallbacks
+    assert len(copied) == times
+    for results, values in zip(found, wanted, strict=True):
+        for result, value in zip(results, values, strict=True):
+            torch.testing.assert_close(result, value)
