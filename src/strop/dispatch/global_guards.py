@@ -33,6 +33,7 @@ from strop.dispatch.code_walk import (
 )
 from strop.dispatch.identities import addresses, identities
 from strop.frontend.stable_text import is_plain, text_of, text_of_config
+from strop.frontend.tables import COUNTS
 
 __all__ = ["LIBRARIES", "GlobalGuards", "GuardChange", "is_private"]
 _BY_TEXT = (*CONSTANTS, FunctionType, type(len), type)
@@ -54,8 +55,11 @@ class GlobalGuards:
         """``parts`` with their paths are the modules that run, the outermost first."""
         reach = CodeWalk(parts)
         self.consulted, self.own_names = reach.consulted, reach.own_names
+        self.unread = frozenset() if reach.asks_any else COUNTS - reach.read_names
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
-        self._places = [p for p in reach.places.values() if p.label not in ignored]
+        self._places = [
+            p for p in reach.places.values() if p.label not in ignored and p.key not in self.unread
+        ]
         self._names = identities([(place.table, place.key) for place in self._places])
         self._contents = [
             c for c in reach.contents.values() if not is_fixed(c.value) and c.label not in ignored

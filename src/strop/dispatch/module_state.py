@@ -23,6 +23,7 @@ from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.adapted_layers import ACTS, is_left_over, plain_parts
 from strop.frontend.capture import clone_structure, state_places
 from strop.frontend.stable_text import is_plain
+from strop.frontend.tables import table_names
 from strop.ir.ops import OPS
 from strop.ir.program import Program
 
@@ -74,6 +75,10 @@ class ModuleState:
         self._edges = identities(edges)
         self.tensors: list[Tensor] = self._weights.values
         self._numbers = list(range(len(self.tensors)))
+        found = {*table_names(self.parts)}
+        self.tables = [name for name in self.names if name in found]
+        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in found]
+        self.rows = tuple(map(len, self._tables))
         self._owned = [table for m in self.module.modules() for table in (m.__dict__, m._modules)]
         # optimize is about to set ``forward``
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
@@ -103,6 +108,7 @@ class ModuleState:
         owned, num_owned, own = self._owned, self._num_owned, self.module.__dict__
         parts, is_alone = self.module._modules, len(owned) == 2
         tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
+        tables, rows = self._tables, self.rows
 
         def is_unchanged() -> bool:
             try:
@@ -113,6 +119,7 @@ class ModuleState:
                     or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
                     or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
+                    or (tables and tuple(map(len, tables)) != rows)
                     or (hooks and any(hooks))
                     or self.global_guards.have_changed()
                 )
@@ -200,7 +207,9 @@ class ModuleState:
 
     def has_moved(self) -> bool:
         """Say whether the memory of a Parameter that was there at the last scan is another, or
-        gone."""
+        gone, or a table has other rows."""
+        if tuple(map(len, self._tables)) != self.rows:
+            return True
         if _lie_at is None:
             return _pointers(self.tensors) != self.pointers
         return not _lie_at(self.tensors, self.pointers, self._numbers)
@@ -218,9 +227,17 @@ class ModuleState:
         )
 
     def settings(self, path: str, part: nn.Module) -> dict[str, Any]:
-        """Return the plain attributes of a part, and of turned ones only the form."""
-        found = settings_of(part)
-        return {name: self.turned.form_of(path, name) or found[name] for name in found}
+        """Return the plain attributes of a part, and of turned ones only the form. Numbers of rows
+        that no code reads are none."""
+        found, unread = settings_of(part), self.global_guards.unread
+        return {n: self.turned.form_of(path, n) or found[n] for n in found if n not in unread}
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of all state, of tables without the number of rows, which is data."""
+        tables = {*self.tables}
+        named = zip(self.names, self.tensors, strict=True)
+        return [tuple(t.shape[1:] if n in tables else t.shape) for n, t in named]
 
     def _structure(self) -> int:
         """Return a hash of names, classes, processors, adapters, shapes and dtypes."""
@@ -229,8 +246,8 @@ class ModuleState:
             for path, m in self.parts
         )
         state = tuple(
-            (n, t.shape, _layout(t), t.dtype, t.device)
-            for n, t in zip(self.names, self.tensors, strict=True)
+            (n, shape, _layout(t), t.dtype, t.device)
+            for n, t, shape in zip(self.names, self.tensors, self.shapes, strict=True)
         )
         objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
