@@ -160,9 +160,11 @@ class GlobalGuards:
         """Values of which the text does not tell everything: compared by identity."""
         places = zip(self._places, self._names.values, strict=True)
         held = [
-            v
+            type(v) if _is_bare_processor(p, v) else v
             for p, v in places
-            if not _is_by_text(p, v) and (not p.is_own or not (_is_told(v) or p.is_setting))
+            if not _is_by_text(p, v)
+            and not (p.is_setting and isinstance(v, CONSTANTS))
+            and (not p.is_own or not (_is_told(v) or p.is_setting))
         ]
         for known in self._items:
             if isinstance(known, list):
@@ -178,6 +180,14 @@ def is_private(label: str) -> bool:
 def _is_by_text(place: Binding, value: Any) -> bool:
     is_container = isinstance(value, list | tuple | dict | set | frozenset)
     return not place.is_own and not place.is_setting and is_container and is_plain(value)
+
+
+def _is_bare_processor(place: Binding, value: Any) -> bool:
+    """Tell whether it is an attention processor that holds nothing: one is as good as another.
+    diffusers makes new ones where an IP-Adapter goes."""
+    if place.key != "processor" or isinstance(value, nn.Module):
+        return False
+    return type(value).__module__.startswith("diffusers.") and not getattr(value, "__dict__", True)
 
 
 def _text_of_container(value: Any) -> str:

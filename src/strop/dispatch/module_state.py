@@ -18,6 +18,7 @@ from strop.dispatch.effective_weights import EffectiveWeights
 from strop.dispatch.features import replaced_part
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
+from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.adapted_layers import ACTS, is_left_over, plain_parts
@@ -230,7 +231,9 @@ class ModuleState:
         """Return the plain attributes of a part, and of turned ones only the form. Numbers of rows
         that no code reads are none."""
         found, unread = settings_of(part), self.global_guards.unread
-        return {n: self.turned.form_of(path, n) or found[n] for n in found if n not in unread}
+        absent = {n for n, value in found.items() if value is None and is_scale(part, n)}
+        kept = found.keys() - unread - absent
+        return {n: self.turned.form_of(path, n) or found[n] for n in found if n in kept}
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -242,7 +245,12 @@ class ModuleState:
     def _structure(self) -> int:
         """Return a hash of names, classes, processors, adapters, shapes and dtypes."""
         modules = tuple(
-            (path, type(m), type(m.__dict__.get("processor")), repr(self.settings(path, m)))
+            (
+                path,
+                type(m),
+                type(m.__dict__.get("processor")),
+                repr(sorted(self.settings(path, m).items())),
+            )
             for path, m in self.parts
         )
         state = tuple(
@@ -270,12 +278,14 @@ def _layout(t: Tensor) -> tuple[int, ...] | None:
 def settings_of(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module: numbers, texts, functions, and containers of those,
     decide what a forward does."""
-    return {
+    found = {
         k: v
         for k, v in vars(module).items()
         if not (k.startswith("_") or k in ("forward", "training") or is_left_over(module, k))
         and is_plain(v)
     }
+    # what was None and then a module is kept elsewhere when it is None again
+    return found | {k: None for k, part in module._modules.items() if part is None}
 
 
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:

@@ -1,6 +1,7 @@
 """Numbers among a call's arguments that a user turns, such as the scale of a ControlNet.
 
-The first value that is seen is a constant of its graph. With the second one the float becomes an
+The first value that is seen is a constant of its graph, but for scales (``scales.py``). With the
+second one the float becomes an
 input of the next graph, which then serves every value: a tensor without dims, in 64 bits as
 Python's floats, that is copied like other arguments. Graphs of models that nobody turns anything
 of stay as they are. Where code needs the value itself, it stays a constant (``fix``). Of whole
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from strop.dispatch.integer_sizes import WholeNumbers, with_sizes
+from strop.dispatch.scales import scales_of_call
 from strop.dispatch.signature import (
+    NUM_ARGUMENTS,
     Beside,
     NumberRef,
     Shapes,
@@ -87,8 +90,9 @@ class Turned:
         """The call with these ``tensors`` and what is ``beside`` in a skeleton, ``bare`` of it."""
         floats = beside.floats
         inputs: tuple[int, ...] = ()
-        if beside.num_settings and bare not in self._turned:
-            self._turned[bare] = frozenset(range(len(floats) - beside.num_settings, len(floats)))
+        if floats and bare not in self._turned:
+            settings = range(len(floats) - beside.num_settings, len(floats))
+            self._turned[bare] = frozenset((*settings, *scales_of_call(bare[:NUM_ARGUMENTS])))
         if turned := self._turned.get(bare):
             free = turned - self._fixed.get((structure, bare), frozenset())
             inputs = tuple(n for n in sorted(free) if math.isfinite(floats[n]))
