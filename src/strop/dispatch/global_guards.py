@@ -163,7 +163,7 @@ class GlobalGuards:
             type(v) if _is_bare_processor(p, v) else v
             for p, v in places
             if not _is_by_text(p, v)
-            and not (p.is_setting and isinstance(v, CONSTANTS))
+            and not (p.is_setting and _is_text(v))  # which has a place of its own
             and (not p.is_own or not (_is_told(v) or p.is_setting))
         ]
         for known in self._items:
@@ -180,6 +180,15 @@ def is_private(label: str) -> bool:
 def _is_by_text(place: Binding, value: Any) -> bool:
     is_container = isinstance(value, list | tuple | dict | set | frozenset)
     return not place.is_own and not place.is_setting and is_container and is_plain(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Tell whether a setting is numbers and texts alone."""
+    if isinstance(value, dict):
+        return all(map(_is_text, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_text, value))
+    return isinstance(value, CONSTANTS)
 
 
 def _is_bare_processor(place: Binding, value: Any) -> bool:
