@@ -42,6 +42,9 @@ class TurnedSettings:
         self._scales: list[bool] = []  # which of them are scales
         self._groups: list[int] = []  # of all their floats: equal ones have always been equal
         self._latest: tuple[list[float], Skeleton, list[float]] = ([], (), [])
+        # what the latest call has read, as text, behind how many floats, and its skeleton: calls
+        # are many, changes few
+        self._read: tuple[str, int, Skeleton] | None = None
 
     def scan(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         """Look at the settings of these parts of the module, with their paths, anew."""
@@ -56,6 +59,7 @@ class TurnedSettings:
         self._places = [
             (vars(by_path[path]), name, seen[path, name][0]) for path, name in sorted(self.names)
         ]
+        self._read = None
         self._scales = [place in scales for place in sorted(self.names)]
         if before != [form for _, _, form in self._places]:
             self._groups, self._latest = [], ([], (), [])
@@ -74,6 +78,21 @@ class TurnedSettings:
     def read(self, beside: Beside) -> Skeleton | None:
         """The settings as one more part of a call's skeleton, whose floats go ``beside``, those
         of a group once; None where one has another form than at the last scan."""
+        text, start = repr([table.get(name) for table, name, _ in self._places]), len(beside.floats)
+        if self._read is None or self._read[:2] != (text, start):
+            now = self._values()
+            if now is None:
+                return None
+            if now != self._latest[0] or not self._latest[1]:
+                self._latest = now, *self._shared(now)
+            refs = [NumberRef(start + ref) for ref in range(len(self._latest[2]))]
+            self._read = text, start, with_floats(self._latest[1], refs)
+        beside.floats += self._latest[2]
+        beside.num_settings = len(self._latest[2])
+        return self._read[2]
+
+    def _values(self) -> list[float] | None:
+        """Return all floats as they are now, or None where a setting has another form."""
         now: list[float] = []
         for (table, name, form), is_known in zip(self._places, self._scales, strict=True):
             value = table.get(name)
@@ -81,13 +100,7 @@ class TurnedSettings:
             if found is None or found[0] != form:
                 return None
             now += found[1]
-        if now != self._latest[0] or not self._latest[1]:
-            self._latest = now, *self._shared(now)
-        start = len(beside.floats)
-        beside.floats += self._latest[2]
-        beside.num_settings = len(self._latest[2])
-        refs = [NumberRef(start + ref) for ref in range(beside.num_settings)]
-        return with_floats(self._latest[1], refs)
+        return now
 
     def _shared(self, now: Sequence[float]) -> tuple[Skeleton, list[float]]:
         values = {value.hex(): value for value in now}  # -0.0 is not 0.0
