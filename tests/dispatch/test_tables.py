@@ -221,4 +221,4 @@ def test_textual_inversions_come_and_go() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         before.append(fast.text_encoder.get_input_embeddings().weight.shape[0])
     assert len(set(before)) == 3
-    assert encoder.variants.num_captures == 1
+    assert len(encoder.variants.all) == 1
