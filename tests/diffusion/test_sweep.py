@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from strop.bench.pipelines import twins
-from strop.bench.pipelines.actions import ACTIONS, Action
+from strop.bench.pipelines.actions import ACTIONS, PICTURED, Action
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.tiny import TinyPipeline
 from tests.diffusion.known_failures import KNOWN
@@ -98,7 +98,8 @@ def least(case: Case, found: twins.Outcome, warm: int) -> float:
 def sample() -> list[Case]:
     """Every third action once, on Stable Diffusion; moments and paths take turns."""
     found = []
-    for number, action in enumerate(ACTIONS[::3]):
+    usual = [action for action in ACTIONS if action.on != PICTURED]
+    for number, action in enumerate(usual[::3]):
         own = cases([BY_NAME["sd15"]], [action])
         found.append(own[number % len(own)])
     return found
@@ -116,12 +117,14 @@ FEW = ("copy_in_place", "data_assigned", "swap_block", "latents_changed")
 
 
 def whole_sweep() -> list[Case]:
-    few = [action for action in ACTIONS if action.name in FEW]
-    return [
-        case
-        for pipeline in PIPELINES
-        for case in cases([pipeline], ACTIONS if pipeline.name in WHOLE else few)
-    ]
+    usual = [action for action in ACTIONS if action.on != PICTURED]
+    few = [action for action in usual if action.name in FEW]
+    pictured = [action for action in ACTIONS if action.on == PICTURED]
+    found = []
+    for pipeline in PIPELINES:
+        own = pictured if "ip-adapter" in pipeline.name else []
+        found += cases([pipeline], own + (usual if pipeline.name in WHOLE else few))
+    return found
 
 
 @pytest.mark.nightly

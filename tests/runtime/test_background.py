@@ -140,7 +140,7 @@ def test_the_first_call_waits_for_its_own_forms_only(
 ) -> None:
     variant = variant_for(store, 3, 48, 8)
     program = variant.program
-    env = variant.env([(3, 48, 8)])
+    env = variant.env([(3, 48, 8)], ModuleState(store.module))
     assert env is not None
     needed = program.sources_at(env)
     assert 0 < len(needed) < 5 < len(program.sources)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import strop
 from strop.api import dispatchers_of
-from strop.bench.pipelines.actions import ACTIONS, CACHED, STABLE, UNET, Action
+from strop.bench.pipelines.actions import ACTIONS, CACHED, PICTURED, STABLE, UNET, Action
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.not_built import NOT_BUILT
 from strop.bench.pipelines.tiny import TinyPipeline, drawn, modules_of, takes
@@ -31,7 +31,12 @@ REFUSED, DIFFERS, NOT_RUN = "fails", "differs", "not run"
 NEAR = 60.0  # decibels: below, differences could be seen in pictures of 8 bits
 LONGEST = 200  # letters of a reason
 EVERYWHERE = ("sd15", "flux")  # pipelines that schedulers, adapters and offloading are tried on
-FEATURES_ON = {STABLE: ("sd15",), UNET: ("sd15",), CACHED: ("flux",)}
+FEATURES_ON = {
+    STABLE: ("sd15",),
+    UNET: ("sd15",),
+    CACHED: ("flux",),
+    PICTURED: ("sd15-ip-adapter",),
+}
 SECTIONS = {
     "pipeline": "Pipelines",
     "scheduler": "Schedulers",

@@ -97,7 +97,7 @@ class UNetAdapter(Adapter):
             names = {height: "H", width: "W"}
         else:
             hints |= {"h": height // factor, "w": width // factor}
-        specs = []
+        specs, pictures = [], self._pictures(tensors, skeleton)
         for number, t in enumerate(tensors):
             sizes = [str(s) for s in t.shape]
             sizes[0] = "b" if t.shape[0] == batch else sizes[0]
@@ -108,13 +108,19 @@ class UNetAdapter(Adapter):
             elif number in spatial:
                 sizes[2] = f"{t.shape[2] * factor // height}*h"
                 sizes[3] = f"{t.shape[3] * factor // width}*w"
-            elif t.dim() == 3:
+            elif t.dim() == 3 or number in pictures:
                 sizes[1] = f"s{number}"
                 hints[sizes[1]] = t.shape[1]
             is_timestep = t.dim() == 1 and not self._has_classes
             dtype = torch.float32 if is_timestep else t.dtype  # numbers up to 1000, of any type
             specs.append(TensorSpec(tuple(sizes), dtype, t.device))
         return Shapes(tuple(specs), hints, is_ragged)
+
+    def _pictures(self, tensors: Sequence[Tensor], skeleton: Skeleton) -> set[int]:
+        """Return the numbers of the tensors that are the embeddings of pictures, of any number of
+        them: (batch, pictures, tokens, features)."""
+        parts = [part for name, part in _named(skeleton) if name == "added_cond_kwargs"]
+        return {n for part in parts for n in tensor_numbers(part) if tensors[n].dim() == 4}
 
     def _spatial(self, tensors: Sequence[Tensor], skeleton: Skeleton) -> tuple[int, ...]:
         """Return the numbers of the tensors in SPATIAL, the latent's first. In a call without

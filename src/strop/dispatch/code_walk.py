@@ -142,6 +142,7 @@ class CodeWalk:
         self._functions: dict[int, FunctionType] = {}
         self.names: set[str] = set()  # that any code here reads or writes
         self.own_names: set[str] = set()  # that a user's code does
+        self.read_names: set[str] = set()  # that code names which computes something
         self._words: set[str] = set()  # texts in code here: names that it may ask for
         self._held: list[tuple[str, Any]] = []  # objects that are no modules
         for path, part in parts:
@@ -167,6 +168,11 @@ class CodeWalk:
             is_asked = known.is_own or not known.is_setting or known.key in read
             if not is_asked and known.key in _made_names(type(known.owner).__mro__):
                 del self.places[place]
+
+    @property
+    def asks_any(self) -> bool:
+        """Tell whether a user's code may ask for attributes by any name."""
+        return not (_DYNAMIC - {"setattr"}).isdisjoint(self.own_names)
 
     def _grow(self) -> bool:
         """Look at attributes of objects whose names are known by now; whether there are more."""
@@ -260,8 +266,10 @@ class CodeWalk:
         if id(function) in self._functions:
             return names
         self._functions[id(function)] = function
+        words = _texts(function.__code__)
         self.names |= names
-        self._words |= _texts(function.__code__)
+        self._words |= words
+        self.read_names |= set() if _checks_settings(function) else names | words
         self.consulted |= _consulted(function.__code__)
         wrapped = getattr(function, "__wrapped__", None)
         if isinstance(wrapped, FunctionType):
@@ -429,6 +437,15 @@ def _is_installed(module: str) -> bool:
 def _slots(base: type) -> tuple[str, ...]:
     slots = vars(base).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _checks_settings(function: FunctionType) -> bool:
+    """Tell whether a function makes or checks configurations of transformers: nothing that is
+    computed depends on what it reads."""
+    root, _, rest = str(function.__globals__.get("__name__")).partition(".")
+    is_of_configurations = rest.rpartition(".")[2].startswith("configuration_")
+    is_check = function.__name__.startswith(("__", "validate"))
+    return root == "transformers" and is_of_configurations and is_check
 
 
 def _called(method: MethodType) -> frozenset[str]:

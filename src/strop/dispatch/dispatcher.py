@@ -227,7 +227,7 @@ class Dispatcher:
             while part is None:  # one is no longer what it was
                 self._reset()
                 part = self.state.turned.read(beside)
-        return (*skeleton, part)
+        return (*skeleton, part) if self.state.turned.names else skeleton
 
     def _read_again(self, call: GivenCall) -> GivenCall:
         """Return the call with the settings as they are now."""

@@ -13,7 +13,7 @@ from strop.dispatch.aliases import returned_arguments
 from strop.dispatch.entry import Entry
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.module_state import ModuleState
-from strop.dispatch.signature import Beside, Shapes, Skeleton, memory_order, solve_roots
+from strop.dispatch.signature import Beside, Shapes, Skeleton, memory_order
 from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of
 from strop.dispatch.varying_numbers import GivenCall, Turned, all_shapes
 from strop.errors import UnsupportedError
@@ -62,7 +62,8 @@ class EntryMaker:
         if call.beside.floats and self._turned.note(call):
             call = self.resolved(call.bare, call.plain, call.beside)
         variant, call = self._variant(call)
-        env = solve_roots(variant.specs, [t.shape for t in call.tensors])
+        env = variant.env([t.shape for t in call.tensors], self._state)
+        assert env is not None  # it would be another one
         if looks_too_far(variant.program, env):
             raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
         for cause in variant.program.foreign_causes:

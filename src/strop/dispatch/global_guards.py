@@ -32,6 +32,7 @@ from strop.dispatch.code_walk import (
 )
 from strop.dispatch.identities import CONSTANTS, addresses, identities, is_equal
 from strop.frontend.stable_text import is_plain, text_of, text_of_config
+from strop.frontend.tables import COUNTS
 
 __all__ = ["LIBRARIES", "GlobalGuards", "GuardChange", "is_private"]
 _BY_TEXT = (*CONSTANTS, FunctionType, type(len), type)
@@ -53,8 +54,11 @@ class GlobalGuards:
         """``parts`` with their paths are the modules that run, the outermost first."""
         reach = CodeWalk(parts)
         self.consulted, self.own_names = reach.consulted, reach.own_names
+        self.unread = frozenset() if reach.asks_any else COUNTS - reach.read_names
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
-        self._places = [p for p in reach.places.values() if p.label not in ignored]
+        self._places = [
+            p for p in reach.places.values() if p.label not in ignored and p.key not in self.unread
+        ]
         self._names = identities([(place.table, place.key) for place in self._places])
         self._contents = [
             c for c in reach.contents.values() if not is_fixed(c.value) and c.label not in ignored
@@ -155,9 +159,11 @@ class GlobalGuards:
         """Values of which the text does not tell everything: compared by identity."""
         places = zip(self._places, self._names.values, strict=True)
         held = [
-            v
+            type(v) if _is_bare_processor(p, v) else v
             for p, v in places
-            if not _is_by_text(p, v) and (not p.is_own or not (_is_told(v) or p.is_setting))
+            if not _is_by_text(p, v)
+            and not (p.is_setting and _is_text(v))  # which has a place of its own
+            and (not p.is_own or not (_is_told(v) or p.is_setting))
         ]
         for known in self._items:
             if isinstance(known, list):
@@ -173,6 +179,23 @@ def is_private(label: str) -> bool:
 def _is_by_text(place: Binding, value: Any) -> bool:
     is_container = isinstance(value, list | tuple | dict | set | frozenset)
     return not place.is_own and not place.is_setting and is_container and is_plain(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Tell whether a setting is numbers and texts alone."""
+    if isinstance(value, dict):
+        return all(map(_is_text, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_text, value))
+    return isinstance(value, CONSTANTS)
+
+
+def _is_bare_processor(place: Binding, value: Any) -> bool:
+    """Tell whether it is an attention processor that holds nothing: one is as good as another.
+    diffusers makes new ones where an IP-Adapter goes."""
+    if place.key != "processor" or isinstance(value, nn.Module):
+        return False
+    return type(value).__module__.startswith("diffusers.") and not getattr(value, "__dict__", True)
 
 
 def _text_of_container(value: Any) -> str:

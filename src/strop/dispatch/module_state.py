@@ -19,12 +19,14 @@ from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
+from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.adapted_layers import ACTS, is_left_over
 from strop.frontend.capture import clone_structure, state_places
 from strop.frontend.module_parts import named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
+from strop.frontend.tables import table_names
 from strop.ir.ops import OPS
 from strop.ir.program import Program
 from strop.options import Options
@@ -55,7 +57,6 @@ class ModuleState:
     @collection_paused()
     def scan(self) -> None:
         """Look at the module anew."""
-        edges: list[tuple[dict[str, Any], str]] = []
         everything = named_parts(self.module)
         self.modules = [part for _, part in everything]
         if self._folds_adapters:
@@ -64,25 +65,20 @@ class ModuleState:
         self.parts = named_parts(self.module, stand_ins) if stand_ins else everything
         self.turned.scan(self.parts)
         self.train_sensitive = sensitive_parts(self.modules)
-        self.hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
         self.replaced = replaced_part(everything)  # why a part with another forward is in the way
+        self._scan_modules()
         places = list(state_places(self.parts, self.effective.tables))
         self.names = [name for name, _, _ in places]
-        for owner in self.modules:
-            edges += [(owner._modules, k) for k in owner._modules]
-            if owner is not self.module:
-                self.hooks += [owner._forward_pre_hooks, owner._forward_hooks]
-                self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
-            named = ("processor",) if owner is self.module else ("processor", "forward")
-            edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
         self._adapted: list[tuple[str, Any]] = [
             (path, part) for path, part in self.parts if "lora_A" in part._modules
         ]
         self._weights = identities((table, key) for _, table, key in places)
-        self._edges = identities(edges)
         self.tensors: list[Tensor] = self._weights.values
         self._numbers = list(range(len(self.tensors)))
+        found = {*table_names(self.parts)}
+        self.tables = [name for name in self.names if name in found]
+        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in found]
+        self.rows = tuple(map(len, self._tables))
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         # optimize is about to set ``forward``
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
@@ -98,6 +94,20 @@ class ModuleState:
         addresses = set(self.pointers)
         self.merged = [t for t in self.merged if t.data_ptr() in addresses]
 
+    def _scan_modules(self) -> None:
+        """Look at hooks, and at what each module holds by name."""
+        edges: list[tuple[dict[str, Any], str]] = []
+        self.hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        for owner in self.modules:
+            edges += [(owner._modules, k) for k in owner._modules]
+            if owner is not self.module:
+                self.hooks += [owner._forward_pre_hooks, owner._forward_hooks]
+                self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
+            named = ("processor",) if owner is self.module else ("processor", "forward")
+            edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
+        self._edges = identities(edges)
+
     def rescan(self) -> bool:
         """Look at the module anew, and tell whether anything that a program is bound to is another.
         Often nothing is: diffusers notes with which scale adapters were fused."""
@@ -109,10 +119,10 @@ class ModuleState:
 
     def _bound_to(self) -> tuple[Any, ...]:
         """Return what tells bound programs apart, but for arguments: the graph by its structure,
-        and every tensor by its identity, its address and its steps in memory."""
-        strides = [tensor.stride() for tensor in self.tensors]
+        and every tensor by its identity, its address, its sizes and its steps in memory."""
+        places = [(tensor.shape, tensor.stride()) for tensor in self.tensors]
         numbers = list(map(id, self.tensors))
-        return self.structure, self.replaced, numbers, self.pointers, strides
+        return self.structure, self.replaced, numbers, self.pointers, places
 
     def comparison(self) -> Callable[[], bool] | None:
         """Return a function that says whether all is as scanned: no module, setting or Parameter is
@@ -128,6 +138,7 @@ class ModuleState:
         owned, num_owned, own = self._owned, self._num_owned, self.module.__dict__
         parts, is_alone = self.module._modules, len(owned) == 2
         tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
+        tables, rows = self._tables, self.rows
 
         def is_unchanged() -> bool:
             try:
@@ -138,6 +149,7 @@ class ModuleState:
                     or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
                     or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
+                    or (tables and tuple(map(len, tables)) != rows)
                     or (hooks and any(hooks))
                     or self.global_guards.have_changed()
                 )
@@ -225,7 +237,9 @@ class ModuleState:
 
     def has_moved(self) -> bool:
         """Say whether the memory of a Parameter that was there at the last scan is another, or
-        gone."""
+        gone, or a table has other rows."""
+        if tuple(map(len, self._tables)) != self.rows:
+            return True
         if _lie_at is None:
             return _pointers(self.tensors) != self.pointers
         return not _lie_at(self.tensors, self.pointers, self._numbers)
@@ -243,19 +257,34 @@ class ModuleState:
         )
 
     def settings(self, path: str, part: nn.Module) -> dict[str, Any]:
-        """Return the plain attributes of a part, and of turned ones only the form."""
-        found = settings_of(part)
-        return {name: self.turned.form_of(path, name) or found[name] for name in found}
+        """Return the plain attributes of a part, and of turned ones only the form. Numbers of rows
+        that no code reads are none."""
+        found, unread = settings_of(part), self.global_guards.unread
+        absent = {n for n, value in found.items() if value is None and is_scale(part, n)}
+        kept = found.keys() - unread - absent
+        return {n: self.turned.form_of(path, n) or found[n] for n in found if n in kept}
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of all state, of tables without the number of rows, which is data."""
+        tables = {*self.tables}
+        named = zip(self.names, self.tensors, strict=True)
+        return [tuple(t.shape[1:] if n in tables else t.shape) for n, t in named]
 
     def _structure(self) -> int:
         """Return a hash of names, classes, processors, adapters, shapes and dtypes."""
         modules = tuple(
-            (path, type(m), type(m.__dict__.get("processor")), repr(self.settings(path, m)))
+            (
+                path,
+                type(m),
+                type(m.__dict__.get("processor")),
+                repr(sorted(self.settings(path, m).items())),
+            )
             for path, m in self.parts
         )
         state = tuple(
-            (n, t.shape, _layout(t), t.dtype, t.device)
-            for n, t in zip(self.names, self.tensors, strict=True)
+            (n, shape, _layout(t), t.dtype, t.device)
+            for n, t, shape in zip(self.names, self.tensors, self.shapes, strict=True)
         )
         objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
@@ -278,11 +307,13 @@ def _layout(t: Tensor) -> tuple[int, ...] | None:
 def settings_of(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module: numbers, texts, functions, and containers of those,
     decide what a forward does."""
-    return {
+    found = {
         k: v
         for k, v in own_attributes(module)
         if not (k.startswith("_") or k == "forward" or is_left_over(module, k)) and is_plain(v)
     }
+    # what was None and then a module is kept elsewhere when it is None again
+    return found | {k: None for k, part in module._modules.items() if part is None}
 
 
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:

@@ -28,6 +28,7 @@ from strop.errors import CacheError
 from strop.frontend.stable_text import qualified, text_of, text_of_config
 from strop.ir.program import NumberGuard
 from strop.ir.serialize import from_json, to_json
+from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.build.cache import DiskCache
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from strop.dispatch.variants import Variant
 
 log = logging.getLogger("strop")
-_FORMAT = 4
+_FORMAT = 5
 
 
 def key_of(
@@ -50,19 +51,20 @@ def key_of(
         options.key(),
         *registry.keys(),
     ]
-    sources = set()
+    sources, tables = set(), {name.rpartition(".")[0] for name in state.tables}
     for path, part in state.parts:
         processor = part.__dict__.get("processor")
         settings = _settings(state, path, part)
-        parts.append(f"{path}:{qualified(type(part))}:{part.extra_repr()}:{settings}")
+        shown = "" if path in tables else part.extra_repr()  # which has their rows
+        parts.append(f"{path}:{qualified(type(part))}:{shown}:{settings}")
         parts.append(f"{qualified(type(processor))}")
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
     parts += sorted(sources)
-    parts.append(_config(module))
+    parts.append(_config(module, state))
     parts += [*state.global_guards.text, *state.global_guards.containers, state.global_guards.code]
     parts += [
-        f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
-        for n, t in zip(state.names, state.tensors, strict=True)
+        f"{n}:{shape}:{t.stride()}:{t.dtype}:{t.device}"
+        for n, t, shape in zip(state.names, state.tensors, state.shapes, strict=True)
     ]
     parts += [
         repr(state.adapters),
@@ -73,9 +75,12 @@ def key_of(
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _config(module: nn.Module) -> str:
+def _config(module: nn.Module, state: ModuleState) -> str:
+    """Write out the configuration, but for numbers of rows that no code reads."""
     config = getattr(module, "config", None)
-    return text_of_config(config) if isinstance(config, Mapping) else repr(config)
+    text = text_of_config(config) if isinstance(config, Mapping) else repr(config)
+    lines, unread = text.split("\n"), tuple(state.global_guards.unread)
+    return "\n".join(line for line in lines if not line.strip(' "').startswith(unread))
 
 
 def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
@@ -140,21 +145,23 @@ def _file_digest(file: str) -> str:
 _DAMAGE = (CacheError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
-def find(key: str, numbers: Sequence[float], options: Options) -> tuple[str, Variant | None]:
-    """Return the key under which the variant for these numbers is, or is to be saved, and the
-    stored variant, or None. One whose guards they do not meet leads to another key."""
+def find(
+    key: str, numbers: Sequence[float], state: ModuleState, options: Options
+) -> tuple[str, Variant | None]:
+    """Return the key under which the variant for these numbers and tables is, or is to be saved,
+    and the stored variant, or None. One that is not for them leads to another key."""
     while True:
         variant = load(key, options)
-        if variant is None or variant.is_for(numbers):
+        if variant is None or (variant.is_for(numbers) and variant.suits(state)):
             return key, variant
-        key = hashlib.sha256(f"{key}{variant.number_guards}".encode()).hexdigest()
+        rows = [spec.shape for spec in variant.rows]
+        key = hashlib.sha256(f"{key}{variant.number_guards}{rows}".encode()).hexdigest()
 
 
 def load(key: str, options: Options) -> Variant | None:
     """Return the stored variant, or None. A damaged entry is dropped with one log line."""
     from strop.dispatch.variants import Variant
     from strop.frontend.capture import Same
-    from strop.ir.tensor_spec import TensorSpec
 
     data = DiskCache(options.cache_path).read("plan", key)
     if data is None:
@@ -163,15 +170,7 @@ def load(key: str, options: Options) -> Variant | None:
         entry = json.loads(data)
         program = from_json(entry["program"])
         out_spec = pytree.treespec_loads(entry["out_spec"])
-        specs = tuple(
-            TensorSpec(
-                tuple(shape),
-                getattr(torch, dtype),
-                torch.device(device),
-                None if order is None else tuple(order),
-            )
-            for shape, dtype, device, order in entry["specs"]
-        )
+        specs, rows = _specs_from(entry["specs"]), _specs_from(entry["rows"])
         names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
         fixed, reads = (tuple(map(str, entry[name])) for name in ("fixed", "layout_reads"))
         guards = tuple(
@@ -195,7 +194,24 @@ def load(key: str, options: Options) -> Variant | None:
         layout_reads=reads,
         number_guards=guards,
         same=same,
+        rows=rows,
     )
+
+
+def _specs_from(entries: Any) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(
+            tuple(shape),
+            getattr(torch, dtype),
+            torch.device(device),
+            None if order is None else tuple(order),
+        )
+        for shape, dtype, device, order in entries
+    )
+
+
+def _entries_of(specs: Sequence[TensorSpec]) -> list[Any]:
+    return [(s.shape, str(s.dtype).removeprefix("torch."), str(s.device), s.order) for s in specs]
 
 
 def save(key: str, variant: Variant, options: Options) -> None:
@@ -209,10 +225,8 @@ def save(key: str, variant: Variant, options: Options) -> None:
         "arch": options.arch,  # that of the option, for who reads the file: the key has it too
         "program": to_json(variant.program),
         "out_spec": out_spec,
-        "specs": [
-            (s.shape, str(s.dtype).removeprefix("torch."), str(s.device), s.order)
-            for s in variant.specs
-        ],
+        "specs": _entries_of(variant.specs),
+        "rows": _entries_of(variant.rows),
         "state_names": variant.state_names,
         "is_ragged": variant.is_ragged,
         "fixed": variant.fixed,

@@ -140,7 +140,7 @@ class Steps:
     ) -> tuple[Step, dict[str, int]]:
         """Raises one of REFUSALS."""
         wants = tuple(t.requires_grad for t in (*state.tensors, *tensors))
-        key = (state.structure, skeleton, wants, _looks(shapes.specs), _modes(state))
+        key = (state.structure, state.rows, skeleton, wants, _looks(shapes.specs), _modes(state))
         sizes = [t.shape for t in tensors]
         for step in self.by_key.get(key, ()):
             env = step.env(sizes)

@@ -92,16 +92,20 @@ class Variant:
     # under ``no_grad``, with arguments that require none.
     wants: tuple[bool, ...] | None = None
     same: tuple[Same, ...] = ()  # see ``Captured``
+    rows: tuple[TensorSpec, ...] = ()  # of each table of the module, see ``Captured``
 
-    def fits(self, sizes: Sizes) -> bool:
-        return self.env(sizes) is not None
+    def fits(self, sizes: Sizes, state: ModuleState) -> bool:
+        return self.env(sizes, state) is not None
 
     def is_for(self, numbers: Sequence[float]) -> bool:
         return all(guard.holds(numbers) for guard in self.number_guards)
 
     def suits(self, state: ModuleState) -> bool:
-        """Say whether its gradients are still by the weights that require one."""
-        return self.wants is None or self.wants == state.wants
+        """Say whether its gradients are still by the weights that require one, and tables have
+        the numbers of rows that it takes for known."""
+        known = zip((spec.sizes[0] for spec in self.rows), state.rows, strict=True)
+        has_rows = all(not size.is_const or size.value == count for size, count in known)
+        return has_rows and (self.wants is None or self.wants == state.wants)
 
     def misfit(self, tensors: Sequence[Tensor], *, is_no_grad: bool) -> str:
         """Say why a call that it fits by sizes must not have it, or nothing."""
@@ -111,10 +115,11 @@ class Variant:
             return TURNS_ON
         return ""
 
-    def env(self, sizes: Sizes) -> dict[str, int] | None:
-        """Return the values of the symbolic sizes, or None for arguments that this graph does not
-        serve."""
-        return served_sizes(self.specs, self.program.guards, sizes)
+    def env(self, sizes: Sizes, state: ModuleState) -> dict[str, int] | None:
+        """Return the values of the symbolic sizes, or None for arguments and tables that this graph
+        does not serve."""
+        all_sizes = [*sizes, *((count,) for count in state.rows)]
+        return served_sizes((*self.specs, *self.rows), self.program.guards, all_sizes)
 
 
 @dataclass
@@ -153,7 +158,7 @@ class VariantStore:
         key, sizes = _key(state, call.skeleton, shapes), [t.shape for t in call.tensors]
         known = [v for v in self.variants.get(key, ()) if v.is_for(call.numbers) and v.suits(state)]
         for variant in known:
-            if variant.fits(sizes):
+            if variant.fits(sizes, state):
                 return variant
         failed = self._failed.get((key, shapes.is_ragged)) or self._usual_failure(key)
         if failed:
@@ -172,7 +177,7 @@ class VariantStore:
             )
         if not known:  # else the usual hints would give the same graph again
             built, shapes = self._build_first(key, state, call, shapes, sizes)
-            if built.fits(sizes):
+            if built.fits(sizes, state):
                 return built
         elif shapes.otherwise is not None:
             shapes = shapes.otherwise
@@ -193,7 +198,7 @@ class VariantStore:
             return self._build_exactly(key, state, call, shapes, sizes), shapes
         with contextlib.suppress(CaptureError, ShapeError):
             built = self._build(key, state, call, shapes, sizes)
-            if built.fits(sizes):
+            if built.fits(sizes, state):
                 return built, shapes
         self._failed.pop((key, shapes.is_ragged), None)
         return self._build(key, state, call, shapes.otherwise, sizes), shapes.otherwise
@@ -222,7 +227,7 @@ class VariantStore:
         env = solve_roots(shapes.specs, sizes)
         exact = replace(shapes, hints=env, is_exact=True)
         variant = self._build(key, state, call, exact, sizes)
-        if variant.fits(sizes):
+        if variant.fits(sizes, state):
             return variant
         reason = f"its graph has guards that exclude the sizes it was traced for: {env}"
         self._failed[key, shapes.is_ragged] = reason
@@ -286,14 +291,16 @@ class VariantStore:
         stored_key = stored_variants.key_of(self.module, state, call.skeleton, shapes, options)
         variant = None
         if not self.options.wants_compiler:
-            stored_key, variant = stored_variants.find(stored_key, call.numbers, self.options)
+            stored_key, variant = stored_variants.find(
+                stored_key, call.numbers, state, self.options
+            )
         if variant is None:
             library.warm_up()
         try:
             if variant is None:
                 with collection_paused():
                     variant = self._compile(state, call, shapes, device, library, options)
-                env = variant.env(sizes)
+                env = variant.env(sizes, state)
                 library.begin(_needed(variant.program, env, library))
                 if variant.wants is None:  # the key knows nothing of it
                     stored_variants.save(stored_key, variant, self.options)
@@ -301,7 +308,8 @@ class VariantStore:
                 raise CaptureError(
                     f"{self.name}: the module's parameters are not those of its graph"
                 )
-            return self._with_kernels(variant, library, device, sizes, started)
+            env = variant.env(sizes, state)
+            return self._with_kernels(variant, library, device, env, started)
         finally:
             library.cool_down()
 
@@ -310,11 +318,11 @@ class VariantStore:
         variant: Variant,
         library: KernelLoader,
         device: torch.device,
-        sizes: Sizes,
+        env: Mapping[str, int] | None,
         started: float,
     ) -> Variant:
         """Build the kernels that the first call needs, and list the others for later."""
-        program, env = variant.program, variant.env(sizes)
+        program = variant.program
         needed = _needed(program, env, library)
         num_ready = library.watch(needed)
         begun = time.perf_counter()
@@ -395,6 +403,7 @@ class VariantStore:
             number_guards=captured.number_guards,
             wants=state.wants if captured.has_gradients else None,
             same=captured.same,
+            rows=captured.rows,
         )
 
     def _captured(
@@ -421,7 +430,9 @@ class VariantStore:
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
         watch = Watch(effects.so_far, lambda part: entered.add(id(part)))
         try:
-            captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers, watch)
+            captured = capture(
+                clone, call, shapes.specs, shapes.hints, asked.numbers, state.tables, watch
+            )
         finally:
             effects.undo()
         if written := effects.check():

@@ -1,6 +1,7 @@
 """Numbers among a call's arguments that a user turns, such as the scale of a ControlNet.
 
-The first value that is seen is a constant of its graph. With the second one the float becomes an
+The first value that is seen is a constant of its graph, but for scales (``scales.py``). With the
+second one the float becomes an
 input of the next graph, which then serves every value: a tensor without dims, in 64 bits as
 Python's floats, that is copied like other arguments. Graphs of models that nobody turns anything
 of stay as they are. Where code needs the value itself, it stays a constant (``fix``). Of whole
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from strop.dispatch.integer_sizes import WholeNumbers, with_sizes
+from strop.dispatch.scales import scales_of_call
 from strop.dispatch.signature import (
+    NUM_ARGUMENTS,
     Beside,
     NumberRef,
     Shapes,
@@ -68,6 +71,7 @@ class Turned:
         self._skeletons: dict[tuple[Skeleton, tuple[Skeleton, ...]], Skeleton] = {}
         self._guards: dict[Skeleton, tuple[NumberGuard, ...]] = {}
         self._made: dict[tuple[str, torch.device], Tensor] = {}
+        self._latest: Any = None  # the latest call, and what was decided of it
 
     def flattened(self, arguments: Any, tensors: list[Tensor], beside: Beside) -> Skeleton:
         """Flatten as ``flatten`` does, with whole numbers that are sizes among the tensors."""
@@ -85,22 +89,34 @@ class Turned:
         device: torch.device,
     ) -> GivenCall:
         """The call with these ``tensors`` and what is ``beside`` in a skeleton, ``bare`` of it."""
+        place = structure, device, len(tensors), tuple(map(float.hex, beside.floats))
+        if self._latest is None or self._latest[0] != place or self._latest[1] != bare:
+            self._latest = place, bare, *self._decided(bare, beside, *place[:3])
+        _, _, skeleton, inputs, made = self._latest
+        numbers = tuple(beside.floats[n] for n in inputs)
+        return GivenCall(skeleton, [*tensors, *made], bare, beside, numbers, inputs)
+
+    def _decided(
+        self, bare: Skeleton, beside: Beside, structure: int, device: torch.device, count: int
+    ) -> tuple[Skeleton, tuple[int, ...], list[Tensor]]:
+        """Return the skeleton of a call with ``count`` tensors, which of its floats are inputs, and
+        the tensors of these."""
         floats = beside.floats
         inputs: tuple[int, ...] = ()
-        if beside.num_settings and bare not in self._turned:
-            self._turned[bare] = frozenset(range(len(floats) - beside.num_settings, len(floats)))
+        if floats and bare not in self._turned:
+            settings = range(len(floats) - beside.num_settings, len(floats))
+            self._turned[bare] = frozenset((*settings, *scales_of_call(bare[:NUM_ARGUMENTS])))
         if turned := self._turned.get(bare):
             free = turned - self._fixed.get((structure, bare), frozenset())
             inputs = tuple(n for n in sorted(free) if math.isfinite(floats[n]))
         parts: list[Skeleton] = [number_text(value) for value in floats]
-        for place, number in enumerate(inputs, len(tensors)):
+        for place, number in enumerate(inputs, count):
             parts[number] = NumberRef(place)
         key = bare, tuple(parts)
         if key not in self._skeletons:
             self._skeletons[key] = with_floats(bare, parts)
-        numbers = tuple(floats[n] for n in inputs)
-        given = [*tensors, *(self._tensor(value, device) for value in numbers)]
-        return GivenCall(self._skeletons[key], given, bare, beside, numbers, inputs)
+        made = [self._tensor(floats[n], device) for n in inputs]
+        return self._skeletons[key], inputs, made
 
     def note(self, call: GivenCall) -> bool:
         """Note that a graph is looked for. Tell whether a float has another value than when one was
@@ -111,6 +127,7 @@ class Turned:
         pairs = enumerate(zip(first, floats, strict=True))
         found = frozenset(n for n, (a, b) in pairs if number_text(a) != number_text(b)) - known
         self._turned[call.bare] = known | found
+        self._latest = None
         return bool(found)
 
     def fix(
@@ -124,6 +141,7 @@ class Turned:
         key = structure, call.bare
         fixed = frozenset(call.inputs[number] for number in numbers)
         self._fixed[key] = self._fixed.get(key, frozenset()) | fixed
+        self._latest = None
         return call.bare, call.plain, call.beside
 
     def learn(self, call: GivenCall, guards: Sequence[NumberGuard]) -> None:

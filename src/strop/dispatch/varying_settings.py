@@ -2,8 +2,8 @@
 
 The first values that are seen are constants of a graph. A setting whose floats are others at a
 later look is *turned*: its floats join those of the call's arguments as inputs (``turned``), and no
-longer belong to what the module is. Settings that have always been equal are one input:
-``set_ip_adapter_scale`` writes one number into each of 16 processors.
+longer belong to what the module is. Settings that have always been equal are one input. Scales
+that are known to be turned (``scales.py``) are inputs from the beginning, each for itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from strop.dispatch.scales import as_floats, as_traced, is_scale
 from strop.dispatch.signature import (
     Beside,
     NumberRef,
@@ -39,8 +40,12 @@ class TurnedSettings:
         self.names: frozenset[Name] = frozenset()
         self._seen: dict[Name, tuple[Skeleton, list[float]]] = {}
         self._places: list[tuple[Mapping[str, Any], str, Skeleton]] = []
+        self._scales: list[bool] = []  # which of them are scales
         self._groups: list[int] = []  # of all their floats: equal ones have always been equal
         self._latest: tuple[list[float], Skeleton, list[float]] = ([], (), [])
+        # what the latest call has read, as text, behind how many floats, and its skeleton: calls
+        # are many, changes few
+        self._read: tuple[str, int, Skeleton] | None = None
 
     def scan(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         """Look at the settings of these parts of the module, with their paths, anew."""
@@ -48,12 +53,15 @@ class TurnedSettings:
         seen = dict(_settings_with_floats(by_path))
         alike = {n for n in seen.keys() & self._seen.keys() if seen[n][0] == self._seen[n][0]}
         turned = {n for n in alike if seen[n][1] != self._seen[n][1]}
-        self.names = frozenset(turned | (self.names & alike))
+        scales = {(path, name) for path, name in seen if is_scale(by_path[path], name)}
+        self.names = frozenset(turned | scales | (self.names & alike))
         self._seen = seen
         before = [form for _, _, form in self._places]
         self._places = [
             (vars(by_path[path]), name, seen[path, name][0]) for path, name in sorted(self.names)
         ]
+        self._read = None
+        self._scales = [place in scales for place in sorted(self.names)]
         if before != [form for _, _, form in self._places]:
             self._groups, self._latest = [], ([], (), [])
 
@@ -71,23 +79,33 @@ class TurnedSettings:
     def read(self, beside: Beside) -> Skeleton | None:
         """The settings as one more part of a call's skeleton, whose floats go ``beside``, those
         of a group once; None where one has another form than at the last scan."""
+        text, start = repr([table.get(name) for table, name, _ in self._places]), len(beside.floats)
+        if self._read is None or self._read[:2] != (text, start):
+            now = self._values()
+            if now is None:
+                return None
+            if now != self._latest[0] or not self._latest[1]:
+                self._latest = now, *self._shared(now)
+            refs = [NumberRef(start + ref) for ref in range(len(self._latest[2]))]
+            self._read = text, start, with_floats(self._latest[1], refs)
+        beside.floats += self._latest[2]
+        beside.num_settings = len(self._latest[2])
+        return self._read[2]
+
+    def _values(self) -> list[float] | None:
+        """Return all floats as they are now, or None where a setting has another form."""
         now: list[float] = []
-        for table, name, form in self._places:
-            found = _formed(table.get(name))
+        for (table, name, form), is_known in zip(self._places, self._scales, strict=True):
+            value = table.get(name)
+            found = _formed(as_floats(value) if is_known else value)
             if found is None or found[0] != form:
                 return None
             now += found[1]
-        if now != self._latest[0] or not self._latest[1]:
-            self._latest = now, *self._shared(now)
-        start = len(beside.floats)
-        beside.floats += self._latest[2]
-        beside.num_settings = len(self._latest[2])
-        refs = [NumberRef(start + ref) for ref in range(beside.num_settings)]
-        return with_floats(self._latest[1], refs)
+        return now
 
     def _shared(self, now: Sequence[float]) -> tuple[Skeleton, list[float]]:
         values = {value.hex(): value for value in now}  # -0.0 is not 0.0
-        groups = self._groups or [0] * len(now)
+        groups = self._groups or self._first_groups()
         keys = [(group, value.hex()) for group, value in zip(groups, now, strict=True)]
         places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         self._groups = [places[key] for key in keys]
@@ -96,18 +114,26 @@ class TurnedSettings:
             parts.append(with_floats(form, [next(refs) for _ in range(count_numbers(form))]))
         return ("tuple", *parts), [values[text] for _, text in places]
 
+    def _first_groups(self) -> list[int]:
+        """Return a group for each float: each scale is one of its own, all else is together."""
+        found = list[int]()
+        for (_, _, form), is_known in zip(self._places, self._scales, strict=True):
+            for _ in range(count_numbers(form)):
+                found.append(len(found) + 1 if is_known else 0)
+        return found
+
     @contextmanager
     def put(self, clone: nn.Module, values: Sequence[Any]) -> Iterator[None]:
         """Meanwhile a copy of the module has these values of the turned settings."""
         parts = dict(clone.named_modules())
-        places = [(parts[path].__dict__, name) for path, name in sorted(self.names)]
-        before = [table[name] for table, name in places]
+        places = [(parts[path], name) for path, name in sorted(self.names)]
+        before = [vars(part)[name] for part, name in places]
 
-        def write(given: Sequence[Any]) -> None:
-            for (table, name), value in zip(places, given, strict=True):
-                table[name] = value
+        def write(given: Iterable[Any]) -> None:
+            for (part, name), value in zip(places, given, strict=True):
+                part.__dict__[name] = value
 
-        write(values)
+        write(as_traced(*place, value) for place, value in zip(places, values, strict=True))
         try:
             yield
         finally:
@@ -121,6 +147,8 @@ def _settings_with_floats(
         for name, value in own_attributes(part):
             if name.startswith("_") or is_left_over(part, name):
                 continue
+            if is_scale(part, name):
+                value = as_floats(value)
             if type(value) in _CONTAINERS or type(value) is float:
                 formed = _formed(value)
                 if formed is not None and formed[1]:

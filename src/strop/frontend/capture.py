@@ -32,7 +32,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -54,12 +54,14 @@ from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
+from strop.frontend.origins import record_origins, settle_origins
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
 from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, Watch
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
+from strop.frontend.tables import fake_tables, row_specs, rows_read_otherwise
 from strop.ir.dims import Expr, const, symbol
 from strop.ir.program import Guard, NumberGuard
 from strop.ir.tensor_spec import TensorSpec
@@ -101,6 +103,7 @@ class Captured:
     number_guards: tuple[NumberGuard, ...] = ()  # what it asks about numbers that are inputs
     has_gradients: bool = False  # whether it turns gradients on: which weights want one matters
     same: tuple[Same, ...] = ()  # leaves of its result that are other tensors themselves
+    rows: tuple[TensorSpec, ...] = ()  # of each table, as many elements as it has rows
 
 
 Tables = Mapping[int, dict[str, Any]]  # Parameters that stand for a layer's own, by its id
@@ -208,11 +211,13 @@ def capture(
     specs: Sequence[TensorSpec],
     hints: Mapping[str, int],
     numbers: Sequence[float] = (),
+    tables: Sequence[str] = (),
     watch: Watch = UNWATCHED,
 ) -> Captured:
     """Trace ``call(*tensors, *numbers)``, which runs ``module``, with symbolic sizes and numbers.
     The last ``specs`` are those of the numbers, each a tensor without dims. Weights require a
-    gradient if they do now, arguments none.
+    gradient if they do now, arguments none. ``tables`` are the names of weights whose numbers of
+    rows are sizes, too.
 
     Raises NumbersNeeded when the module needs the value of a number, and CaptureError when it does
     something that depends on tensor values. A size that is traced as 0 is no symbol: torch takes
@@ -224,13 +229,12 @@ def capture(
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     with ONE_AT_A_TIME, settings():
-        roots = fake_roots(mode, hints)
         state = named_state(module)
-        fake_state: dict[str, Tensor] = {
-            name: mode.from_tensor(t.detach(), static_shapes=True).requires_grad_(t.requires_grad)
-            for name, t in state.items()
-        }
+        rows = dict(zip(tables, row_specs([state[name] for name in tables]), strict=True))
+        hints |= {spec.shape[0]: len(state[name]) for name, spec in rows.items()}
+        roots = fake_roots(mode, hints)
         with mode:
+            fake_state = _fake_weights(mode, state) | fake_tables(state, rows, roots)
             fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]
         fakes += [shape_env.numbers.symbol(shape_env, n) for n in range(len(numbers))]
         try:
@@ -245,11 +249,13 @@ def capture(
             )
             make_functional(gm)
     check_constants(gm, module)
-    found = known_sizes(module, shape_env, gm, roots, specs, hints)
+    pinned = rows_read_otherwise(gm, tuple(state), rows)
+    own = [*specs, *rows.values()]
+    found = known_sizes(module, shape_env, gm, roots, own, hints, pinned=pinned)
     return Captured(
         gm,
         tuple(state),
-        found.specs,
+        found.specs[: len(specs)],
         found.symbols,
         found.guards,
         found.hints,
@@ -260,7 +266,15 @@ def capture(
         tuple(shape_env.numbers.guards),
         reads.has_gradients,
         same,
+        found.specs[len(specs) :],
     )
+
+
+def _fake_weights(mode: FakeTensorMode, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: mode.from_tensor(t.detach(), static_shapes=True).requires_grad_(t.requires_grad)
+        for name, t in state.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,15 +297,17 @@ def known_sizes(
     hints: Mapping[str, int],
     *,
     fixes_numbers: bool = True,
+    pinned: Set[str] = frozenset(),
 ) -> KnownSizes:
     """Return what is known of sizes. Roots that the trace has fixed or divided are replaced
-    everywhere. ``fixes_numbers``: what is computed from sizes for a tensor has to be one number,
-    but for operands of arithmetic."""
-    symbols, guards = _settled(shape_env, gm, roots, hints, fixes_numbers)
+    everywhere, and those that are ``pinned`` are the traced sizes. ``fixes_numbers``: what is
+    computed from sizes for a tensor has to be one number, but for operands of arithmetic."""
+    known = {name: const(hints[name]) if name in pinned else symbol(name) for name in roots}
+    symbols, guards = _settled(shape_env, gm, roots, known, hints, fixes_numbers)
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
     own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes)) for s in specs]
-    fixed = tuple(_fixed(shape_env, roots, sizes))
+    fixed = tuple(_fixed(shape_env, roots, sizes, pinned))
     for text in fixed:
         log.info("%s: its graph fixes %s", type(module).__name__, text)
     own_hints = symbols.root_values(symbols.hints)
@@ -312,11 +328,14 @@ def without_empty(
 
 
 def _fixed(
-    shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mapping[str, Expr]
+    shape_env: ShapeEnv,
+    roots: Mapping[str, torch.SymInt],
+    sizes: Mapping[str, Expr],
+    pinned: Set[str],
 ) -> Iterator[str]:
     """Yield which sizes the graph holds for at one value only, and what asked for that."""
     for root, size in sizes.items():
-        if not size.is_const:
+        if not size.is_const or root in pinned:
             continue
         traced = str(roots[root].node._expr)
         guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]
@@ -329,11 +348,12 @@ def _settled(
     shape_env: ShapeEnv,
     gm: GraphModule,
     roots: Mapping[str, torch.SymInt],
+    known: Mapping[str, Expr],
     hints: Mapping[str, int],
     fixes_numbers: bool,
 ) -> tuple[Symbols, tuple[Guard, ...]]:
     """Return the names of all sizes, and what must hold of them."""
-    names = {str(root.node._expr): symbol(name) for name, root in roots.items()}
+    names = {str(root.node._expr): known[name] for name, root in roots.items()}
     traced = {str(root.node._expr): hints[name] for name, root in roots.items()}
     symbols = Symbols(names, traced)
     symbols.replace(shape_env.replacements)
@@ -492,7 +512,7 @@ def tracing(
             symbolic_builtins(module),
             retarget,
             overlap_by_traced_sizes(),
-            _record_origins(module, origins, entered),
+            record_origins(module, origins, entered),
             without_tensor_meta(),
             without_reports(),
         ):
@@ -550,49 +570,3 @@ def _as_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def settle_origins(gm: GraphModule, module: nn.Module, origins: dict[str, str]) -> None:
-    """Give what was traced behind the last part of ``module`` to the module itself."""
-    for node in gm.graph.nodes:
-        origins.setdefault(node.name, type(module).__name__)
-
-
-@contextmanager
-def _record_origins(
-    module: nn.Module, origins: dict[str, str], entered: Callable[[nn.Module], object]
-) -> Iterator[None]:
-    """Note for each traced node the innermost module that was running."""
-    paths = {id(m): name or type(module).__name__ for name, m in module.named_modules()}
-    stack: list[str] = [type(module).__name__]
-
-    def settle() -> None:
-        proxy = get_proxy_mode()
-        assert proxy is not None
-        for node in reversed(proxy.tracer.graph.nodes):
-            if node.name in origins:
-                return
-            origins[node.name] = stack[-1]
-
-    def enter(m: nn.Module, args: Any) -> None:
-        if get_proxy_mode() is None:
-            return  # another thread's module
-        settle()
-        entered(m)
-        stack.append(paths.get(id(m), stack[-1]))
-        origins["<current>"] = stack[-1]
-
-    def leave(m: nn.Module, args: Any, output: Any) -> None:
-        if get_proxy_mode() is not None:
-            settle()
-            stack.pop()
-
-    hooks = [
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -40,7 +40,6 @@ from strop.frontend.capture import (
     known_sizes,
     named_state,
     settings,
-    settle_origins,
     tracing,
     without_empty,
 )
@@ -49,6 +48,7 @@ from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
+from strop.frontend.origins import settle_origins
 from strop.frontend.repeated_blocks import UNWATCHED, Watch
 from strop.frontend.repeated_gradients import RepeatedGradients
 from strop.frontend.shape_rules import TracedSizes

@@ -30,6 +30,7 @@ from strop.bench.pipelines import (
 
 # An action applies to one of these: a module of the pipeline, or the whole pipeline.
 DENOISER, UNET, VAE, TEXT, PIPE, STABLE = "denoiser", "unet", "vae", "text", "pipe", "stable"
+PICTURED = "pictured"  # a pipeline with an IP-Adapter
 CACHED = "cached"  # the transformer of a pipeline whose class takes diffusers' caches
 DENOISERS = ("unet", "transformer", "prior", "decoder")
 
@@ -59,6 +60,9 @@ class Action:
         if self.on == STABLE:
             return pipe if "StableDiffusionPipeline" in kinds else None
         found = denoiser_of(pipe)
+        if self.on == PICTURED:
+            shown = getattr(found, "encoder_hid_proj", None)
+            return pipe if hasattr(shown, "image_projection_layers") else None
         if self.on in (VAE, TEXT):
             found = getattr(pipe, {VAE: "vae", TEXT: "text_encoder"}[self.on], None)
         is_other = {
@@ -185,4 +189,33 @@ ACTIONS: tuple[Action, ...] = (
     Action(pipeline.inference_mode, PIPE, inside=False, is_seen=False),
     Action(pipeline.math_attention, PIPE, inside=False, is_seen=False),
     Action(pipeline.attention_replaced, PIPE, inside=False),
+    Action(
+        adapters.textual_inversion_of_several,
+        STABLE,
+        inside=False,
+        feature="textual inversion of several tokens",
+    ),
+    Action(
+        adapters.textual_inversion_unloaded,
+        STABLE,
+        inside=False,
+        is_seen=False,
+        feature="unload_textual_inversion",
+    ),
+    Action(adapters.ip_adapter_scaled, PICTURED, feature="IP-Adapter: set_ip_adapter_scale"),
+    Action(adapters.ip_adapter_scaled_to_nothing, PICTURED, feature="IP-Adapter: a scale of 0"),
+    Action(adapters.ip_adapter_scaled_by_block, PICTURED, feature="IP-Adapter: scales by block"),
+    Action(adapters.other_ip_adapter, PICTURED, feature="IP-Adapter: another one"),
+    Action(
+        adapters.ip_adapter_loaded_again,
+        PICTURED,
+        is_seen=False,
+        feature="IP-Adapter: unload, load",
+    ),
+    Action(
+        adapters.ip_adapter_with_more_pictures,
+        PICTURED,
+        inside=False,
+        feature="IP-Adapter: more pictures",
+    ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from strop.api import restore
+from strop.bench.pipelines.stable import ip_adapter_state, pictures_of_prompts
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
@@ -112,6 +113,54 @@ def textual_inversion(pipe: Any) -> dict[str, Any]:
     learned = {"<cat>": torch.randn(width, generator=generator)}
     pipe.load_textual_inversion(learned, token="<cat>")
     return {"prompt": "a red <cat>"}
+
+
+def textual_inversion_of_several(pipe: Any) -> dict[str, Any]:
+    textual_inversion(pipe)
+    width = pipe.text_encoder.get_input_embeddings().weight.shape[1]
+    generator = torch.Generator().manual_seed(7)
+    learned = {"<cow>": torch.randn(3, width, generator=generator)}
+    pipe.load_textual_inversion(learned, token="<cow>")
+    return {"prompt": "a <cow> and a <cat>"}
+
+
+def textual_inversion_unloaded(pipe: Any) -> None:
+    textual_inversion_of_several(pipe)
+    pipe.unload_textual_inversion()
+
+
+def ip_adapter_scaled(pipe: Any) -> None:
+    pipe.set_ip_adapter_scale(0.1)
+
+
+def ip_adapter_scaled_to_nothing(pipe: Any) -> None:
+    pipe.set_ip_adapter_scale(0)
+
+
+def ip_adapter_scaled_by_block(pipe: Any) -> None:
+    pipe.set_ip_adapter_scale({"down": 1, "up": {"block_1": [0.0, 0.3]}})
+
+
+def other_ip_adapter(pipe: Any) -> None:
+    """One of the same shapes comes in the place of the first."""
+    state = ip_adapter_state(pipe.unet, plus=_is_plus(pipe), seed=5)
+    pipe.unet._load_ip_adapter_weights([state], low_cpu_mem_usage=False)
+
+
+def ip_adapter_loaded_again(pipe: Any) -> None:
+    plus = _is_plus(pipe)
+    pipe.unload_ip_adapter()
+    state = ip_adapter_state(pipe.unet, plus)
+    pipe.unet._load_ip_adapter_weights([state], low_cpu_mem_usage=False)
+    pipe.set_ip_adapter_scale(0.7)
+
+
+def ip_adapter_with_more_pictures(pipe: Any) -> dict[str, Any]:
+    return pictures_of_prompts(pipe, 3)
+
+
+def _is_plus(pipe: Any) -> bool:
+    return hasattr(pipe.unet.encoder_hid_proj.image_projection_layers[0], "latents")
 
 
 def fuse_qkv(unet: Any) -> None:

@@ -261,8 +261,8 @@ def _ip_adapter(plus: bool) -> Any:
     return load
 
 
-def ip_adapter_state(model: Any, plus: bool = False) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(2)
+def ip_adapter_state(model: Any, plus: bool = False, seed: int = 2) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * 0.2
@@ -312,6 +312,14 @@ def ip_adapter_state(model: Any, plus: bool = False) -> dict[str, Any]:
 TWO = {"image": lambda: [picture(), picture() / 2], "controlnet_conditioning_scale": [0.5, 0.8]}
 PROMPT_PICTURE = {"ip_adapter_image_embeds": lambda: [torch.cat([_embeds(), _embeds() / 2])]}
 PATCHES = {"ip_adapter_image_embeds": lambda: [torch.cat([_embeds(9), _embeds(9) / 2])]}
+
+
+def pictures_of_prompts(pipe: Any, count: int) -> dict[str, Any]:
+    """Return arguments of a call with so many pictures for the IP-Adapter that a pipeline has."""
+    is_plus = hasattr(pipe.unet.encoder_hid_proj.image_projection_layers[0], "latents")
+    shape = (2, count, 9, WIDTH) if is_plus else (2, count, WIDTH)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    return {"ip_adapter_image_embeds": [drawn]}
 
 
 def _embeds(patches: int = 0) -> Tensor:

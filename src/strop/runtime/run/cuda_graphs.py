@@ -72,10 +72,10 @@ class CapturedGraph:
             late = bound.late_arguments
             static, own = [self.inputs[n] for n in late], [inputs[n] for n in late]
             if own or rows:
-                torch._foreach_copy_([*static, *bound.of_timestep], [*own, *rows])
+                _copy_all([*static, *bound.of_timestep], [*own, *rows])
             bound.timetable.note_use()
         else:
-            torch._foreach_copy_(list(self.inputs), list(inputs))
+            _copy_all(list(self.inputs), list(inputs))
             if self.prologue is not None and not is_there:
                 self.prologue.replay()
                 bound.hoisted.has_run()
@@ -90,6 +90,18 @@ class CapturedGraph:
         if rows is None:  # for the steps behind this one: the GPU is at work, and the host need not
             bound.make_timetable(moment, self.inputs)
         return results, count
+
+
+def _copy_all(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy inputs to their places. torch copies tensors of one type in one launch, of several types
+    one by one: numbers, of which an adapter has one for each layer, go apart."""
+    numbers = [n for n, t in enumerate(given) if not t.dim() and t.dtype is torch.float64]
+    if len(numbers) > 1:
+        torch._foreach_copy_([places[n] for n in numbers], [given[n] for n in numbers])
+        others = sorted({*range(len(given))}.difference(numbers))
+        places, given = [places[n] for n in others], [given[n] for n in others]
+    if given:
+        torch._foreach_copy_(list(places), list(given))
 
 
 def copies_of(results: Sequence[Any], shared: Sequence[SharedResults] = ()) -> list[Any]:
