@@ -24,28 +24,39 @@ from peft import LoraConfig
 import strop
 from strop.bench import environment
 from strop.bench.infer_rows import MODELS
+from strop.bench.transformer_models import TRANSFORMERS
 from strop.runtime.run import cuda_graphs
 
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
-SIZES = {"sd15-unet": (512, 512), "sdxl-unet": (1024, 1024)}
+FLUX_LAYERS = (
+    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"),
+    *("proj_out", "norm.linear", "norm1.linear", "norm1_context.linear"),
+)
+# size, batch, layers with adapters
+CASES: dict[str, tuple[tuple[int, int], int, tuple[str, ...]]] = {
+    "sd15-unet": ((512, 512), 2, LAYERS),
+    "sdxl-unet": ((1024, 1024), 2, LAYERS),
+    "flux": ((1024, 1024), 1, FLUX_LAYERS),
+}
 # After each, the next call is timed.
-CHANGES: dict[str, Callable[[Any, int], None]] = {
-    "another call": lambda unet, rank: None,
-    "one adapter": lambda unet, rank: add(unet, "a", rank),
-    "a second adapter": lambda unet, rank: both(unet, rank),
-    "another scale": lambda unet, rank: unet.set_adapters(["a", "b"], [0.3, 0.9]),
-    "the first one alone": lambda unet, rank: unet.set_adapters(["a"], [1.0]),
-    "disabled": lambda unet, rank: unet.disable_adapters(),
-    "enabled": lambda unet, rank: unet.enable_adapters(),
-    "fused": lambda unet, rank: unet.fuse_lora(),
-    "unfused": lambda unet, rank: unet.unfuse_lora(),
-    "unloaded": lambda unet, rank: unet.unload_lora(),
+CHANGES: dict[str, Callable[[Any, LoraConfig], None]] = {
+    "another call": lambda unet, config: None,
+    "one adapter": lambda unet, config: add(unet, "a", config),
+    "a second adapter": lambda unet, config: both(unet, config),
+    "another scale": lambda unet, config: unet.set_adapters(["a", "b"], [0.3, 0.9]),
+    "the first one alone": lambda unet, config: unet.set_adapters(["a"], [1.0]),
+    "disabled": lambda unet, config: unet.disable_adapters(),
+    "enabled": lambda unet, config: unet.enable_adapters(),
+    "fused": lambda unet, config: unet.fuse_lora(),
+    "unfused": lambda unet, config: unet.unfuse_lora(),
+    "unloaded": lambda unet, config: unet.unload_lora(),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", default=",".join(SIZES), help="of strop bench infer")
+    parser.add_argument("--models", default="sd15-unet,sdxl-unet", help=", ".join(CASES))
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--tiny", action="store_true", help="tiny models: to try this out")
     parser.add_argument("--out", type=Path, help="JSON file for every number")
@@ -61,11 +72,19 @@ def main() -> None:
 
 
 def measured(name: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    model = MODELS[name]
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    workload = (model.tiny if args.tiny else model.full)(1)(device, dtype)
-    given = workload.inputs((64, 64) if args.tiny else SIZES[name], 2)
+    size, batch, layers = CASES[name]
+    if name in TRANSFORMERS:
+        build, dtype = TRANSFORMERS[name][args.tiny], torch.bfloat16
+    else:
+        build = (MODELS[name].tiny if args.tiny else MODELS[name].full)(1)
+        dtype = torch.float16
+    workload = build(device, dtype if device.type == "cuda" else torch.float32)
+    given = workload.inputs((64, 64) if args.tiny else size, batch)
     unet: Any = workload.target
+
+    config = LoraConfig(
+        r=args.rank, lora_alpha=args.rank, init_lora_weights=False, target_modules=[*layers]
+    )
 
     def call() -> None:
         workload.call(unet, given)
@@ -75,7 +94,7 @@ def measured(name: str, device: torch.device, args: argparse.Namespace) -> dict[
         strop.optimize(unet)
         waits = {"the first call": wait(unet, call)}
         for change, act in CHANGES.items():
-            act(unet, args.rank)
+            act(unet, config)
             waits[change] = wait(unet, call)
             if change in ("another call", "a second adapter", "another scale"):
                 steps[change] = samples(call)
@@ -83,24 +102,23 @@ def measured(name: str, device: torch.device, args: argparse.Namespace) -> dict[
             print(f"{name:10} {change:20} {one['seconds']:8.3f} s  {one}", flush=True)
         strop.restore(unet)
         steps["eager, without adapters"] = samples(call)
-        both(unet, args.rank, first=True)
+        both(unet, config, first=True)
         steps["eager, two adapters"] = samples(call)
     for what, one in steps.items():
         print(f"{name:10} a step: {what:24} {min(one['samples']):8.3f} ms at least", flush=True)
     return {"waits": waits, "steps_ms": steps}
 
 
-def add(unet: Any, name: str, rank: int) -> None:
-    torch.manual_seed(rank)
-    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=[*LAYERS])
+def add(unet: Any, name: str, config: LoraConfig) -> None:
+    torch.manual_seed(config.r)
     unet.add_adapter(config, name)
     unet.to(unet.device, unet.dtype).eval()
 
 
-def both(unet: Any, rank: int, *, first: bool = False) -> None:
+def both(unet: Any, config: LoraConfig, *, first: bool = False) -> None:
     if first:
-        add(unet, "a", rank)
-    add(unet, "b", rank)
+        add(unet, "a", config)
+    add(unet, "b", config)
     unet.set_adapters(["a", "b"], [0.8, 0.5])
 
 

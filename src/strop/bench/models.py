@@ -115,7 +115,7 @@ Build = Callable[[torch.device, torch.dtype], Workload]
 
 
 @contextmanager
-def _made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Make weights in place and reproducibly, with neither a copy in fp32 nor one on the host."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
@@ -143,21 +143,21 @@ def load_libraries() -> None:
 def make_unet(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     from diffusers import UNet2DConditionModel
 
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         return UNet2DConditionModel(**config).eval().requires_grad_(False)
 
 
 def make_vae(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     from diffusers import AutoencoderKL
 
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         return AutoencoderKL(**config).eval().requires_grad_(False)
 
 
 def make_text_encoder(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         return CLIPTextModel(CLIPTextConfig(**config)).eval().requires_grad_(False)
 
 
@@ -325,7 +325,7 @@ def make_sdxl_pipeline(
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = vocabulary.build(Path(folder), clips[0]["max_position_embeddings"])
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         second = CLIPTextModelWithProjection(CLIPTextConfig(**clips[1])).eval()
     pipe = StableDiffusionXLPipeline(
         vae=make_vae({**vae, "force_upcast": False}, device, dtype),

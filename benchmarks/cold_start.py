@@ -1,0 +1,160 @@
+"""Time the first call of a model in a new process with an empty cache, and the second one.
+
+python benchmarks/cold_start.py [--rows sd15,sdxl,flux,wan,sd15-train] [--contenders strop,inductor]
+    [--out FILE] [--tiny]
+
+The clock starts when the model and its inputs are on the device, and stops when the first result is
+there. Weights are random, at full size. Rows whose name ends in "-train" time a forward and its
+backward. "inductor" compiles as diffusers recommends: repeated blocks once where a model has them,
+else the whole; "inductor-whole" the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROWS = {
+    "sd15": ("sd15-unet", (512, 512), 2, "float16", 6.0),
+    "sdxl": ("sdxl-unet", (1024, 1024), 2, "float16", 8.0),
+    "flux": ("flux", (1024, 1024), 1, "bfloat16", 10.0),
+    "wan": ("wan", (480, 832), 1, "bfloat16", 8.0),
+    "sd15-train": ("sd15-unet", (512, 512), 4, "float32", 20.0),
+    "sdxl-train": ("sdxl-unet", (1024, 1024), 1, "bfloat16", 20.0),
+}  # model, size, batch, type of weights, the most seconds that Strop may take
+TINY_SIZE = (64, 64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", default="sd15,sdxl,flux,wan,sd15-train", help=", ".join(ROWS))
+    parser.add_argument(
+        "--contenders", default="strop", help="strop, inductor, inductor-whole, eager"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="new processes for each")
+    parser.add_argument("--out", type=Path, help="JSON file for every number")
+    parser.add_argument("--tiny", action="store_true", help="tiny models: to try this out")
+    parser.add_argument("--one", nargs=2, metavar=("ROW", "CONTENDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measured_here(*args.one, is_tiny=args.tiny)))
+        return
+    import torch
+
+    from strop.bench import environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {"kind": "cold-start", "environment": environment.describe(device)}
+    rows: dict[str, Any] = {}
+    for row in args.rows.split(","):
+        rows[row] = {"must_s": ROWS[row][-1]}
+        for contender in args.contenders.split(","):
+            found = [measured_apart(row, contender, args) for _ in range(args.repeats)]
+            rows[row][contender] = found
+            for one in found:
+                print(f"{row:11} {contender:15} {one}", flush=True)
+        if args.out:
+            part = args.out.with_suffix(".part")
+            part.write_text(json.dumps({**result, "rows": rows}, indent=1))
+            part.replace(args.out)
+
+
+def measured_apart(row: str, contender: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure in a new process whose caches are empty."""
+    command = [sys.executable, __file__, "--one", row, contender, *["--tiny"] * args.tiny]
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: f"{folder}/{name}" for name in ("STROP_CACHE_DIR", "TRITON_CACHE_DIR")}
+        caches["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+        done = subprocess.run(
+            command, env=os.environ | caches, capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured_here(row: str, contender: str, *, is_tiny: bool) -> dict[str, Any]:
+    import torch
+
+    from strop.bench.infer_rows import MODELS
+    from strop.bench.timer import synchronise
+    from strop.bench.transformer_models import TRANSFORMERS
+
+    name, size, batch, type_name, _ = ROWS[row]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name in TRANSFORMERS:
+        build = TRANSFORMERS[name][is_tiny]
+    else:
+        build = (MODELS[name].tiny if is_tiny else MODELS[name].full)(1)
+    workload = build(device, getattr(torch, type_name) if device.type == "cuda" else torch.float32)
+    given, is_trained = (
+        workload.inputs(TINY_SIZE if is_tiny else size, batch),
+        row.endswith("-train"),
+    )
+    if is_trained:
+        workload.target.requires_grad_(True).train()
+    synchronise(device)
+    run = step_of(workload, given, is_trained)
+    seconds = []
+    start = time.perf_counter()
+    prepare(workload.target, contender, is_trained)
+    for _ in range(3):
+        run()
+        synchronise(device)
+        seconds.append(round(time.perf_counter() - start, 3))
+        start = time.perf_counter()
+    found: dict[str, Any] = {"first_s": seconds[0], "second_s": seconds[1], "third_s": seconds[2]}
+    if device.type == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return found | stages_of(workload.target, contender)
+
+
+def step_of(workload: Any, given: Any, is_trained: bool) -> Callable[[], None]:
+    import torch
+
+    def step() -> None:
+        with contextlib.nullcontext() if is_trained else torch.no_grad():
+            result = workload.call(workload.target, given)
+        if is_trained:
+            result.float().square().mean().backward()
+
+    return step
+
+
+def prepare(model: Any, contender: str, is_trained: bool) -> None:
+    import torch
+
+    import strop
+
+    if contender == "strop":
+        strop.optimize(model, train=is_trained)
+    elif contender == "inductor" and getattr(model, "_repeated_blocks", None):
+        model.compile_repeated_blocks(fullgraph=True)
+    elif contender in ("inductor", "inductor-whole"):
+        model.compile()
+    elif contender != "eager":
+        raise SystemExit(f"there is no contender {contender!r}")
+    torch.manual_seed(0)
+
+
+def stages_of(model: Any, contender: str) -> dict[str, Any]:
+    if contender != "strop":
+        return {}
+    import strop
+
+    found = strop.explain(model)
+    return {"stages_s": found.stage_seconds(), "counts": found.summary()}
+
+
+if __name__ == "__main__":
+    main()

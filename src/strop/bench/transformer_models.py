@@ -1,0 +1,102 @@
+"""Build the diffusion transformers that benchmarks time, with random weights: Flux.1, Wan 2.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from strop.bench.models import Build, Size, Workload, call_for_tensor, made_on, random_tensor
+
+FLUX: dict[str, Any] = {"guidance_embeds": True}  # diffusers' defaults are Flux.1 dev
+TINY_FLUX: dict[str, Any] = {
+    "guidance_embeds": True,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+    "axes_dims_rope": (4, 4, 8),
+}
+WAN: dict[str, Any] = {
+    "num_attention_heads": 12,
+    "attention_head_dim": 128,
+    "ffn_dim": 8960,
+    "num_layers": 30,
+}  # 1.3B
+TINY_WAN: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "text_dim": 16,
+    "freq_dim": 16,
+}
+_PIXELS_PER_TOKEN = 16  # a side
+_FLUX_TEXT, _WAN_TEXT, _WAN_FRAMES = 512, 512, 9  # tokens, tokens, frames of latents
+
+
+def _flux_inputs(
+    model: Any, size: Size, batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    height, width = (side // _PIXELS_PER_TOKEN for side in size)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places = torch.stack([torch.zeros_like(rows), rows, columns], -1).reshape(-1, 3)
+    config, tokens = model.config, height * width
+    return {
+        "hidden_states": random_tensor((batch, tokens, config.in_channels), device, dtype),
+        "encoder_hidden_states": random_tensor(
+            (batch, _FLUX_TEXT, config.joint_attention_dim), device, dtype, seed=2
+        ),
+        "pooled_projections": random_tensor(
+            (batch, config.pooled_projection_dim), device, dtype, seed=3
+        ),
+        "timestep": torch.full((batch,), 0.5, device=device, dtype=dtype),
+        "img_ids": places.to(device, dtype),
+        "txt_ids": torch.zeros(_FLUX_TEXT, 3, device=device, dtype=dtype),
+        "guidance": torch.full((batch,), 3.5, device=device),
+    }
+
+
+def _wan_inputs(
+    model: Any, size: Size, batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    height, width = (side // 8 for side in size)
+    channels = model.config.in_channels
+    return {
+        "hidden_states": random_tensor(
+            (batch, channels, _WAN_FRAMES, height, width), device, dtype
+        ),
+        "timestep": torch.full((batch,), 500.0, device=device),
+        "encoder_hidden_states": random_tensor(
+            (batch, _WAN_TEXT, model.config.text_dim), device, dtype, seed=2
+        ),
+    }
+
+
+def _workload(name: str, config: Mapping[str, Any], inputs: Callable[..., dict[str, Any]]) -> Build:
+    def build(device: torch.device, dtype: torch.dtype) -> Workload:
+        import diffusers
+
+        with made_on(device, dtype):
+            model = getattr(diffusers, name)(**config).eval().requires_grad_(False)
+        return Workload(
+            model, lambda size, batch: inputs(model, size, batch, device, dtype), call_for_tensor
+        )
+
+    return build
+
+
+# A step of each, at full size and tiny; times are of bf16, in which both are published.
+TRANSFORMERS: dict[str, tuple[Build, Build]] = {
+    "flux": (
+        _workload("FluxTransformer2DModel", FLUX, _flux_inputs),
+        _workload("FluxTransformer2DModel", TINY_FLUX, _flux_inputs),
+    ),
+    "wan": (
+        _workload("WanTransformer3DModel", WAN, _wan_inputs),
+        _workload("WanTransformer3DModel", TINY_WAN, _wan_inputs),
+    ),
+}
