@@ -322,7 +322,7 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], int]] = {
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_those_of_eager(name: str):
     build, times = TRAINED[name]
-    module, copied = build().train(), []
+    module, x, copied = build().double().train(), X.double(), []
     own = RepeatedGradients.run_like
 
     def counted(*args: Any) -> Any:
@@ -330,11 +330,11 @@ def test_gradients_are_those_of_eager(name: str):
         return own(*args)
 
     with torch.enable_grad():
-        wanted = [_gradients(module, X), _gradients(module, X[:1])]
+        wanted = [_gradients(module, x), _gradients(module, x[:1])]
         with mock.patch.object(RepeatedGradients, "run_like", counted):
             folder = tempfile.mkdtemp(dir=FOLDER.name)
             strop.optimize(module, train=True, options=strop.Options(cache_dir=folder))
-            found = [_gradients(module, X), _gradients(module, X[:1])]
+            found = [_gradients(module, x), _gradients(module, x[:1])]
     assert not strop.explain(module).fallbacks
     assert len(copied) == times
     for results, values in zip(found, wanted, strict=True):

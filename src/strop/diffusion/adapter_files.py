@@ -27,7 +27,7 @@ _LISTED = 5  # names of files in a message
 
 
 @dataclass(frozen=True)
-class AdapterKind:
+class FileKind:
     """Describe a kind of file. ``usual`` are the names that diffusers looks for in a folder; if it
     ``guesses``, it takes others too. ``conversion`` turns what was in a pickle into safetensors."""
 
@@ -37,20 +37,20 @@ class AdapterKind:
     conversion: str
 
 
-LORA = AdapterKind(
+LORA = FileKind(
     "LoRA",
     ("pytorch_lora_weights.safetensors",),
     True,
     "save_file({k: v.contiguous() for k, v in d.items()}, new)",
 )
-INVERSION = AdapterKind(
+INVERSION = FileKind(
     "textual inversion",
     ("learned_embeds.safetensors", "learned_embeds.bin"),
     False,
     "save_file({'emb_params': d['string_to_param']['*'].detach()} if 'string_to_param' in d else d,"
     " new)",
 )
-IP_ADAPTER = AdapterKind(
+IP_ADAPTER = FileKind(
     "IP-Adapter",
     (),
     False,
@@ -69,7 +69,7 @@ class AdapterSource:
 
 
 def find_source(
-    given: Any, kind: AdapterKind, weight_name: str | None = None, subfolder: str | None = None
+    given: Any, kind: FileKind, weight_name: str | None = None, subfolder: str | None = None
 ) -> AdapterSource:
     """Return what a user has given, read and checked. Raises AdapterError for what is no sound file
     of tensors."""
@@ -87,7 +87,7 @@ def find_source(
 
 
 def find_file(
-    given: str, kind: AdapterKind, weight_name: str | None, subfolder: str | None
+    given: str, kind: FileKind, weight_name: str | None, subfolder: str | None
 ) -> Path | None:
     """Return the file that diffusers would read, or None for a name on the hub."""
     path = Path(given)
@@ -108,9 +108,7 @@ def _has_weights(path: Path) -> bool:
     return path.suffix.lower() in (SAFE, *PICKLED)
 
 
-def _file_in(
-    folder: Path, kind: AdapterKind, weight_name: str | None, subfolder: str | None
-) -> Path:
+def _file_in(folder: Path, kind: FileKind, weight_name: str | None, subfolder: str | None) -> Path:
     wanted = (weight_name,) if weight_name else kind.usual
     places = [folder, folder / subfolder] if subfolder else [folder]
     for path in (place / name for place in places for name in wanted):
@@ -136,7 +134,7 @@ def _guess(folder: Path, there: Sequence[Path]) -> Path:
     return folder / str(_best_guess_weight_name(str(folder), file_extension=SAFE))
 
 
-def read_tensors(file: Path, kind: AdapterKind) -> dict[str, Tensor]:
+def read_tensors(file: Path, kind: FileKind) -> dict[str, Tensor]:
     """Return the tensors of a file by their keys. Raises AdapterError for a pickle, a file that is
     cut off, and whatever else is no safetensors."""
     from safetensors import SafetensorError
@@ -153,7 +151,7 @@ def read_tensors(file: Path, kind: AdapterKind) -> dict[str, Tensor]:
     return tensors
 
 
-def _pickled(file: Path, kind: AdapterKind) -> str:
+def _pickled(file: Path, kind: FileKind) -> str:
     new = file.with_suffix(SAFE)
     if new == file:  # it only has the name of what it should be
         new = file.with_stem(f"{file.stem}_converted")

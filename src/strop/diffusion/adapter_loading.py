@@ -22,8 +22,8 @@ from strop.diffusion.adapter_files import (
     INVERSION,
     IP_ADAPTER,
     LORA,
-    AdapterKind,
     AdapterSource,
+    FileKind,
     find_source,
 )
 from strop.diffusion.changes import Changes, in_force, mend
@@ -107,7 +107,7 @@ def _first(given: Given) -> str:
     return next(iter(given))
 
 
-def _source(given: Given, kind: AdapterKind) -> AdapterSource:
+def _source(given: Given, kind: FileKind) -> AdapterSource:
     name, folder = given.get("weight_name"), given.get("subfolder")
     source = find_source(given[_first(given)], kind, name, folder)
     if source.tensors is None and not given.setdefault("use_safetensors", True):

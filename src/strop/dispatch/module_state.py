@@ -81,7 +81,7 @@ class ModuleState:
         self.rows = tuple(map(len, self._tables))
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         # optimize is about to set ``forward``
-        self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
+        self._num_owned = self._count_owned() + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
         self.effects: set[str] = set()  # what calls in eager have changed since
         self.global_guards = self._global_guards()
@@ -93,6 +93,11 @@ class ModuleState:
         self.pointers = _pointers(self.tensors)
         addresses = set(self.pointers)
         self.merged = [t for t in self.merged if t.data_ptr() in addresses]
+
+    def _count_owned(self) -> int:
+        """Count the attributes of all modules, but for what diffusers leaves when it has fused."""
+        is_left = "lora_scale" in self.module.__dict__ and is_left_over(self.module, "lora_scale")
+        return sum(map(len, self._owned)) - is_left
 
     def _scan_modules(self) -> None:
         """Look at hooks, and at what each module holds by name."""
@@ -135,7 +140,8 @@ class ModuleState:
             return None
         weights, edges = self._weights, self._edges
         flags = [part.__dict__ for part in self.train_sensitive]
-        owned, num_owned, own = self._owned, self._num_owned, self.module.__dict__
+        owned, own = self._owned, self.module.__dict__
+        num_owned = sum(map(len, owned))
         parts, is_alone = self.module._modules, len(owned) == 2
         tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
         tables, rows = self._tables, self.rows
@@ -188,7 +194,7 @@ class ModuleState:
                 return True
         except KeyError:  # gone
             return True
-        if self._num_owned != sum(map(len, self._owned)):
+        if self._num_owned != self._count_owned():
             return True
         if self.effective.has_other_layers():
             return True

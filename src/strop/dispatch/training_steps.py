@@ -32,7 +32,7 @@ from strop.frontend.capture import clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import TANGENT
 from strop.frontend.objects import Contents
-from strop.frontend.repeated_blocks import Watch
+from strop.frontend.repeated_blocks import TraceWatch
 from strop.frontend.step import CapturedStep, capture_step
 from strop.ir.dims import Expr
 from strop.ir.graph import Ref
@@ -203,7 +203,7 @@ class Steps:
 
         try:
             captured = capture_step(
-                clone, call, shapes.specs, shapes.hints, wants, Watch(effects.so_far)
+                clone, call, shapes.specs, shapes.hints, wants, TraceWatch(effects.so_far)
             )
         finally:
             effects.undo()

@@ -44,7 +44,7 @@ from strop.frontend.capture import Captured, NumbersNeeded, Same, capture
 from strop.frontend.importer import import_graph
 from strop.frontend.low_rank_layers import is_factor, rows_counted
 from strop.frontend.objects import Contents, with_objects
-from strop.frontend.repeated_blocks import Watch
+from strop.frontend.repeated_blocks import TraceWatch
 from strop.ir.program import NumberGuard, Program
 from strop.ir.source import KernelSource
 from strop.ir.tensor_spec import TensorSpec
@@ -428,7 +428,7 @@ class VariantStore:
 
         effects, parts, entered = Effects(clone), list(clone.modules()), {id(clone)}
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
-        watch = Watch(effects.so_far, lambda part: entered.add(id(part)))
+        watch = TraceWatch(effects.so_far, lambda part: entered.add(id(part)))
         try:
             captured = capture(
                 clone, call, shapes.specs, shapes.hints, asked.numbers, state.tables, watch

@@ -56,8 +56,8 @@ from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.origins import record_origins, settle_origins
 from strop.frontend.python_sizes import symbolic_builtins
-from strop.frontend.quick import without_tensor_meta
-from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, Watch
+from strop.frontend.quick import without_loading_compilers, without_tensor_meta
+from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, TraceWatch
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
@@ -212,7 +212,7 @@ def capture(
     hints: Mapping[str, int],
     numbers: Sequence[float] = (),
     tables: Sequence[str] = (),
-    watch: Watch = UNWATCHED,
+    watch: TraceWatch = UNWATCHED,
 ) -> Captured:
     """Trace ``call(*tensors, *numbers)``, which runs ``module``, with symbolic sizes and numbers.
     The last ``specs`` are those of the numbers, each a tensor without dims. Weights require a
@@ -237,17 +237,12 @@ def capture(
             fake_state = _fake_weights(mode, state) | fake_tables(state, rows, roots)
             fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]
         fakes += [shape_env.numbers.symbol(shape_env, n) for n in range(len(numbers))]
+        traced = functools.partial(_traced, module, call, fake_state, fakes, mode, watch)
         try:
-            gm, out_spec, origins, reads, same = _trace(
-                module, call, fake_state, fakes, mode, watch
-            )
-            make_functional(gm)
+            gm, out_spec, origins, reads, same = traced()
         except WriteThroughViewError:  # torch can take these out too, at the price of copies
             apart = functools.partial(functionalize, remove="mutations")
-            gm, out_spec, origins, reads, same = _trace(
-                module, call, fake_state, fakes, mode, watch, apart
-            )
-            make_functional(gm)
+            gm, out_spec, origins, reads, same = traced(apart)
     check_constants(gm, module)
     pinned = rows_read_otherwise(gm, tuple(state), rows)
     own = [*specs, *rows.values()]
@@ -404,6 +399,7 @@ def settings() -> Iterator[None]:
             use_duck_shape=False, backed_size_oblivious=True
         ),
         shape_rules(),
+        without_loading_compilers(),
         torch.no_grad(),
     ):
         yield
@@ -429,13 +425,13 @@ def fake_input(spec: TensorSpec, roots: Mapping[str, torch.SymInt]) -> Tensor:
     return spec.empty(sizes)
 
 
-def _trace(
+def _traced(
     module: nn.Module,
     call: Callable[..., Any],
     state: dict[str, Tensor],
     fakes: list[Any],
     mode: FakeTensorMode,
-    watch: Watch,
+    watch: TraceWatch,
     transform: Callable[[Any], Any] | None = None,
 ) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], LayoutReads, tuple[Same, ...]]:
     specs: list[pytree.TreeSpec] = []
@@ -478,6 +474,7 @@ def _trace(
         gm = make_fx(function, DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
     settle_origins(gm, module, origins)
+    make_functional(gm)
     return gm, specs[-1], origins, reads, tuple(same)
 
 

@@ -41,7 +41,7 @@ def record(
     not given, draws random numbers, or writes into what was given."""
     nodes = _own_nodes(_nodes_behind(last, tracer))
     inside, known = set(nodes), set(given)
-    memory = {storage_of_value(node.meta["val"]) for node in given}
+    memory = {storage_of_value(node.meta.get("val")) for node in given}
     for node in nodes:
         sources = node.all_input_nodes
         if not all(s in inside or s in known or _is_size(s) for s in sources):
@@ -52,7 +52,7 @@ def record(
     if NotImplemented in found:
         return None
     seen = nodes if any(map(_is_mutable, nodes)) else [n for n in found if isinstance(n, Node)]
-    own = frozenset(s for node in seen for s in _storages(node.meta["val"])) - memory
+    own = frozenset(s for node in seen for s in _storages(node.meta.get("val"))) - memory
     return RecordedNodes(path, tuple(given), nodes, tuple(found), own)
 
 
@@ -107,7 +107,9 @@ def _storages(value: Any) -> set[int]:
 
 def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]:
     """Return the fake values of copies whose memory is not that of their originals."""
-    bases = {storage_of_value(n.meta["val"]): now.meta["val"] for n, now in given.items()}
+    bases: dict[int, Any] = {
+        storage_of_value(n.meta.get("val")): now.meta.get("val") for n, now in given.items()
+    }
     values: dict[Node, Any] = {}
 
     def moved(value: Any) -> Any:
@@ -127,7 +129,7 @@ def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]
 
     with disable_proxy_modes_tracing(), torch.no_grad():
         for node in known.nodes:
-            value = node.meta["val"]
+            value = node.meta.get("val")
             found = _storages(value)
             if not found.isdisjoint(bases) or not found.isdisjoint(known.own):
                 values[node] = pytree.tree_map(moved, value)
@@ -164,7 +166,7 @@ def _may_repeat(node: Node, given: set[int]) -> bool:
     if not _is_mutable(node):
         return True
     written = [value for value in node.args if isinstance(value, Node) and not _is_size(value)]
-    return given.isdisjoint(storage_of_value(value.meta["val"]) for value in written)
+    return given.isdisjoint(storage_of_value(value.meta.get("val")) for value in written)
 
 
 def _is_mutable(node: Node) -> bool:

@@ -3,16 +3,17 @@ UNet it is a third of the time."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch._functorch._aot_autograd import graph_compile
 from torch._logging._internal import trace_log
-from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
 _META = "_extract_tensor_metadata"
 _PRINTED = {
@@ -24,10 +25,12 @@ _PRINTED = {
 @contextmanager
 def quick() -> Iterator[None]:
     """Spare AOTAutograd work that nobody reads while it traces and cuts a joint graph."""
+    from torch._functorch._aot_autograd import graph_compile  # loads Inductor: for Dynamo alone
+
     with ExitStack() as stack:
         stack.enter_context(without_tensor_meta())
         for name, result in _PRINTED.items():
-            stack.enter_context(_replaced(graph_compile, name, _muted(result)))
+            stack.enter_context(_replaced(graph_compile, name, _muted(graph_compile, result)))
         yield
 
 
@@ -47,7 +50,53 @@ def without_tensor_meta() -> Iterator[None]:
         yield
 
 
-def _muted(result: Any) -> Callable[[Any], Any]:
+# Where torch's own code for tracing is, of which a guard's place in the code says nothing.
+_OF_TRACING = (
+    "torch",
+    "torch._compile",
+    "torch._dynamo.eval_frame",
+    "torch._dynamo.external_utils",
+    "torch._inductor.sizevars",
+    "torch._library.custom_ops",
+    "torch._library.fake_impl",
+    "torch._logging._internal",
+    "torch._logging.structured",
+    "torch._subclasses.fake_tensor",
+    "torch._subclasses.meta_utils",
+    "torch.export._trace",
+    "torch.fx._symbolic_trace",
+    "torch.fx.experimental.recording",
+    "torch.fx.experimental.sym_node",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.fx.interpreter",
+)
+
+
+@contextmanager
+def without_loading_compilers() -> Iterator[None]:
+    """Name the files of torch's tracers without loading Inductor and torch.export, which takes up
+    to a second: what is not loaded has no place in a traceback."""
+
+    def replacement(usual: Callable[[], set[str]]) -> Callable[[], set[str]]:
+        @functools.cache
+        def files() -> set[str]:
+            loaded = (sys.modules.get(name) for name in _OF_TRACING)
+            found = {m.__file__ for m in loaded if m is not None and m.__file__}
+            return {*found, *_higher_order_files(), "<string>"}
+
+        return files
+
+    with _replaced(symbolic_shapes, "uninteresting_files", replacement):
+        yield
+
+
+def _higher_order_files() -> Iterator[str]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch._higher_order_ops") and getattr(module, "__file__", None):
+            yield str(module.__file__)
+
+
+def _muted(graph_compile: Any, result: Any) -> Callable[[Any], Any]:
     """Print graphs in full only if somebody listens; torch does so whether or not somebody does."""
 
     def replacement(usual: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ _unwatched = torch._C.DisableTorchFunction  # the questions are ours, not the fo
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class TraceWatch:
     """Hold what a trace asks and tells those who have begun it: ``surroundings`` gives what code
     has changed outside of arguments and weights so far; ``entered`` hears of each module that is
     traced, or copied."""
@@ -42,7 +42,7 @@ class Watch:
     entered: Callable[[nn.Module], object] = id
 
 
-UNWATCHED = Watch()
+UNWATCHED = TraceWatch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class BlockCall:
 class BlocksAlike(ABC):
     """Stand before the forwards of blocks, and tell which are like earlier ones."""
 
-    def __init__(self, module: nn.Module, origins: dict[str, str], watch: Watch) -> None:
+    def __init__(self, module: nn.Module, origins: dict[str, str], watch: TraceWatch) -> None:
         self._origins, self._watch = origins, watch
         self._paths = {id(part): path for path, part in module.named_modules()}
         self._blocks = repeated(module, _LEAST_PARTS)
@@ -126,7 +126,7 @@ class RepeatedBlocks(BlocksAlike):
     """Copy the nodes of blocks that are like earlier ones, without their gradients."""
 
     def __init__(
-        self, module: nn.Module, origins: dict[str, str], watch: Watch, reads: LayoutReads
+        self, module: nn.Module, origins: dict[str, str], watch: TraceWatch, reads: LayoutReads
     ) -> None:
         super().__init__(module, origins, watch)
         self._reads = reads

@@ -49,7 +49,7 @@ from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.origins import settle_origins
-from strop.frontend.repeated_blocks import UNWATCHED, Watch
+from strop.frontend.repeated_blocks import UNWATCHED, TraceWatch
 from strop.frontend.repeated_gradients import RepeatedGradients
 from strop.frontend.shape_rules import TracedSizes
 from strop.ir.graph import Ref
@@ -127,7 +127,7 @@ def capture_step(
     specs: Sequence[TensorSpec],
     hints: Mapping[str, int],
     wants: Sequence[bool],
-    watch: Watch = UNWATCHED,
+    watch: TraceWatch = UNWATCHED,
 ) -> CapturedStep:
     """Trace ``call(*tensors)``, which runs ``module``, and its gradients by the tensors of the
     module's state and then the arguments that ``wants`` says. Raises CaptureError."""
