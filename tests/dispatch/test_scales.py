@@ -22,6 +22,8 @@ from tests.e2e import tiny
 BY_NAME = {case.name: case for case in PIPELINES}
 Do = Callable[[Any], Any]
 
+TOLERANCES = {"cpu": 1e-4, "cuda": 2e-3}  # convolutions round to TF32 there
+
 
 def set_scale(value: Any) -> Do:
     return lambda pipe: pipe.set_ip_adapter_scale(value)
@@ -151,7 +153,8 @@ def test_a_scale_of_0_adds_nothing_that_has_overflown(device: str) -> None:
         for _ in range(3):
             wanted = call(eager, picture * factor)
             assert wanted.isfinite().all()
-            torch.testing.assert_close(call(fast, picture * factor), wanted, rtol=1e-4, atol=1e-4)
+            found, tolerance = call(fast, picture * factor), TOLERANCES[device]
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     assert len(fast.forward.variants.all) == 1
 
 

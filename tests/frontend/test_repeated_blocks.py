@@ -278,6 +278,28 @@ def test_one_tensor_given_twice():
     assert num_copied(Stack([Pair() for _ in range(4)], call), X) == 2
 
 
+class Listing(Block):
+    """A block that leaves tensors in a list among its arguments, as video autoencoders do."""
+
+    def forward(self, x: Tensor, kept: list[Any]) -> Tensor:  # type: ignore[override]
+        found = super().forward(x)
+        before, kept[0] = kept[0], found
+        return found if before is None else found * before
+
+
+class Listed(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Any] = [None]
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x, kept)
+        return x + kept[0]
+
+
+def test_a_list_that_blocks_write_into():
+    assert num_copied(Listed([Listing() for _ in range(4)]), X) == 0
+
+
 def test_a_block_that_comes_twice():
     block = Block()
     assert num_copied(Stack([block, Block(), block]), X) == 2
@@ -313,6 +335,7 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "plain": (lambda: Stack([Block() for _ in range(4)]), 3),
     # autograd writes gradients of parts into others by their places in memory
     "writes": (lambda: Stack([Writing("own") for _ in range(3)]), 0),
+    "a list": (lambda: Listed([Listing() for _ in range(3)]), 0),
     "two results": (lambda: Stack([Both() for _ in range(3)], _both), 2),
     "one block twice": (lambda: Stack([block := Block(), Block(), block]), 2),
     "within blocks": (lambda: Stack([Stack([Block() for _ in range(3)]) for _ in range(3)]), 4),

@@ -9,7 +9,7 @@ no look.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -51,12 +51,11 @@ class Look:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    def holds(self, arguments: Any) -> bool:
-        """Tell whether a forward has left containers among its arguments as they were."""
-        now = pytree.tree_leaves(arguments)
-        return len(now) == len(self.leaves) and all(
-            a is b for a, b in zip(now, self.leaves, strict=True)
-        )
+
+def holds(arguments: Any, leaves: Sequence[Any]) -> bool:
+    """Tell whether containers among arguments still hold these leaves, as before a forward."""
+    now = pytree.tree_leaves(arguments)
+    return len(now) == len(leaves) and all(a is b for a, b in zip(now, leaves, strict=True))
 
 
 def look_at(block: nn.Module, arguments: Any, tracer: Any) -> Look | None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from strop.frontend.block_look import Look, look_at, module_look, repeated
+from strop.frontend.block_look import Look, holds, look_at, module_look, repeated
 from strop.frontend.copied_nodes import RecordedNodes, copy_nodes, last_node, record, tensor_of
 from strop.frontend.layout_reads import LayoutReads
 
@@ -51,14 +50,10 @@ class BlockCall:
 
     path: str
     block: nn.Module
-    forward: Callable[..., Any]
+    forward: Callable[[], Any]  # with the caller's own arguments, containers among them
+    forward_of: Callable[..., Any]
     look: Look
     tracer: Any
-
-    def run(self, others: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
-        """Run the forward, with ``others`` in the places of tensors, which they name by id."""
-        args, kwargs = self.look.arguments(others)
-        return self.forward(*args, **kwargs)
 
 
 class BlocksAlike(ABC):
@@ -105,7 +100,8 @@ class BlocksAlike(ABC):
             key = (look.key, self._asked(look), surroundings())
         if self._known.get(key, look) is None:
             return forward(*args, **kwargs)
-        call = BlockCall(self._paths[id(block)], block, forward, look, mode.tracer)
+        own = functools.partial(forward, *args, **kwargs)
+        call = BlockCall(self._paths[id(block)], block, own, forward, look, mode.tracer)
         if key in self._known:
             with _unwatched():
                 for part in block.modules():
@@ -114,7 +110,7 @@ class BlocksAlike(ABC):
         result, known = self.run_first(call)
         with _unwatched():
             is_same = module_look(block) == look.module and key[-1] == surroundings()
-            self._known[key] = known if is_same and look.holds((args, kwargs)) else None
+            self._known[key] = known if is_same and holds((args, kwargs), look.leaves) else None
         return result
 
     def _asked(self, look: Look) -> Hashable:
@@ -136,7 +132,7 @@ class RepeatedBlocks(BlocksAlike):
 
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
         last, num_asked = last_node(call.tracer), self._reads.num_asked
-        result = call.run()
+        result = call.forward()
         # where a value came from may decide what a question about its memory gives
         if self._reads.num_asked != num_asked:
             return result, None

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-from strop.frontend.block_look import Look
+from strop.frontend.block_look import Look, holds
 from strop.frontend.copied_nodes import (
     RecordedNodes,
     copy_nodes,
@@ -49,10 +49,10 @@ class RepeatedGradients(BlocksAlike):
 
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
         if not torch.is_grad_enabled() or not _is_apart(call):
-            return call.run(), None
+            return call.forward(), None
         known = _recorded_step(call)
         if known is None:
-            return call.run(), None  # what was traced just now is read by nobody
+            return call.forward(), None  # what was traced just now is read by nobody
         same = {node: node for node in (*known.forward.given, *known.forward.nodes)}
         return self._result(known, call, same), known
 
@@ -142,18 +142,22 @@ def _recorded_step(call: BlockCall) -> RecordedStep | None:
         if tensor.requires_grad and id(tensor) in own:
             own[id(tensor)].requires_grad_()
     last = last_node(tracer)
-    leaves, spec = pytree.tree_flatten(call.run(own))
+    args, kwargs = given = look.arguments(own)
+    before = pytree.tree_leaves(given)
+    leaves, spec = pytree.tree_flatten(call.forward_of(*args, **kwargs))
+    if not holds(given, before):
+        return None  # it writes into a container, and has to do so in the caller's own
     forward, made = record(call.path, last, look.nodes, leaves, tracer), _made(leaves, call)
     if forward is None or not made:
         return None
     wanted = _wanted(look.tensors)
     differentiable = [tensor for tensor in made.values() if tensor.requires_grad]
     tangents = [torch.zeros_like(tensor) for tensor in differentiable]
-    given = (*(_node(t, tracer) for t in tangents), *forward.given, *forward.nodes)
+    known = (*(_node(t, tracer) for t in tangents), *forward.given, *forward.nodes)
     last = last_node(tracer)
     sources = [own.get(id(look.tensors[n]), look.tensors[n]) for n in wanted]
     gradients = torch.autograd.grad(differentiable, sources, tangents, allow_unused=True)
-    backward = record(call.path, last, tuple(dict.fromkeys(given)), gradients, tracer)
+    backward = record(call.path, last, tuple(dict.fromkeys(known)), gradients, tracer)
     if backward is None:
         return None
     results = tuple((node, tensor.requires_grad) for node, tensor in made.items())
