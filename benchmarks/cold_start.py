@@ -59,7 +59,8 @@ def main() -> None:
         rows[row] = {"must_s": ROWS[row][-1]}
         for contender in args.contenders.split(","):
             found = [measured_apart(row, contender, args) for _ in range(args.repeats)]
-            rows[row][contender] = found
+            seconds = [one["first_s"] for one in found if "first_s" in one]
+            rows[row][contender] = {"samples": seconds, "processes": found}
             for one in found:
                 print(f"{row:11} {contender:15} {one}", flush=True)
         if args.out:

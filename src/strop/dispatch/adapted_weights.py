@@ -51,6 +51,7 @@ class AdaptedWeights:
         self.low_rank = LowRankWeights(options.lora_max_rank)
         self.reason = ""  # for the mode of the layers that have a low-rank part
         self._has_found_memory_short = False
+        self._used: tuple[AdapterWeights, ...] = ()  # the modes that serve a layer
 
     @property
     def _both(self) -> tuple[AdapterWeights, AdapterWeights]:
@@ -88,6 +89,7 @@ class AdaptedWeights:
         chosen = able if able and self._wants_low_rank(able) else []
         self.low_rank.scan(chosen)
         self.merged.scan(module, parts, {id(part) for part in chosen})
+        self._used = tuple(weights for weights in self._both if len(weights))
 
     def take_rows(self, module: nn.Module, rows: RowAdapters | None) -> None:
         """Have rows of a batch take adapters of their own from the next call on, or no longer.
@@ -103,16 +105,16 @@ class AdaptedWeights:
         return "no layer has adapters that rows could take, or its model acts on them"
 
     def begin_look(self) -> None:
-        for weights in self._both:
+        for weights in self._used:
             weights.begin_look()
 
     def seem_others(self, scale: float) -> bool:
         """Tell quickly, and not surely, whether something is to be written."""
-        return any(weights.seem_others(scale) for weights in self._both)
+        return any(weights.seem_others(scale) for weights in self._used)
 
     def needs_refresh(self, scale: float) -> bool:
         """Tell whether something is to be written whether or not anybody has changed adapters."""
-        return any(weights.needs_refresh(scale) for weights in self._both)
+        return any(weights.needs_refresh(scale) for weights in self._used)
 
     def has_other_layers(self) -> bool:
         """Tell whether a layer is to be served in another way."""
@@ -121,7 +123,7 @@ class AdaptedWeights:
 
     def refresh(self, scale: float) -> bool:
         """Write anew what has changed, and tell whether something has."""
-        written = [weights.refresh(scale) for weights in self._both]
+        written = [weights.refresh(scale) for weights in self._used]
         return any(written)
 
     def _wants_low_rank(self, able: list[Any]) -> bool:

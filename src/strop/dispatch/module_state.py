@@ -22,7 +22,7 @@ from strop.dispatch.identities import identities
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
-from strop.frontend.adapted_layers import ACTS, is_left_over
+from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure, state_places
 from strop.frontend.module_parts import named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
@@ -96,8 +96,9 @@ class ModuleState:
 
     def _count_owned(self) -> int:
         """Count the attributes of all modules, but for what diffusers leaves when it has fused."""
-        is_left = "lora_scale" in self.module.__dict__ and is_left_over(self.module, "lora_scale")
-        return sum(map(len, self._owned)) - is_left
+        left = LEFT_OVER if hasattr(type(self.module), "fuse_lora") else ()
+        num_left = sum(name in self.module.__dict__ for name in left)
+        return sum(map(len, self._owned)) - num_left
 
     def _scan_modules(self) -> None:
         """Look at hooks, and at what each module holds by name."""

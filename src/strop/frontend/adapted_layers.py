@@ -111,9 +111,12 @@ def _acts_on_adapters(function: Any) -> bool:
     return code is not None and not ACTS.isdisjoint(code.co_names)
 
 
+LEFT_OVER = ("lora_scale", "_safe_fusing")  # by diffusers' ``fuse_lora``
+
+
 def is_left_over(module: nn.Module, name: str) -> bool:
-    """Tell whether an attribute only says with which scale diffusers fused adapters last."""
-    return name == "lora_scale" and hasattr(type(module), "fuse_lora")
+    """Tell whether an attribute only says how diffusers fused adapters last."""
+    return name in LEFT_OVER and hasattr(type(module), "fuse_lora")
 
 
 def active_adapters(layer: Any) -> list[str]:

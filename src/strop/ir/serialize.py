@@ -4,7 +4,7 @@ evaluated."""
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ _CLASSES: dict[str, Any] = {
         GeneratorRef,
     )
 }
+_FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES.values()}
+_AS_IT_IS = (str, int, bool, type(None))
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 # what decoding may raise; torch.device and too deep a nesting raise RuntimeError
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ShapeError)
@@ -106,11 +108,13 @@ def graph_from_json(value: Any) -> Graph:
 
 
 def encode(value: Any) -> Any:
-    if isinstance(value, Expr):
+    kind = type(value)
+    if kind in _AS_IT_IS:
+        return value
+    if kind is Expr:
         return {"$": "Expr", "text": str(value)}
-    if is_dataclass(value) and type(value).__name__ in _CLASSES:
-        names = [f.name for f in fields(value)]
-        return {"$": type(value).__name__, **{n: encode(getattr(value, n)) for n in names}}
+    if kind in _FIELDS:
+        return {"$": kind.__name__, **{n: encode(getattr(value, n)) for n in _FIELDS[kind]}}
     if isinstance(value, tuple | list):
         return [encode(v) for v in value]
     if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
@@ -119,7 +123,7 @@ def encode(value: Any) -> Any:
         return {"$": "float", "text": str(value)}
     if isinstance(value, complex):
         return {"$": "complex", "text": str(value)}
-    if value is None or isinstance(value, str | int | float | bool):
+    if isinstance(value, str | int | float):
         return value
     raise CacheError(f"a program cannot hold {value!r} ({type(value).__name__})")
 
