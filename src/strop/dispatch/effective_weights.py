@@ -12,7 +12,7 @@ compared by value: a copy of all factors, and of the first row of each W0, is ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -60,13 +60,6 @@ class AdaptedLayer:
         ours = self.weight
         return (own.shape, own.dtype, own.device) == (ours.shape, ours.dtype, ours.device)
 
-    def parts(self) -> list[Tensor]:
-        """Return what is added to W0, and scales that are tensors: peft makes those for a hot swap,
-        which writes to them."""
-        scales = self.wrapped.__dict__["scaling"].values()
-        found = [scale for scale in scales if isinstance(scale, Tensor)]
-        return self.kind.tensors(self.wrapped) + found
-
     def sum(self, scale: float) -> WeightSum:
         """Return what the weight is to be; ``scale`` multiplies that of each adapter."""
         wrapped, kind = self.wrapped, self.kind
@@ -75,14 +68,23 @@ class AdaptedLayer:
 
     def sources(self) -> list[tuple[Any, str]]:
         """Return where the objects are held that the weight depends on."""
-        own = self.wrapped.__dict__
-        scaling = own["scaling"]
-        return [
-            *((own, name) for name in SETTINGS),
-            *((scaling, name) for name in scaling),
-            (self.base._parameters, "weight"),
-            *self.kind.places(self.wrapped),
-        ]
+        return [*sources_of(self.wrapped), (self.base._parameters, "weight")]
+
+
+def sources_of(wrapped: Any) -> Iterator[tuple[Any, str]]:
+    """Yield where the objects are held of which a layer's adapters and their scales are."""
+    own = wrapped.__dict__
+    yield from ((own, name) for name in SETTINGS)
+    yield from ((own["scaling"], name) for name in own["scaling"])
+    yield from kind_of(wrapped).places(wrapped)
+
+
+def tensors_of(wrapped: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a layer's adapters, and scales that are tensors: peft makes those for a
+    hot swap, which writes to them."""
+    yield from kind_of(wrapped).tensors(wrapped)
+    scales = wrapped.__dict__["scaling"].values()
+    yield from (scale for scale in scales if isinstance(scale, Tensor))
 
 
 class EffectiveWeights:
@@ -198,7 +200,7 @@ class EffectiveWeights:
         self._settings = KnownSettings(chain.from_iterable(one.sources() for one in layers))
         self._hint = KnownSettings(layers[0].sources())
         bases = [layer.own for layer in layers]
-        found = [t for layer in layers for t in layer.parts()]
+        found = [t for layer in layers for t in tensors_of(layer.wrapped)]
         known, self._watched = self._watched, [*bases, *found]
         self._versions = list(map(_VERSION, bases))
         self._pointers = list(map(Tensor.data_ptr, self._watched))

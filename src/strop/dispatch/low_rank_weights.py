@@ -10,19 +10,18 @@ roundings of a size with those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strop.dispatch.effective_weights import SETTINGS
+from strop.dispatch.effective_weights import sources_of, tensors_of
 from strop.dispatch.known_settings import KnownSettings
 from strop.dispatch.known_values import KnownValues
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.adapted_layers import active_adapters
-from strop.frontend.adapter_kinds import kind_of
 from strop.frontend.low_rank_layers import DOWN, ROWS, UP, has_low_rank, is_factor
 from strop.ir.program import Program
 from strop.wording import counted
@@ -197,7 +196,7 @@ class LowRankWeights:
             self._written = self.rows
             self._settings = KnownSettings(p for layer in layers for p in sources_of(layer.wrapped))
             self._hint = KnownSettings(sources_of(layers[0].wrapped))
-            self._factors = [t for layer in layers for t in _tensors_of(layer.wrapped)]
+            self._factors = [t for layer in layers for t in tensors_of(layer.wrapped)]
             self._pointers = _pointers(self._factors)
             self._values = KnownValues([t.detach() for t in self._factors])
 
@@ -216,20 +215,6 @@ def scales_of(wrapped: Any, rows: RowAdapters | None) -> dict[str, float]:
         return {}
     given = dict.fromkeys(name for name in rows.names if name is not None)
     return {name: float(wrapped.scaling[name]) for name in given if name in wrapped.lora_A}
-
-
-def sources_of(wrapped: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where the objects are held that the factors of a layer depend on."""
-    own = wrapped.__dict__
-    yield from ((own, name) for name in SETTINGS)
-    yield from ((own["scaling"], name) for name in own["scaling"])
-    yield from kind_of(wrapped).places(wrapped)
-
-
-def _tensors_of(wrapped: Any) -> Iterator[Tensor]:
-    """Yield the factors of a layer, and its scales where a hot swap writes them in place."""
-    yield from kind_of(wrapped).tensors(wrapped)
-    yield from (scale for scale in wrapped.scaling.values() if isinstance(scale, Tensor))
 
 
 def columns_of(wrapped: Iterable[Any], rows: RowAdapters | None) -> dict[str, range]:

@@ -19,6 +19,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Node
 
+from strop.frontend.copied_nodes import node_of
+from strop.frontend.functional import memory_of
+
 _RUN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOAD_HOOKS = tuple(name for name in vars(nn.Module()) if "state_dict" in name)
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
@@ -43,7 +46,6 @@ class Look:
     nodes: tuple[Node, ...]
     leaves: tuple[Any, ...]  # of the arguments
     spec: pytree.TreeSpec
-    objects: tuple[Any, ...]  # that the key names by their ids: they must live as long
 
     def arguments(self, others: Mapping[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with ``others`` in the places of tensors, which they name by id."""
@@ -73,7 +75,7 @@ def look_at(block: nn.Module, arguments: Any, tracer: Any) -> Look | None:
     if own is None:
         return None
     key = (own, spec, plain, tuple(map(_tensor_look, tensors)), _same(tensors, nodes), _modes())
-    return Look(key, own, tensors, nodes, tuple(leaves), spec, (block,))
+    return Look(key, own, tensors, nodes, tuple(leaves), spec)
 
 
 def module_look(block: nn.Module) -> Hashable:
@@ -196,10 +198,8 @@ def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def _node(tensor: Tensor, tracer: Any) -> Node:
-    slot = tracer.tensor_tracker.get(tensor)
-    if slot is None or slot.constant is not None:
+    if (node := node_of(tensor, tracer)) is None:
         raise _NoLookError
-    node: Node = slot.proxy.node
     return node
 
 
@@ -225,7 +225,7 @@ def _tensor_look(tensor: Tensor) -> Hashable:
 def _same(tensors: tuple[Tensor, ...], nodes: tuple[Node, ...]) -> Hashable:
     """Return which tensors, nodes and memories are those of an earlier tensor."""
     found = []
-    for keys in (map(id, tensors), nodes, (t.untyped_storage()._cdata for t in tensors)):
+    for keys in (map(id, tensors), nodes, map(memory_of, tensors)):
         first: dict[Any, int] = {}
         found.append(tuple(first.setdefault(key, place) for place, key in enumerate(keys)))
     return tuple(found)

@@ -18,6 +18,7 @@ from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from strop.frontend.draws import draws
+from strop.frontend.functional import memory_of, storage_of
 
 _AS_STRIDED = torch.ops.aten.as_strided.default  # asks how an argument lies in memory
 
@@ -41,7 +42,7 @@ def record(
     not given, draws random numbers, or writes into what was given."""
     nodes = _own_nodes(_nodes_behind(last, tracer))
     inside, known = set(nodes), set(given)
-    memory = {storage_of_value(node.meta.get("val")) for node in given}
+    memory = {storage_of(node) for node in given}
     for node in nodes:
         sources = node.all_input_nodes
         if not all(s in inside or s in known or _is_size(s) for s in sources):
@@ -96,26 +97,19 @@ def last_node(tracer: Any) -> Node:
     return last
 
 
-def storage_of_value(value: Any) -> int:
-    """Return which memory a traced tensor lies in; 0 for several tensors."""
-    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else 0
-
-
 def _storages(value: Any) -> set[int]:
-    return {storage_of_value(v) for v in pytree.tree_leaves(value) if isinstance(v, Tensor)}
+    return {memory_of(v) for v in pytree.tree_leaves(value) if isinstance(v, Tensor)}
 
 
 def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]:
     """Return the fake values of copies whose memory is not that of their originals."""
-    bases: dict[int, Any] = {
-        storage_of_value(n.meta.get("val")): now.meta.get("val") for n, now in given.items()
-    }
+    bases: dict[int | None, Any] = {storage_of(n): now.meta.get("val") for n, now in given.items()}
     values: dict[Node, Any] = {}
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        storage = storage_of_value(value)
+        storage = memory_of(value)
         if storage not in bases and storage not in known.own:
             return value
         if storage not in bases:
@@ -159,14 +153,14 @@ def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _may_repeat(node: Node, given: set[int]) -> bool:
+def _may_repeat(node: Node, given: set[int | None]) -> bool:
     """Tell whether a node computes from its arguments alone, and writes to none that is given."""
     if node.op != "call_function" or node.target is _AS_STRIDED or draws(node):
         return False
     if not _is_mutable(node):
         return True
     written = [value for value in node.args if isinstance(value, Node) and not _is_size(value)]
-    return given.isdisjoint(storage_of_value(value.meta.get("val")) for value in written)
+    return given.isdisjoint(storage_of(value) for value in written)
 
 
 def _is_mutable(node: Node) -> bool:

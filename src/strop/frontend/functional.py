@@ -90,9 +90,9 @@ class _Writes:
         users = {fx: self._later_users(fx, place) for fx in chains}
         users[target] += [user for user in value.users if user not in users[target]]
         with self._graph.inserting_before(value.next):
-            whole = part = value
+            whole = value
             for view in reversed(views):
-                whole = part = unviewed(self._graph, view, part)
+                whole = unviewed(self._graph, view, whole)
                 self._add(whole, view.args[0].meta, place)  # type: ignore[union-attr]
             for fx, (_, chain) in chains.items():
                 shown = whole
@@ -150,7 +150,12 @@ def _defaults(node: Node, overload: Any) -> dict[str, Any]:
 def storage_of(node: Node) -> int | None:
     """Return which memory a traced value lies in; views share it."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return memory_of(value) if isinstance(value, torch.Tensor) else None
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number for the memory that a tensor lies in."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def view_root(fx: Node) -> Node:

@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 
 from strop.errors import CaptureError
+from strop.frontend.functional import memory_of
 from strop.frontend.operators import Retarget
 
 READS: dict[Callable[..., Any], str] = {
@@ -63,7 +64,7 @@ class LayoutReads(Retarget):
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
-        self._own = {_memory(tensor) for tensor in arguments}
+        self._own = {memory_of(tensor) for tensor in arguments}
         self.asked: dict[str, None] = {}
         self.num_asked = 0
         self._is_forward = self._is_made_dense = False
@@ -89,7 +90,7 @@ class LayoutReads(Retarget):
 
     def is_own(self, tensor: Tensor) -> bool:
         """Tell whether a tensor lies in the memory of an argument."""
-        return _memory(tensor) in self._own
+        return memory_of(tensor) in self._own
 
     @contextmanager
     def of_forward(self) -> Iterator[None]:
@@ -105,15 +106,11 @@ class LayoutReads(Retarget):
         has gaps, and it, or a view of it, is returned."""
         given = {id(argument) for argument in arguments}
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and _memory(leaf) in self._own:
+            if isinstance(leaf, Tensor) and memory_of(leaf) in self._own:
                 if self._is_made_dense:
                     self.asked["contiguous"] = None
                 elif id(leaf) not in given:
                     self.asked["a view is returned"] = None
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _refuse_chosen(question: str, value: Tensor) -> None:

@@ -49,7 +49,6 @@ class BlockCall:
     """This is a call of a block that is being traced."""
 
     path: str
-    block: nn.Module
     forward: Callable[[], Any]  # with the caller's own arguments, containers among them
     forward_of: Callable[..., Any]
     look: Look
@@ -101,7 +100,7 @@ class BlocksAlike(ABC):
         if self._known.get(key, look) is None:
             return forward(*args, **kwargs)
         own = functools.partial(forward, *args, **kwargs)
-        call = BlockCall(self._paths[id(block)], block, own, forward, look, mode.tracer)
+        call = BlockCall(self._paths[id(block)], own, forward, look, mode.tracer)
         if key in self._known:
             with _unwatched():
                 for part in block.modules():
@@ -141,10 +140,10 @@ class RepeatedBlocks(BlocksAlike):
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
                 return result, None
             found = record(call.path, last, call.look.nodes, leaves, call.tracer)
-        return result, None if found is None else (found, spec, call.look)
+        return result, None if found is None else (found, spec)
 
-    def run_like(self, known: tuple[RecordedNodes, Any, Look], call: BlockCall) -> Any:
-        recorded, spec, _ = known
+    def run_like(self, known: tuple[RecordedNodes, Any], call: BlockCall) -> Any:
+        recorded, spec = known
         nodes = copy_nodes(recorded, call.look.nodes, call.path, self._origins, call.tracer)
         own = dict(zip(call.look.nodes, call.look.tensors, strict=True))
 

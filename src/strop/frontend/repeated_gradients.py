@@ -17,16 +17,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-from strop.frontend.block_look import Look, holds
+from strop.frontend.block_look import holds
 from strop.frontend.copied_nodes import (
     RecordedNodes,
     copy_nodes,
     last_node,
     node_of,
     record,
-    storage_of_value,
     tensor_of,
 )
+from strop.frontend.functional import memory_of
 from strop.frontend.repeated_blocks import BlockCall, BlocksAlike
 
 
@@ -41,7 +41,6 @@ class RecordedStep:
     spec: pytree.TreeSpec
     wanted: tuple[int, ...]
     results: tuple[tuple[Node, bool], ...]
-    look: Look  # whose objects the key names by their ids
 
 
 class RepeatedGradients(BlocksAlike):
@@ -161,23 +160,23 @@ def _recorded_step(call: BlockCall) -> RecordedStep | None:
     if backward is None:
         return None
     results = tuple((node, tensor.requires_grad) for node, tensor in made.items())
-    return RecordedStep(forward, backward, spec, wanted, results, look)
+    return RecordedStep(forward, backward, spec, wanted, results)
 
 
 def _made(leaves: Sequence[Any], call: BlockCall) -> dict[Node, Tensor]:
     """Return the tensors that a block has made, by their nodes; none where autograd could not take
     it for a function: a result is a view of what it was given, or none has a gradient."""
     given, found = set(call.look.nodes), dict[Node, Tensor]()
-    memory = {storage_of_value(tensor) for tensor in call.look.tensors}
+    memory = {memory_of(tensor) for tensor in call.look.tensors}
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
         node = _node(leaf, call.tracer)
         if node in given:
             continue
-        if storage_of_value(leaf) in memory:
+        if memory_of(leaf) in memory:
             return {}
-        memory.add(storage_of_value(leaf))
+        memory.add(memory_of(leaf))
         found[node] = leaf
     return found if any(tensor.requires_grad for tensor in found.values()) else {}
 
