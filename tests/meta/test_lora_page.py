@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 (BLOCK,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/lora.md").read_text(), re.S | re.M)
@@ -34,15 +33,7 @@ def test_the_code_runs(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "my-model").symlink_to(tiny_model)
     for rank, name in enumerate(("style", "detail"), 2):
         _save_adapter(tiny_model, tmp_path / f"{name}.safetensors", rank)
-    (tmp_path / "page.py").write_text(BLOCK)
-    environment = os.environ | {"STROP_CACHE_DIR": str(tmp_path / "cache"), "STROP_STRICT": "1"}
-    done = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    page = tmp_path / "page.py"
+    page.write_text(BLOCK)
+    run_script(page)
     assert {"both.png", "none.png"} <= {file.name for file in tmp_path.iterdir()}

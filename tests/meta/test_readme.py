@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.models import sprites
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -65,16 +65,7 @@ def test_code_block(number: int, tmp_path: Path) -> None:
         pytest.skip("the weights are not trained yet")
     script = tmp_path / f"block_{number}.py"
     script.write_text(BLOCKS[number])
-    environment = os.environ | {"STROP_CACHE_DIR": str(tmp_path / "cache"), "STROP_STRICT": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(script)
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))

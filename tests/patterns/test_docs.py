@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from strop.patterns import registry
+from tests.scripts import run_script
 
 TEXT = (Path(__file__).parents[2] / "docs" / "patterns.md").read_text()
 
@@ -53,22 +51,7 @@ def test_its_triton_kernel_in_the_interpreter(tmp_path: Path) -> None:
     text = page.read_text()
     assert "when=fits_a_block, " in text
     page.write_text(text.replace("when=fits_a_block, ", ""))
-    environment = os.environ | {
-        "STROP_CACHE_DIR": str(tmp_path / "cache"),
-        "STROP_STRICT": "1",
-        "STROP_CHECK": "1",
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        [sys.executable, str(page)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_script(page, STROP_CHECK="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert done.stdout.endswith("triton_rms_norm 1 ()\n")
     assert "inaccurate" not in done.stderr
 
