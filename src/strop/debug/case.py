@@ -176,7 +176,8 @@ def bind(
     placed = place(program, given)
     state = [x if spec.is_state else None for x, spec in zip(placed, program.inputs, strict=True)]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    bound = Bound(program, case.env, state, library, Workspace(device), stream, in_place=False)
+    workspace = Workspace(device, grows=False)
+    bound = Bound(program, case.env, state, library, workspace, stream, in_place=False)
     return bound, bound.in_layout([*given, *[None] * (len(state) - len(given))])
 
 

@@ -126,6 +126,11 @@ def attribute(index: int, number: int) -> int:
     return value.value
 
 
+def call(what: str, name: str, *given: object) -> None:
+    """Call a function of the driver that gives a CUresult. ``what`` is said in its error."""
+    _check(getattr(_cuda(), name)(*given), what)
+
+
 def _check(code: int, what: str) -> None:
     if code == 0:
         return

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from strop.ir.program import CallStep, KernelStep, Program, Step
+from strop.runtime.run.growing_memory import memory_on
 
 if TYPE_CHECKING:
     from strop.runtime.loop.timetable import Timetable
@@ -98,9 +99,21 @@ class Kept:
     """Memory for what prologues leave, of one module on one stream: that of the latest."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._bytes = memory_on(device)
         self.held: Held | None = None  # None: nothing that may be used again
         self.timetables: WeakSet[Timetable] = WeakSet()  # each has its own memory
+
+    @property
+    def memory(self) -> Tensor:
+        return self._bytes.tensor
+
+    def reserve(self, size_bytes: int) -> Tensor:
+        """Return memory of this size at least."""
+        if self.memory.numel() < size_bytes:
+            if not self._bytes.stays:
+                self.held = None
+            self._bytes.grow(size_bytes)
+        return self.memory
 
     def forget(self) -> None:
         self.held = None
@@ -144,17 +157,16 @@ class Hoisted:
         self._next: Held | None = None  # what the prologue is about to leave
 
     def linked(self, size_bytes: int) -> Tensor:
-        """Return memory for the results. It grows; others are bound to the old one then."""
-        if self._place.memory.numel() < size_bytes:
-            device = self._place.memory.device
-            self._place.held = None
-            self._place.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._memory = self._place.memory
+        """Return memory for the results. Where it grows elsewhere, others are bound to the old
+        one."""
+        self._memory = self._place.reserve(size_bytes)
         return self._memory
 
     @property
     def has_moved(self) -> bool:
-        return self._memory is not self._place.memory
+        """Say whether results of this one would lie in memory that is no longer the place's."""
+        now = self._place.memory
+        return bool(self.kept) and self._memory.data_ptr() != now.data_ptr()
 
     def is_there(self, stamp: Stamp | None) -> bool:
         """Tell whether the results are what the prologue would give now. If not, all that lies in

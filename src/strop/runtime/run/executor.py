@@ -113,7 +113,7 @@ class Bound:
         linked = self._linked
         if linked is None or self.hoisted.has_moved:
             return True
-        return self.arena_bytes > 0 and linked.memory is not self._workspace.memory
+        return self.arena_bytes > 0 and not self._workspace.is_at(linked.memory)
 
     def let_go(self) -> None:
         """Have the next run link anew."""
@@ -271,7 +271,8 @@ class Bound:
         return result
 
     def _bind_part(self, env: Mapping[str, int], part: TimetablePart) -> Callable[[], None]:
-        workspace = Workspace(self._workspace.device)  # as another run is in the middle of its own
+        # another run is in the middle of its own memory
+        workspace = Workspace(self._workspace.device, grows=False)
         state, kernels, stream = self.state, self._resources.kernels, self._resources.stream
         bound = Bound(self.program, env, state, kernels, workspace, stream, part=part)
 

@@ -9,6 +9,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from strop.runtime.run.growing_memory import MovingMemory, memory_on
+
 # A program on a GPU that needs more works for so long that finding memory for each run costs
 # nothing, while others may want that memory: a VAE that encodes 48 pictures needs 12.9 GB, which
 # the training step behind it needs, too.
@@ -23,29 +25,46 @@ class Tenant(Protocol):
 
 
 class Workspace:
-    """This is the working memory of one stream. It grows; whoever is bound to the old memory binds
-    again."""
+    """This is the working memory of one stream. It grows, where it is if it can
+    (``growing_memory.py``); else whoever is bound to the old memory binds again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, grows: bool = True) -> None:
+        """Where it never ``grows``, as for one program at one shape, torch allocates it."""
         self.device = device
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._bytes = memory_on(device) if grows else MovingMemory(device)
         # programs of several modules share this memory; a capture runs some in its own turn
         self.lock = threading.RLock()
         self._tenants: WeakSet[Tenant] = WeakSet()
 
+    @property
+    def memory(self) -> Tensor:
+        return self._bytes.tensor
+
     def reserve(self, size_bytes: int, tenant: Tenant) -> Tensor:
         """Return memory of this size at least, which ``tenant`` has until it is told to let go."""
+        if not size_bytes:  # nothing of it lies there
+            return self.memory
         if self.memory.numel() < size_bytes:
-            self.give_back()  # first, so that there is never the old and the new one
-            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+            if not self._bytes.stays:
+                self._empty()
+            self._bytes.grow(size_bytes)
         self._tenants.add(tenant)
         return self.memory
 
+    def is_at(self, memory: Tensor) -> bool:
+        """Tell whether this memory, which ``reserve`` has returned, is still the workspace's: it
+        may have grown behind its end."""
+        return memory is self.memory or memory.data_ptr() == self.memory.data_ptr()
+
     def give_back(self) -> None:
+        self._empty()
+        self._bytes.give_back()
+
+    def _empty(self) -> None:
+        """Have all tenants let go, so that nobody keeps the memory."""
         for tenant in self._tenants:
             tenant.let_go()
         self._tenants.clear()
-        self.memory = self.memory.new_empty(0)
 
 
 _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}

@@ -1,0 +1,216 @@
+"""Memory grows: on a GPU at the addresses where it is, elsewhere at others.
+
+CUDA graphs and bound launches hold addresses. Where a GPU can, memory is a range of as many
+addresses as the GPU has bytes, of which the lower part has memory behind it; to grow is to put more
+behind the next ones, and whoever is bound to the lower part stays so. Other memory is allocated
+anew, and whoever is bound to the old one binds again.
+
+torch does not count memory of such ranges: ``held_bytes`` and ``peak_bytes`` do.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from strop.runtime.build.virtual_memory import VirtualMemory, is_supported
+
+
+class Memory(Protocol):
+    """Bytes on a device. ``stays``: they are where they were when there are more of them."""
+
+    stays: bool
+    tensor: Tensor
+
+    def grow(self, size_bytes: int) -> None:
+        """Have so many bytes at least. Where they do not stay, their content is lost."""
+
+    def give_back(self) -> None:
+        """Have none. Memory that a tensor still lies in stays until that is gone."""
+
+
+class MovingMemory:
+    """Memory of torch's, which is allocated anew where it is too small."""
+
+    stays = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def grow(self, size_bytes: int) -> None:
+        self.give_back()  # first, so that there is never the old and the new one
+        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=self.tensor.device)
+
+    def give_back(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+
+
+class StayingMemory:
+    """Memory of a range of addresses of its own."""
+
+    stays = True
+
+    def __init__(self, space: AddressSpace) -> None:
+        self._space = space
+        self._range: AddressRange | None = None
+        self.tensor = torch.empty(0, dtype=torch.uint8, device=space.device)
+
+    def grow(self, size_bytes: int) -> None:
+        if self._range is None:
+            self._range = self._space.reserve()
+        self._space.grow(self._range, size_bytes)
+        self.tensor = self._space.tensor(self._range)
+
+    def give_back(self) -> None:
+        self._range, self.tensor = None, self.tensor.new_empty(0)
+        self._space.reclaim()
+
+
+@dataclass
+class Extent:
+    """Say where a range of addresses begins, how many there are, and how many have memory."""
+
+    address: int
+    capacity_bytes: int
+    size_bytes: int = 0
+
+
+class AddressRange:
+    """This owns a range of addresses; tensors in it keep this alive."""
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+
+    @property
+    def __cuda_array_interface__(self) -> Mapping[str, Any]:
+        extent = self.extent
+        return {
+            "shape": (extent.size_bytes,),
+            "typestr": "|u1",
+            "data": (extent.address, False),
+            "version": 3,
+        }
+
+
+class AddressSpace:
+    """This holds all ranges of one device, and what they come to.
+
+    A range that nobody refers to any more may still be in use by kernels that run. Its memory goes
+    back to the device where somebody grows or gives back and can wait for these: Python drops
+    objects anywhere, also amid a capture, which cannot.
+    """
+
+    def __init__(self, pages: VirtualMemory) -> None:
+        self._pages, self.device = pages, pages.device
+        self._left: deque[Extent] = deque()  # to be given back
+        self._lock = threading.Lock()
+        self.held_bytes = self.peak_bytes = 0
+
+    def reserve(self) -> AddressRange:
+        """Return a range in which all memory of the device would have room."""
+        size_bytes = self._pages.most_bytes
+        made = AddressRange(Extent(self._pages.reserve(size_bytes), size_bytes))
+        weakref.finalize(made, self._left.append, made.extent)
+        return made
+
+    def tensor(self, given: AddressRange) -> Tensor:
+        return self._pages.tensor(given)
+
+    def grow(self, given: AddressRange, size_bytes: int) -> None:
+        """Have so many bytes in a range at least. Raises torch.OutOfMemoryError, and the range is
+        as it was."""
+        self.reclaim()
+        with self._lock:
+            extent, page = given.extent, self._pages.page_bytes
+            more = -(-size_bytes // page) * page - extent.size_bytes
+            if more <= 0:
+                return
+            if extent.size_bytes + more > extent.capacity_bytes:
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory: working memory of {size_bytes / 2**30:.2f} GiB is more"
+                    f" than all memory of {self.device}"
+                )
+            self._put(extent.address + extent.size_bytes, more)
+            extent.size_bytes += more
+            self.held_bytes += more
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def reclaim(self) -> None:
+        """Give memory that nobody refers to any more back to the device."""
+        if not self._left or self._pages.is_capturing():
+            return
+        with self._lock:
+            extents = [self._left.popleft() for _ in range(len(self._left))]
+            self._pages.wait()
+            for extent in extents:
+                if extent.size_bytes:
+                    self._pages.take(extent.address, extent.size_bytes)
+                self._pages.free(extent.address, extent.capacity_bytes)
+                self.held_bytes -= extent.size_bytes
+
+    def _put(self, address: int, size_bytes: int) -> None:
+        """Put memory behind addresses. Where there is too little, torch gives back what it keeps
+        for later, as when it allocates itself."""
+        try:
+            self._pages.put(address, size_bytes, beside_bytes=self.held_bytes)
+        except torch.OutOfMemoryError:
+            if self._pages.is_capturing():  # torch gives nothing back meanwhile
+                raise
+        else:
+            return
+        self._pages.empty_cache()
+        self._pages.put(address, size_bytes, beside_bytes=self.held_bytes)
+
+
+_SPACES: dict[torch.device, AddressSpace | None] = {}
+_SPACES_LOCK = threading.Lock()
+
+
+def space_of(device: torch.device) -> AddressSpace | None:
+    """Return the ranges of a device; None where memory has to move to grow: on a CPU, and with
+    drivers that keep addresses and memory together, as some of virtual machines do."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    with _SPACES_LOCK:
+        if device not in _SPACES:
+            _SPACES[device] = _made(device) if device.type == "cuda" else None
+        return _SPACES[device]
+
+
+def _made(device: torch.device) -> AddressSpace | None:
+    torch.cuda.init()
+    if not is_supported(device.index):
+        return None
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return AddressSpace(VirtualMemory(device, total_bytes))
+
+
+def memory_on(device: torch.device) -> Memory:
+    """Return memory of a device, without any bytes."""
+    space = space_of(device)
+    return MovingMemory(device) if space is None else StayingMemory(space)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return how much device memory Strop holds that torch does not count."""
+    space = space_of(device)
+    return space.held_bytes if space else 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most of it since the last ``forget_peak``."""
+    space = space_of(device)
+    return space.peak_bytes if space else 0
+
+
+def forget_peak(device: torch.device) -> None:
+    space = space_of(device)
+    if space:
+        space.peak_bytes = space.held_bytes
