@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_the_compiler_says_how_a_box_lies(cubin: Cubin) -> None:
     assert Cubin.from_bytes(cubin.to_bytes()) == cubin
 
 
+def write(address: int, *numbers: int) -> None:
+    """Put numbers where a map lies: the pointer, and which of the maps that were encoded it is."""
+    for place, number in enumerate(numbers):
+        ctypes.c_uint64.from_address(address + 8 * place).value = number
+
+
+def read(place: Any) -> tuple[int, int]:
+    """Return these numbers of a map."""
+    pointer, which = (ctypes.c_uint64 * 2).from_address(place.address)
+    return pointer, which
+
+
 class Driver:
     """Stands for libcuda: keeps what it is asked for."""
 
@@ -57,6 +70,7 @@ class Driver:
     ) -> int:
         extents, steps, sizes, ones, interleave, swizzle, promotion, fill = rest
         assert address % 64 == 0
+        write(address, pointer, len(self.maps))
         self.maps.append(
             {
                 "pointer": pointer,
@@ -73,19 +87,31 @@ class Driver:
         return self.code
 
     def cuTensorMapReplaceAddress(self, address: int, pointer: int) -> int:
-        self.moves.append((address, pointer))
+        self.moves.append(pointer)
+        write(address, pointer)
         return self.code
 
     def cuGetErrorString(self, code: int, text: Any) -> int:
         return 1
 
 
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """The next driver gives other maps."""
+    yield
+    driver._described.cache_clear()
+
+
+def launch_of(cubin: Cubin, *pointers: int, context: int = 0, rows: int = 24) -> Any:
+    function: Any = SimpleNamespace(cubin=cubin, context=context, _handle=ctypes.c_void_p())
+    views = [((40, COLS), (128, 1)), ((rows, COLS), (COLS, 1))]
+    return BoundLaunch(function, pointers, [24, -3], [2], 0, views=views)
+
+
 def bound(cubin: Cubin, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> tuple[Driver, Any]:
     cuda = Driver(code)
     monkeypatch.setattr(driver, "_cuda", lambda: cuda)
-    function: Any = SimpleNamespace(cubin=cubin, _handle=ctypes.c_void_p())
-    views = [((40, COLS), (128, 1)), ((24, COLS), (COLS, 1))]
-    return cuda, BoundLaunch(function, [1 << 20, 2 << 20, 3 << 20], [24, -3], [2], 0, views=views)
+    return cuda, launch_of(cubin, 1 << 21, 2 << 20, 3 << 20)
 
 
 def test_a_launch_passes_maps_sizes_and_strides(
@@ -94,7 +120,7 @@ def test_a_launch_passes_maps_sizes_and_strides(
     cuda, launch = bound(cubin, monkeypatch)
     first, last = cuda.maps
     assert first == {
-        "pointer": 1 << 20,
+        "pointer": driver.NOWHERE,
         "dtype": 7,
         "rank": 2,
         "swizzle": 3,
@@ -104,7 +130,8 @@ def test_a_launch_passes_maps_sizes_and_strides(
         "ones": [1, 1],
         "rest": (0, 2, 0),
     }
-    assert (last["pointer"], last["extents"], last["steps"]) == (3 << 20, [COLS, 24], [256])
+    assert (last["extents"], last["steps"]) == ([COLS, 24], [256])
+    assert [read(launch._pointers[n]) for n in (0, 2)] == [(1 << 21, 0), (3 << 20, 1)]
     kinds = [type(value).__name__ for value in launch._values]
     described = ["TensorMap", "c_int", "c_int", "c_long", "c_long"]
     assert kinds == [*described, "c_void_p", *described, "c_int", "c_int", "c_void_p", "c_void_p"]
@@ -145,12 +172,35 @@ def test_pointers_move_maps_too(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -
     cuda, launch = bound(cubin, monkeypatch)
     launch.set_pointer(2, 5 << 20)
     launch.set_pointer(1, 4 << 20)
-    assert cuda.moves == [(launch._pointers[2].address, 5 << 20)]
-    assert [pointer.value for pointer in launch._pointers] == [1 << 20, 4 << 20, 5 << 20]
+    assert cuda.moves == [1 << 21, 3 << 20, 5 << 20]
+    assert [pointer.value for pointer in launch._pointers] == [1 << 21, 4 << 20, 5 << 20]
+    assert read(launch._pointers[2]) == (5 << 20, 1)
+
+
+def test_what_is_known_is_not_asked_again(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One map is encoded of each geometry on each device, and one is moved to each address."""
+    cuda, first = bound(cubin, monkeypatch)
+    again = launch_of(cubin, 1 << 21, 2 << 20, 3 << 20)
+    assert (len(cuda.maps), len(cuda.moves)) == (2, 2)
+    for place in (0, 2):
+        assert read(again._pointers[place]) == read(first._pointers[place])
+        assert again._pointers[place].address != first._pointers[place].address
+    again.set_pointer(0, 7 << 20)
+    again.set_pointer(0, 7 << 20)
+    again.set_pointer(2, 3 << 20)
+    assert (len(cuda.maps), len(cuda.moves)) == (2, 3)
+    assert read(first._pointers[0]) == (1 << 21, 0), "each launch has a map of its own"
+    assert read(again._pointers[0]) == (7 << 20, 0)
+    launch_of(cubin, 1 << 21, 2 << 20, 3 << 20, rows=25)
+    assert len(cuda.maps) == 3
+    launch_of(cubin, 1 << 21, 2 << 20, 3 << 20, context=5)
+    assert len(cuda.maps) == 5
 
 
 def test_what_the_driver_refuses_is_named(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CodegenError, match=r"describing \[40, 64\] with strides \[128, 1\]"):
+    with pytest.raises(
+        CodegenError, match=r"describing \(40, 64\) with strides of \(512,\) bytes, for "
+    ):
         bound(cubin, monkeypatch, code=1)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.runtime.build import driver
-from strop.runtime.build.virtual_memory import Bytes, VirtualMemory
+from strop.runtime.build.virtual_memory import MappedBytes, VirtualMemory
 from strop.runtime.run import growing_memory, workspace
 from strop.runtime.run.growing_memory import AddressSpace
 
@@ -153,7 +153,7 @@ class HostMemory(VirtualMemory):
         self.num_waits = self.num_emptied = 0
         self.most: int | None = None  # that the process may hold
 
-    def tensor(self, memory: Bytes) -> Tensor:
+    def tensor(self, memory: MappedBytes) -> Tensor:
         found = memory.__cuda_array_interface__
         buffer = (c_ubyte * found["shape"][0]).from_address(found["data"][0])
         kept = type("Kept", (type(buffer),), {}).from_address(found["data"][0])

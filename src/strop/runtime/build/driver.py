@@ -23,6 +23,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -61,6 +62,7 @@ class _Config(Structure):
 
 
 _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+NOWHERE = 1 << 20  # an aligned address for tensors that are not known yet
 # Sizes and strides of a tensor, in elements; and sizes of its box, where the launch tells them.
 View = tuple[Sequence[int], ...]
 
@@ -145,41 +147,86 @@ def _check(code: int, what: str) -> None:
     raise CodegenError(message)
 
 
+@dataclass(frozen=True, eq=False, slots=True)  # equal ones are one object
+class _Geometry:
+    """Say what a tensor map says but where the tensor lies, in the driver's order: from the
+    innermost dim on. ``context`` is that of the GPU for which it is written."""
+
+    dtype: int
+    swizzle: int
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]  # but the innermost, which is taken for granted
+    reach: tuple[int, ...]
+    steps: tuple[int, ...]
+    context: int
+
+
+@lru_cache(maxsize=1 << 12)
+def _geometry(
+    box: Box, sizes: tuple[int, ...], strides: tuple[int, ...], told: tuple[int, ...], context: int
+) -> _Geometry:
+    """Take the sizes of a box that the launch has ``told``, or the kernel's."""
+    of_box, width = told or box.sizes, _BOX_WIDTHS[box.dtype]
+    steps = box.steps or (1,) * len(of_box)
+    reach = [size * step for size, step in zip(of_box, steps, strict=True)]
+    distances = tuple(width * step for step in reversed(strides[:-1]))
+    dims = (sizes[::-1], distances, tuple(reach[::-1]), steps[::-1])
+    return _Geometry(box.dtype, box.swizzle, *dims, context)
+
+
+def _map_memory() -> tuple[memoryview, int]:
+    """Return room for one tensor map, and its address."""
+    room = bytearray(_MAP_BYTES + _MAP_ALIGNMENT)
+    begin = ctypes.addressof((c_byte * len(room)).from_buffer(room))
+    skipped = -begin % _MAP_ALIGNMENT
+    return memoryview(room)[skipped : skipped + _MAP_BYTES], begin + skipped
+
+
+@lru_cache(maxsize=1 << 14)
+def _described(geometry: _Geometry, pointer: int) -> bytes:
+    """Return a tensor map. Repeated blocks have the same ones but for their addresses, and a
+    program that is bound again has the very same ones: the driver encodes one of each geometry,
+    and is told the others' addresses."""
+    memory, address = _map_memory()
+    if pointer != NOWHERE:
+        memory[:] = _described(geometry, NOWHERE)
+        call(f"moving a tensor map to {pointer:#x}", "cuTensorMapReplaceAddress", address, pointer)
+        return bytes(memory)
+    rank = len(geometry.reach)
+    call(
+        f"describing {geometry.sizes[::-1]} with strides of {geometry.strides_bytes[::-1]} bytes",
+        "cuTensorMapEncodeTiled",
+        address,
+        geometry.dtype,
+        rank,
+        pointer,
+        (c_uint64 * rank)(*geometry.sizes),
+        (c_uint64 * rank)(*geometry.strides_bytes),
+        (c_uint32 * rank)(*geometry.reach),
+        (c_uint32 * rank)(*geometry.steps),
+        0,
+        geometry.swizzle,
+        _PROMOTION_128B,
+        0,
+    )
+    return bytes(memory)
+
+
 class TensorMap:
     """Hold a CUtensorMap: a tensor whose boxes the tensor memory accelerator moves
     (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html). Boxes begin
     anywhere; outside of the tensor they read zeros and write nothing."""
 
-    __slots__ = ("_bytes", "_entry", "_pointer", "address")
+    __slots__ = ("_entry", "_geometry", "_memory", "_pointer", "address")
 
-    def __init__(self, box: Box, pointer: int, view: View, entry: str) -> None:
+    def __init__(self, box: Box, pointer: int, view: View, function: CudaFunction) -> None:
         """The last dim is dense; the pointer is a multiple of 16 bytes, and so are the strides."""
-        sizes, strides, *told = view
-        of_box = told[0] if told else box.sizes
-        rank, width = len(of_box), _BOX_WIDTHS[box.dtype]
-        self._bytes, self._entry = (c_byte * (_MAP_BYTES + _MAP_ALIGNMENT))(), entry
-        self._pointer = pointer
-        self.address = -(-ctypes.addressof(self._bytes) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        # The driver counts dims from the innermost; it takes the innermost stride for granted.
-        extents = (c_uint64 * rank)(*reversed(sizes))
-        distances = (c_uint64 * rank)(*(width * step for step in reversed(strides[:-1])))
-        steps = box.steps or (1,) * rank
-        reach = [size * step for size, step in zip(of_box, steps, strict=True)]
-        code = _cuda().cuTensorMapEncodeTiled(
-            self.address,
-            box.dtype,
-            rank,
-            pointer,
-            extents,
-            distances,
-            (c_uint32 * rank)(*reversed(reach)),
-            (c_uint32 * rank)(*reversed(steps)),
-            0,
-            box.swizzle,
-            _PROMOTION_128B,
-            0,
-        )
-        _check(code, f"describing {list(sizes)} with strides {list(strides)} to {entry}")
+        sizes, strides, *told = map(tuple, view)
+        box_sizes = told[0] if told else ()
+        self._geometry = _geometry(box, sizes, strides, box_sizes, function.context)
+        self._memory, self.address = _map_memory()
+        self._entry, self._pointer = function.cubin.entry, pointer
+        self._describe()
 
     @property
     def value(self) -> int:
@@ -189,20 +236,26 @@ class TensorMap:
 
     @value.setter
     def value(self, pointer: int) -> None:
-        self._pointer = pointer
-        code = _cuda().cuTensorMapReplaceAddress(self.address, pointer)
-        _check(code, f"moving a tensor of {self._entry}")
+        if pointer != self._pointer:
+            self._pointer = pointer
+            self._describe()
+
+    def _describe(self) -> None:
+        try:
+            self._memory[:] = _described(self._geometry, self._pointer)
+        except CodegenError as error:
+            raise CodegenError(f"{error}, for {self._entry}") from error
 
 
 class CudaFunction:
     """Hold one kernel in the memory of one device."""
 
-    __slots__ = ("_handle", "_module", "cubin")
+    __slots__ = ("_handle", "_module", "context", "cubin")
 
-    def __init__(self, cubin: Cubin) -> None:
-        """Load into the current context."""
+    def __init__(self, cubin: Cubin, context: int = 0) -> None:
+        """Load into the current context, which is ``context``."""
         cuda = _cuda()
-        self.cubin = cubin
+        self.cubin, self.context = cubin, context
         self._module, self._handle = c_void_p(), c_void_p()
         _check(cuda.cuModuleLoadData(byref(self._module), cubin.code), f"loading {cubin.entry}")
         name = cubin.entry.encode()
@@ -274,7 +327,7 @@ class BoundLaunch:
                     "use a smaller batch or image"
                 )
         self._function = function  # keeps the module alive
-        self._pointers, self._values = _placed(function.cubin, pointers, views)
+        self._pointers, self._values = _placed(function, pointers, views)
         self._values += map(c_int64 if wide else c_int32, scalars)
         # After the declared arguments Triton passes two pointers to scratch of its own: unused.
         self._values += [c_void_p(), c_void_p()]
@@ -307,20 +360,20 @@ class BoundLaunch:
 
 
 def _placed(
-    cubin: Cubin, pointers: Sequence[int], views: Sequence[View]
+    function: CudaFunction, pointers: Sequence[int], views: Sequence[View]
 ) -> tuple[list[c_void_p | TensorMap], list[Any]]:
     """The pointers, and all arguments that Triton makes of them: behind a tensor map it passes the
     tensor's sizes and strides, which the accelerator has from the map."""
     found: list[c_void_p | TensorMap] = []
     values: list[Any] = []
     left = iter(views)
-    for pointer, box in zip_longest(pointers, cubin.boxes[: len(pointers)]):
+    for pointer, box in zip_longest(pointers, function.cubin.boxes[: len(pointers)]):
         if box is None:
             found.append(c_void_p(pointer))
             values.append(found[-1])
         else:
             sizes, strides, *_ = view = next(left)
-            found.append(TensorMap(box, pointer, view, cubin.entry))
+            found.append(TensorMap(box, pointer, view, function))
             values += [found[-1], *map(c_int32, sizes), *map(c_int64, strides)]
     return found, values
 
@@ -349,5 +402,5 @@ def load(cubin: Cubin) -> CudaFunction:
     with _LOCK:
         function = _LOADED.get((cubin, context.value))
         if function is None:
-            function = _LOADED[cubin, context.value] = CudaFunction(cubin)
+            function = _LOADED[cubin, context.value] = CudaFunction(cubin, context.value)
     return function

@@ -54,8 +54,8 @@ class _Access(Structure):
     _fields_ = (("location", _Location), ("flags", c_int))
 
 
-class Bytes(Protocol):
-    """Memory that torch can make a tensor of, which keeps the object that has this alive."""
+class MappedBytes(Protocol):
+    """This describes memory to torch; a tensor that is made of it keeps it alive."""
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
@@ -65,7 +65,7 @@ class VirtualMemory:
     """Reserve addresses of one GPU, and put memory behind them."""
 
     def __init__(self, device: torch.device, total_bytes: int) -> None:
-        """``total_bytes``: all memory of the device."""
+        """Ask how large pages are. ``total_bytes`` is all memory of the device."""
         index = device.index
         location = _Location(_ON_DEVICE, index)
         self.device, self._index, self._total_bytes = device, index, total_bytes
@@ -141,7 +141,7 @@ class VirtualMemory:
 
     # what torch knows of the device
 
-    def tensor(self, memory: Bytes) -> Tensor:
+    def tensor(self, memory: MappedBytes) -> Tensor:
         """Return this memory as a tensor, which keeps ``memory`` alive."""
         return torch.as_tensor(memory, device=self.device)
 

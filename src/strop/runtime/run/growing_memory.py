@@ -23,8 +23,8 @@ from torch import Tensor
 from strop.runtime.build.virtual_memory import VirtualMemory, is_supported
 
 
-class Memory(Protocol):
-    """Bytes on a device. ``stays``: they are where they were when there are more of them."""
+class GrowingMemory(Protocol):
+    """This is memory of a device. ``stays``: its bytes are where they were when there are more."""
 
     stays: bool
     tensor: Tensor
@@ -37,7 +37,7 @@ class Memory(Protocol):
 
 
 class MovingMemory:
-    """Memory of torch's, which is allocated anew where it is too small."""
+    """This is memory of torch's, which is allocated anew where it is too small."""
 
     stays = False
 
@@ -53,7 +53,7 @@ class MovingMemory:
 
 
 class StayingMemory:
-    """Memory of a range of addresses of its own."""
+    """This is memory behind a range of addresses of its own."""
 
     stays = True
 
@@ -192,7 +192,7 @@ def _made(device: torch.device) -> AddressSpace | None:
     return AddressSpace(VirtualMemory(device, total_bytes))
 
 
-def memory_on(device: torch.device) -> Memory:
+def memory_on(device: torch.device) -> GrowingMemory:
     """Return memory of a device, without any bytes."""
     space = space_of(device)
     return MovingMemory(device) if space is None else StayingMemory(space)

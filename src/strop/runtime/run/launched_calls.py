@@ -24,12 +24,11 @@ from strop.kernels.kernel import (
     Stride,
     Torch,
 )
-from strop.runtime.build.driver import View
+from strop.runtime.build.driver import NOWHERE, View
 from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.memory import aligned
 
 ALIGNMENT, LIMIT = 16, 2**31  # bytes of an address, elements of a tensor
-NOWHERE = 1 << 20  # an aligned address, until the tensors are known
 WIDE = 16  # what a scalar is a multiple of, where a kernel is told so
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Call = Callable[[Sequence[Tensor]], Tensor]

@@ -29,7 +29,8 @@ class Workspace:
     (``growing_memory.py``); else whoever is bound to the old memory binds again."""
 
     def __init__(self, device: torch.device, *, grows: bool = True) -> None:
-        """Where it never ``grows``, as for one program at one shape, torch allocates it."""
+        """Have torch allocate the memory unless it ``grows``: one program at one shape never needs
+        more."""
         self.device = device
         self._bytes = memory_on(device) if grows else MovingMemory(device)
         # programs of several modules share this memory; a capture runs some in its own turn
