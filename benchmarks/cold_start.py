@@ -88,7 +88,7 @@ def measured_here(row: str, contender: str, *, is_tiny: bool) -> dict[str, Any]:
     import torch
 
     from strop.bench.infer_rows import MODELS
-    from strop.bench.timer import synchronise
+    from strop.bench.timer import peak, synchronise
     from strop.bench.transformer_models import TRANSFORMERS
 
     name, size, batch, type_name, _ = ROWS[row]
@@ -116,7 +116,7 @@ def measured_here(row: str, contender: str, *, is_tiny: bool) -> dict[str, Any]:
         start = time.perf_counter()
     found: dict[str, Any] = {"first_s": seconds[0], "second_s": seconds[1], "third_s": seconds[2]}
     if device.type == "cuda":
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        found["peak_gib"] = round(peak(device) / 2**30, 2)
     return found | stages_of(workload.target, contender)
 
 

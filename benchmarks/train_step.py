@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.bench import environment, models
-from strop.bench.timer import timing_of
+from strop.bench.timer import forget_peak, peak, timing_of
 from strop.train import EMASchedule, FusedAdamW
 from strop.wording import counted
 
@@ -197,8 +197,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             continue
         torch.manual_seed(0)
         weights = Weights(args.model, device, grads if ours_only else torch.float32)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        forget_peak(device)
         begin = time.perf_counter()
         step = CONTENDERS[name](weights)
         step()
@@ -214,7 +213,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             row["gb_per_s"] = round(per_param * weights.numel / row["p50_ms"] / 1e6, 1)
             row["of_ceiling"] = round(row["gb_per_s"] / CEILING_GBS, 3)
         if device.type == "cuda":
-            row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+            row["peak_gb"] = round(peak(device) / 1e9, 2)
         row["params"] = weights.numel
         print(f"{name:13s}", json.dumps(row), flush=True)
         del weights, step

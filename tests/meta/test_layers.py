@@ -111,6 +111,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "wording",
         "api",
         "dispatch.dispatcher",
+        "runtime.run.growing_memory",
         "debug",
         "kernels",
         "models",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import strop
+from strop.bench import timer
 from strop.options import Options
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run import executor
@@ -154,14 +155,14 @@ def bytes_of(options: Options) -> tuple[int, Bound]:
     module = strop.optimize(Chain(4096).cuda().eval().requires_grad_(False), options=options)
     x = torch.randn(4096, 4, device="cuda")
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = timer.allocated(x.device)
     with torch.no_grad():
         for _ in range(3):
             result = module(x)
         torch.testing.assert_close(result, module.forward.eager(x), rtol=1e-3, atol=1e-4)
     del result
     gc.collect()
-    held = torch.cuda.memory_allocated() - before
+    held = timer.allocated(x.device) - before
     (bound,) = module.forward.latest.bounds.values()
     return held, bound
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import strop
 from strop import train
+from strop.bench import timer
 from strop.errors import CaptureError, OptionError, UnsupportedError
 from tests.train.judge import no_waiting
 from tests.train.stepping import (
@@ -161,7 +162,7 @@ def test_replays_take_no_memory() -> None:
     for number in range(20):
         one.step(*batch_of(one.case, number))
         torch.cuda.synchronize()
-        sizes.append(torch.cuda.memory_allocated())
+        sizes.append(timer.allocated(torch.device("cuda")))
     assert sizes[19] == sizes[17] == sizes[11]
 
 

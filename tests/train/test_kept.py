@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strop
+from strop.bench import timer
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.program import CallStep, Program
@@ -174,13 +175,13 @@ def test_memory_does_not_grow_on_a_gpu() -> None:
 
     for size in sizes * 2:
         step(size)
-    after = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    after = timer.allocated(device)
+    timer.forget_peak(device)
     for size in sizes:
         step(size)
-    peak = torch.cuda.max_memory_allocated()
+    peak = timer.peak(device)
     for _ in range(100):
         for size in sizes:
             step(size)
-            assert torch.cuda.memory_allocated() == after
-    assert torch.cuda.max_memory_allocated() == peak
+            assert timer.allocated(device) == after
+    assert timer.peak(device) == peak

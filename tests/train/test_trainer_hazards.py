@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.bench import timer
 from strop.errors import TrainingError
 from strop.train import checkpoint, files
 from strop.train import model as models
@@ -227,7 +228,7 @@ MOST_TENSORS = 20  # more than there were first; measured: 0
 # Device -> what is measured, and how many bytes there may be. On a CPU 400 steps took 1.5 MB more.
 MEMORY: dict[str, tuple[Callable[[], int], Callable[[int], float]]] = {
     "cpu": (resident_bytes, lambda first: first + 24e6),
-    "cuda": (torch.cuda.memory_allocated, lambda first: first * 1.02),
+    "cuda": (lambda: timer.allocated(torch.device("cuda")), lambda first: first * 1.02),
 }
 
 

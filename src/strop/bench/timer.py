@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from strop.runtime.run import growing_memory
+
 Call = Callable[[], Any]
 T = TypeVar("T")
 
@@ -111,16 +113,40 @@ def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | Non
     if device.type != "cuda":
         return call(), None
     synchronise(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    before = allocated(device)
+    forget_peak(device)
     result = call()
     synchronise(device)
-    return result, torch.cuda.max_memory_allocated(device) - before
+    return result, peak(device) - before
 
 
 def allocated(device: torch.device) -> int:
-    """Return bytes that tensors hold on a GPU; 0 on a CPU, where nobody counts."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    """Return bytes that tensors and Strop's working memory hold on a GPU; 0 on a CPU, where nobody
+    counts."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_allocated(device) + growing_memory.held_bytes(device)
+
+
+def peak(device: torch.device) -> int:
+    """Return the most of these since ``forget_peak``. The peaks of torch's memory and of working
+    memory are added, as if both were of one moment: it is never less than there was."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) + growing_memory.peak_bytes(device)
+
+
+def peak_reserved(device: torch.device) -> int:
+    """Return the same with what torch keeps for later."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_reserved(device) + growing_memory.peak_bytes(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        growing_memory.forget_peak(device)
 
 
 def give_back(device: torch.device) -> None:

@@ -86,7 +86,7 @@ def measure(contender: Contender, plan: Plan, clock: Deadline, save: Save) -> Fo
         loop = Loop(contender.work, setup, device)
         reference = loop.reference_loss()
         timer.give_back(device)
-        _forget_peak(device)
+        timer.forget_peak(device)
         budget = 0.5 if setup.recompute == "budget" and setup.compiler == "strop" else None
         wanted = {} if budget is None else {"memory_budget": budget}
         loop.prepare(Options.from_environment(cache_dir=cache, **wanted))
@@ -204,7 +204,7 @@ def _series(loop: Loop, plan: Plan, clock: Deadline) -> Found:
     samples = max(3, min(plan.samples, int(SHARE_OF_TIME * clock.left() / step_s)))
     loop.waited_s = 0.0
     if not _has_graphs(loop.setup):  # what a replay uses was allocated at its capture
-        _forget_peak(device)
+        timer.forget_peak(device)
     times, host_ms = _step_times(loop, samples)
     mean = statistics.fmean(times)
     is_fed = loop.feed is not None
@@ -222,17 +222,12 @@ def _series(loop: Loop, plan: Plan, clock: Deadline) -> Found:
     return {**found, **_peaks(device), "tflops": round(tflop * found["img_s"], 1) or None}
 
 
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def _peaks(device: torch.device) -> Found:
     """Return the peaks of memory; None on a CPU, where nobody counts."""
     is_counted = device.type == "cuda"
     return {
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if is_counted else None,
-        "reserved_bytes": torch.cuda.max_memory_reserved(device) if is_counted else None,
+        "peak_bytes": timer.peak(device) if is_counted else None,
+        "reserved_bytes": timer.peak_reserved(device) if is_counted else None,
     }
 
 

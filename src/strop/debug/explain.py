@@ -40,11 +40,12 @@ from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime.build.devices import gpu
-from strop.runtime.run import bounds_checks
+from strop.runtime.run import bounds_checks, growing_memory
 
 if TYPE_CHECKING:
     from strop.dispatch.dynamo import AotLog, AotRecord
 
+UNCOUNTED = "working memory that torch.cuda.memory_allocated does not count"
 UNRECORDED = (
     "graphs between passes were not kept: Options(record=True) or STROP_RECORD=1 keeps them, and"
     " compiles anew instead of loading a stored plan"
@@ -117,7 +118,9 @@ def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
     able = machine(device)
     components = tuple(_component(n, d, able) for n, d in dispatchers.items())
     has_all = all(graph.texts for c in components for graph in c.graphs)
-    notes = (*bounds_checks.unreported(), *(() if has_all else (UNRECORDED,)))
+    held = growing_memory.held_bytes(torch.device(on_gpu)) if on_gpu else 0
+    beside = (f"{UNCOUNTED}: {held / 1e6:.2f} MB of {on_gpu}",) if held else ()
+    notes = (*bounds_checks.unreported(), *beside, *(() if has_all else (UNRECORDED,)))
     return Report(components, device.name, able.bandwidth, notes)
 
 

@@ -163,10 +163,17 @@ class Hoisted:
         return self._memory
 
     @property
+    def memory(self) -> Tensor:
+        """Return what the place has, which others of its programs share."""
+        return self._place.memory
+
+    @property
     def has_moved(self) -> bool:
         """Say whether results of this one would lie in memory that is no longer the place's."""
         now = self._place.memory
-        return bool(self.kept) and self._memory.data_ptr() != now.data_ptr()
+        if self._memory is now or not self.kept:
+            return False
+        return self._memory.data_ptr() != now.data_ptr()
 
     def is_there(self, stamp: Stamp | None) -> bool:
         """Tell whether the results are what the prologue would give now. If not, all that lies in

@@ -253,8 +253,12 @@ class GraphPool:
 
     @property
     def held_bytes(self) -> int:
+        """Return the memory that goes when all graphs do. What several shapes of a module hoist
+        lies in one place."""
         graphs = self._graphs.values()
-        return sum(g.size_bytes + g.bound.timetable.held_bytes for g in graphs)
+        kept = {id(g.bound.hoisted.memory): g.bound.hoisted.memory.nbytes for g in graphs}
+        own = sum(g.size_bytes + g.bound.timetable.held_bytes for g in graphs)
+        return own + sum(kept.values())
 
     def _capture(
         self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec], make: MakeBound
@@ -294,7 +298,7 @@ class GraphPool:
             static,
             results,
             bound,
-            size + bound.kept_bytes,
+            size,
             num_kernels,
             num_timed,
             shared_by(results),

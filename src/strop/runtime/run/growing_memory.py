@@ -176,8 +176,7 @@ _SPACES_LOCK = threading.Lock()
 def space_of(device: torch.device) -> AddressSpace | None:
     """Return the ranges of a device; None where memory has to move to grow: on a CPU, and with
     drivers that keep addresses and memory together, as some of virtual machines do."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _with_index(device)
     with _SPACES_LOCK:
         if device not in _SPACES:
             _SPACES[device] = _made(device) if device.type == "cuda" else None
@@ -192,6 +191,12 @@ def _made(device: torch.device) -> AddressSpace | None:
     return AddressSpace(VirtualMemory(device, total_bytes))
 
 
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def memory_on(device: torch.device) -> GrowingMemory:
     """Return memory of a device, without any bytes."""
     space = space_of(device)
@@ -200,17 +205,17 @@ def memory_on(device: torch.device) -> GrowingMemory:
 
 def held_bytes(device: torch.device) -> int:
     """Return how much device memory Strop holds that torch does not count."""
-    space = space_of(device)
+    space = _SPACES.get(_with_index(device))
     return space.held_bytes if space else 0
 
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most of it since the last ``forget_peak``."""
-    space = space_of(device)
+    space = _SPACES.get(_with_index(device))
     return space.peak_bytes if space else 0
 
 
 def forget_peak(device: torch.device) -> None:
-    space = space_of(device)
+    space = _SPACES.get(_with_index(device))
     if space:
         space.peak_bytes = space.held_bytes
