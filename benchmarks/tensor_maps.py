@@ -2,11 +2,11 @@
 
     python benchmarks/tensor_maps.py [--number 500] [--out FILE]
 
-Each line is one way to get a CUtensorMap, in us, on an idle host: the first call of the process, the
-median and the worst of ``number`` later ones. Addresses lie in memory of several kinds; then the
-same calls while the GPU is busy, while a thread of Python is (a foreign call gives up the
-interpreter's lock, and may wait 5 ms for it), and with the lock kept. The last lines are Strop's
-own ways: a map of a new geometry, one at a new address, and one that is known.
+Each line is one way to get a CUtensorMap, in us: the first call, and median, mean and worst of
+``number`` later ones. Addresses lie in memory of several kinds; then the same calls while the GPU
+is busy, while a thread of Python is (a foreign call gives up the interpreter's lock, and one that
+takes long may wait 5 ms for it), and with the lock kept. The last lines are Strop's own ways: a map
+of a new geometry, one at a new address, and one that is known.
 """
 
 from __future__ import annotations
