@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 import strop
+from strop.debug.explain import UNCOUNTED
 from strop.runtime.run import cuda_graphs, growing_memory, workspace
 from tests.diffusion.replayed import replayed_first
 from tests.e2e import tiny
@@ -61,6 +62,11 @@ def test_captures_of_pictures(stays: bool, monkeypatch: pytest.MonkeyPatch) -> N
             torch.testing.assert_close(picture(pipe, size), expected[size], rtol=0, atol=1e-3)
             counts.append(pool.num_captures)
     assert counts == CAPTURES[stays]
+    places = [*pipe.unet.forward.loop.kept.values()]
+    tables = sum(graph.bound.timetable.held_bytes for graph in pool._graphs.values())
+    assert len(pool._graphs) == 3, "two of the UNet, which hoist to one place"
+    assert pool.held_bytes == tables + sum(place.memory.nbytes for place in places)
+    assert all(place.memory.nbytes for place in places)
 
 
 @pytest.mark.gpu
@@ -79,3 +85,4 @@ def test_captures_of_pictures_on_a_gpu() -> None:
         counts.append(pool.num_captures - before)
     assert counts == CAPTURES[True]
     assert growing_memory.held_bytes(device)
+    assert any(note.startswith(UNCOUNTED) for note in strop.explain(pipe).notes)

@@ -147,9 +147,10 @@ class AddressSpace:
         if not self._left or self._pages.is_capturing():
             return
         with self._lock:
-            extents = [self._left.popleft() for _ in range(len(self._left))]
+            count = len(self._left)  # of those that no work begins in from here on
             self._pages.wait()
-            for extent in extents:
+            for _ in range(count):
+                extent = self._left.popleft()
                 if extent.size_bytes:
                     self._pages.take(extent.address, extent.size_bytes)
                 self._pages.free(extent.address, extent.capacity_bytes)
