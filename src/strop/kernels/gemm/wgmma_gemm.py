@@ -143,7 +143,7 @@ _BEGIN = """\
     min.u32 %first, %first, %n0;
     sub.u32 %steps, %n0, %first;
     min.u32 %steps, %steps, %n1;
-{barriers}"""
+{short}{barriers}"""
 
 
 def _begin(of: Product) -> Iterator[str]:
@@ -161,6 +161,7 @@ def _begin(of: Product) -> Iterator[str]:
         places=of.size**2,
         maps=5 if of.paired else 3,
         further=_FURTHER_STEPS if of.paired else "",
+        short=_SHORT if of.paired else "",
         fewer="".join(_shortened(of)),
         shares=_shares(of),
         windows=_WINDOWS if of.has_four_windows else "",
@@ -171,13 +172,30 @@ def _begin(of: Product) -> Iterator[str]:
 
 # Registers of the second pair: which map is read from, where it begins in the sum, and how far the
 # box lies behind that.
-_PAIR = "    .reg .pred %is_further;\n    .reg .b64 %which;\n    .reg .b32 %edge, %depth;\n"
+_PAIR = """\
+    .reg .pred %is_further;
+    .reg .b64 %which;
+    .reg .b32 %edge, %depth, %short;
+"""
 _FURTHER_STEPS = f"""\
     mul.lo.u32 %edge, %n0, {LINE};
     ld.param.u32 %n1, [v_size1];
     add.u32 %n1, %n1, {LINE} - 1;
     div.u32 %n1, %n1, {LINE};
     add.u32 %n0, %n0, %n1;
+"""
+
+
+# The last step, if half of it is behind the end of the second pair: none otherwise.
+_SHORT = f"""\
+    ld.param.u32 %n1, [v_size1];
+    sub.u32 %n1, %n1, 1;
+    and.b32 %n1, %n1, {LINE - 1};
+    setp.lt.u32 %p, %n1, {LINE // 2};
+    sub.u32 %n0, %n0, %first;
+    setp.eq.and.u32 %p, %n0, %steps, %p;
+    sub.u32 %n1, %steps, 1;
+    selp.b32 %short, %n1, -1, %p;
 """
 
 
@@ -418,9 +436,23 @@ steady:
         yield "    bra done;\n"
 
 
-def _products(of: Product, kind: str) -> Iterator[str]:
+_COMMIT = "    wgmma.commit_group.sync.aligned;\n"
+
+
+def _step(of: Product, kind: str) -> Iterator[str]:
+    """Multiply what a stage holds. Each way ends its own group of products: the assembler gives
+    products that end elsewhere groups of their own, for which the next step would wait."""
+    if of.paired:
+        yield "    setp.eq.u32 %p, %step, %short;\n    @%p bra half;\n"
+    yield from (*_products(of, kind, LINE // DEPTH), _COMMIT)
+    if of.paired:
+        yield "    bra multiplied;\nhalf:\n"
+        yield from (*_products(of, kind, LINE // DEPTH // 2), _COMMIT, "multiplied:\n")
+
+
+def _products(of: Product, kind: str, count: int) -> Iterator[str]:
     cols = of.tile.cols
-    for n in range(LINE // DEPTH):
+    for n in range(count):
         yield f"    add.u32 %low_b, %low, {of.rows * LINE_BYTES // UNIT + 2 * n};\n"
         yield "    mov.b64 %b, {%low_b, %high};\n"
         for block in range(of.blocks):
@@ -493,8 +525,7 @@ multiply:
     setp.ne.u32 %goes_on, %step, 0;
     wgmma.fence.sync.aligned;
 """
-    yield from _products(of, kind)
-    yield "    wgmma.commit_group.sync.aligned;\n"
+    yield from _step(of, kind)
     if not of.begins_with_biases:  # where results go is worked out while the first products are
         yield f"    @%goes_on bra onward;\n{_coordinates(of)}onward:\n"
     yield "    wgmma.wait_group.sync.aligned 1;\n    @!%goes_on bra kept;\n"
