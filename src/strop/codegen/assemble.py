@@ -184,8 +184,14 @@ def _by_rows(a: _Assembly) -> tuple[int, ...]:
 
 
 def _input_spec(node: Node) -> InputSpec:
+    attrs = node.attrs
     return InputSpec(
-        node.shape, node.strides, node.dtype, node.attrs["state"], node.attrs["merged"]
+        node.shape,
+        node.strides,
+        node.dtype,
+        attrs["state"],
+        attrs["merged"],
+        attrs.get("corners", ()),
     )
 
 

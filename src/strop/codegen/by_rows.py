@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from strop.ir.contractions import FACTORS, LINEARS
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
@@ -48,8 +49,8 @@ def _keeps_rows(node: Node) -> bool:
 def _is_aligned(place: int, reader: Node) -> bool:
     """Tell whether the first dim of what is read there is the reader's."""
     x = reader.inputs[place]
-    if reader.op == "linear" and place:  # each row reads all of a weight
-        return False
+    if reader.op in LINEARS and place not in range(0, FACTORS[reader.op], 2):
+        return False  # each row reads all of a weight
     has_rank = len(x.shape) == len(reader.shape) or reader.kind is Kind.VIEW
     return has_rank and _has_rows(x) and x.shape[0] == reader.shape[0]
 

@@ -7,7 +7,7 @@ eager. Calls that torch runs anyway (``aten``) have their own dtypes in both.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from strop.errors import UnsupportedError
 from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import OPS, Kind
+from strop.ir.tensor_spec import cornered
 from strop.patterns import registry
 from strop.runtime.run.library_calls import ALLOCATING, fold_taps, upsampled
 
@@ -44,13 +45,17 @@ def evaluate(
 
 def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Tensor]:
     """Turn arguments by index into values of the graph's inputs; merged weights hold their parts'
-    rows."""
-    return {
-        node: torch.cat([arguments[i] for i in node.attrs["merged"]])
-        if node.attrs["merged"]
-        else arguments[node.attrs["index"]]
-        for node in graph.inputs
-    }
+    rows, or all of them from their corners on."""
+    return {node: _input_value(node, arguments) for node in graph.inputs}
+
+
+def _input_value(node: Node, arguments: Mapping[int, Tensor]) -> Tensor:
+    parts = [arguments[i] for i in node.attrs["merged"]]
+    if not parts:
+        return arguments[node.attrs["index"]]
+    if "corners" in node.attrs:
+        return cornered([s.value for s in node.shape], parts, node.attrs["corners"])
+    return torch.cat(parts)
 
 
 def has_reference(op: str) -> bool:
@@ -188,6 +193,10 @@ def _attention(node: Node, x: list[Tensor], env: Env) -> Tensor:
     )
 
 
+def _paired(x: Sequence[Tensor]) -> Tensor:
+    return F.linear(x[0], x[1], *x[4:]) + F.linear(x[2], x[3])
+
+
 _RULES: dict[str, Rule] = {
     "constant": lambda n, x, env: torch.tensor(_concrete(n.attrs["value"], env)),
     "iota": _iota,
@@ -206,6 +215,9 @@ _RULES: dict[str, Rule] = {
     "linear": lambda n, x, env: F.linear(*x),
     "linear_add": lambda n, x, env: F.linear(x[0], x[1], *x[3:]) + x[2],
     "geglu": lambda n, x, env: _geglu(*F.linear(*x).chunk(2, -1)),
+    "paired_linear": lambda n, x, env: _paired(x),
+    "paired_linear_add": lambda n, x, env: _paired([*x[:4], *x[5:]]) + x[4],
+    "paired_geglu": lambda n, x, env: _geglu(*_paired(x).chunk(2, -1)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)

@@ -18,6 +18,10 @@ def _linear_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return 2 * math.prod(shapes[0]) * shapes[1][0]
 
 
+def _paired_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    return _linear_flops(shapes[:2], attrs) + _linear_flops(shapes[2:4], attrs)
+
+
 def _matmul_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return 2 * math.prod(shapes[0]) * shapes[1][-1]
 
@@ -43,6 +47,24 @@ def _attention_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return 2 * b * h * s * keys * (d + values)
 
 
+# A linear whose sum goes on over a second pair of operands: low (..., R) and up (N, R), as of an
+# adapter's factors. Both pairs come before all else that it reads.
+PAIRED: Mapping[str, str] = {
+    "linear": "paired_linear",
+    "geglu": "paired_geglu",
+    "linear_add": "paired_linear_add",
+}
+# How many operands are multiplied with each other: values and weights in turn.
+FACTORS: Mapping[str, int] = dict.fromkeys(PAIRED, 2) | dict.fromkeys(PAIRED.values(), 4)
+LINEARS = ("linear", PAIRED["linear"])  # the plain form of both
+
+
+def alike(op: str, linear: str) -> str:
+    """Return the form of ``op`` that has as many pairs of operands as ``linear``, which is one of
+    LINEARS."""
+    return op if linear == LINEARS[0] else PAIRED[op]
+
+
 CONTRACTIONS: tuple[Op, ...] = (
     # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
     Op(
@@ -62,6 +84,25 @@ CONTRACTIONS: tuple[Op, ...] = (
         "geglu",
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", CUDA, rows=2, warm_up=1, flops=_linear_flops),
+    ),
+    # x (..., K), weight (N, K), low (..., R), up (N, R)[, bias (N,)] -> (..., N), rounded once
+    Op(
+        "paired_linear",
+        Kind.CONTRACTION,
+        rows_kept=lambda attrs, rank: True,
+        anchor=Anchor("GEMM", ANYWHERE, rows=4, is_movable=True, warm_up=1, flops=_paired_flops),
+    ),
+    # x, weight, low, up, addend (..., N)[, bias] -> (..., N)
+    Op(
+        "paired_linear_add",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", ANYWHERE, rows=5, warm_up=1, flops=_paired_flops),
+    ),
+    # x, weight (2 N, K), low, up (2 N, R)[, bias (2 N,)] -> (..., N)
+    Op(
+        "paired_geglu",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", CUDA, rows=4, warm_up=1, flops=_paired_flops),
     ),
     # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op(

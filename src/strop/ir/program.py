@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from strop.ir.contractions import FACTORS, PAIRED
 from strop.ir.dims import Expr
 from strop.ir.ops import is_foreign
 from strop.ir.source import KernelSource, is_within
@@ -58,13 +59,14 @@ class NumberGuard:
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """Describe one argument. ``merged`` (a merged weight) lists the arguments whose rows it
-    holds."""
+    holds; with ``corners`` it holds each from this row and column on, and zeros elsewhere."""
 
     shape: tuple[Expr, ...]
     strides: tuple[Expr, ...]
     dtype: torch.dtype
     is_state: bool
     merged: tuple[int, ...] = ()
+    corners: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +171,9 @@ class CallStep:
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """Return the pairs of KernelStep; a product is not written over what it is made of."""
-        if self.op != "linear_add":
+        if self.op not in ("linear_add", PAIRED["linear_add"]):
             return ()
-        *factors, addend = (ref.buffer for ref in self.inputs[:3])
+        *factors, addend = (ref.buffer for ref in self.inputs[: FACTORS[self.op] + 1])
         return () if addend in factors else ((self.outputs[0], addend),)
 
     @property

@@ -46,5 +46,16 @@ class TensorSpec:
         return t if moved.is_contiguous() else moved.contiguous().permute(_inverse(self.order))
 
 
+def cornered(
+    shape: Sequence[int], parts: Sequence[Tensor], corners: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Return a matrix of zeros in which each part stands from its corner on: a row and a
+    column."""
+    whole = torch.zeros(tuple(shape), dtype=parts[0].dtype, device=parts[0].device)
+    for part, (row, column) in zip(parts, corners, strict=True):
+        whole[row:, column:][: part.shape[0], : part.shape[1]] = part.detach()
+    return whole
+
+
 def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)

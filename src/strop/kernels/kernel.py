@@ -148,7 +148,8 @@ class Stride:
 
 class Late(Enum):
     """The launch takes this scalar from the program around it: 1 where a kernel that may still run
-    writes the weights, which are the call's second input, else 0."""
+    writes the weights, which are the call's second input, and its fourth where it multiplies two
+    pairs (``ir.contractions.FACTORS``), else 0."""
 
     WEIGHTS = "weights"
 

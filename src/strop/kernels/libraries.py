@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 
+from strop.ir.contractions import PAIRED
 from strop.ir.device import Device
 from strop.kernels.attention import rows as attention
 from strop.kernels.gemm import skinny
-from strop.kernels.gemm.rows import CONVOLUTIONS, OPS, picture_of
-from strop.kernels.gemm.tile import GATED, SUM
+from strop.kernels.gemm.rows import CONVOLUTIONS, MOST_NARROW, OPS, picture_of
+from strop.kernels.gemm.tile import GATED, PLAIN, SUM
 from strop.kernels.kernel import NEVER, Call, Kernel, Problem
 from strop.kernels.tuned import tuned
 
@@ -38,7 +39,8 @@ def conv_us(problem: Problem, device: Device) -> float:
 
 
 def linear_us(problem: Problem, device: Device) -> float:
-    """Add the time of cuBLAS and that of what stands behind it: gates, or a sum."""
+    """Add the time of cuBLAS and that of what stands behind it: a second product, gates, or a
+    sum."""
     end, of, times = OPS[problem.op], picture_of(problem), tuned(device).gemm.library
     columns = problem.shapes[1][0]
     numel = of.width * columns
@@ -48,6 +50,11 @@ def linear_us(problem: Problem, device: Device) -> float:
     # with few rows, or beside a kernel that hides it, what a GEMM waits for are its weights
     if end == SUM or of.width <= max(skinny.ROWS):
         us = max(us, begin + 2 * of.ins * columns / times.weight_bytes)
+    if end == PLAIN and columns <= MOST_NARROW and of.width > max(skinny.ROWS):
+        us += times.narrow_us
+    if of.further:  # a product of its own, which reads and writes the results once more
+        us += begin + 2 * of.width * of.further * columns / times.linear_ops
+        us += 4 * numel / times.behind_bytes
     if end == GATED:
         us += times.behind_begin_us + 3 * numel / times.behind_bytes
     elif end == SUM:
@@ -90,9 +97,10 @@ def attention_us(problem: Problem, device: Device) -> float:
     return 1e6 * flops / (ATTENTION_SHARE * device.half_flops)
 
 
-CUBLAS = Kernel("cublas", ("linear", "linear_add"), anything, linear_us)
+_SUMS = ("linear", "linear_add")
+CUBLAS = Kernel("cublas", (*_SUMS, *map(PAIRED.__getitem__, _SUMS)), anything, linear_us)
 PRODUCTS = Kernel("cublas_batched", ("matmul",), anything, product_us)
-GATES = Kernel("cublas_and_torch", ("geglu",), anything, unfused_gates_us)
+GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 SDPA = Kernel("sdpa", ("attention",), anything, attention_us)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from strop.ir.contractions import FACTORS, PAIRED
 from strop.ir.device import Device
 from strop.ir.dims import symbol
 from strop.ir.functions import EARLY, FUNCTIONS, HALVES
@@ -107,19 +108,24 @@ def _numel(problem: Problem) -> int:
 
 def launch(problem: Problem, device: Device) -> Launches:
     rows, columns = math.prod(problem.shapes[0][:-1]), problem.shapes[1][0]
-    has_bias = len(problem.shapes) > 2
+    factors = FACTORS[problem.op]
+    has_bias = len(problem.shapes) > factors
     source = geglu(columns // 2, problem.dtype, has_bias=has_bias)
     product = Operand(scratch(0))
-    bias = Operand(2 if has_bias else 1)  # without one it is not read
+    bias = Operand(factors if has_bias else 1)  # without one it is not read
     gates = Launch(source, (product, bias, Operand(RESULT)), (_numel(problem),))
-    linear = Torch("linear", (Operand(0, Lies.ANYHOW), Operand(1), product))
-    return Launches((linear, gates), (PartScratch((rows, columns), problem.dtype),))
+    parts: list[Torch] = [Torch("linear", (Operand(0, Lies.ANYHOW), Operand(1), product))]
+    if factors > 2:
+        low, up = Operand(2, Lies.ANYHOW), Operand(3, Lies.ANYHOW)
+        parts.append(Torch("further linear", (low, up, product)))
+    return Launches((*parts, gates), (PartScratch((rows, columns), problem.dtype),))
 
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     weight = call.known(1)
     assert weight is not None
-    return [geglu(weight[0] // 2, call.dtype, has_bias=len(call.shapes) > 2)]
+    has_bias = len(call.shapes) > FACTORS[call.op]
+    return [geglu(weight[0] // 2, call.dtype, has_bias=has_bias)]
 
 
-ROW = Kernel("geglu", ("geglu",), supports, cost_us, launch, forms)
+ROW = Kernel("geglu", ("geglu", PAIRED["geglu"]), supports, cost_us, launch, forms)

@@ -30,6 +30,7 @@ class ConvShape:
     height: int  # of the result, or of what it is twice as high as
     width: int
     stride: int = 1  # pixels from one place of the window to the next
+    further: int = 0  # channels of a second input that the sum of a linear goes on over
 
     @property
     def windows(self) -> int:

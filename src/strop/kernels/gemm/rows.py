@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from strop.ir.contractions import FACTORS, PAIRED
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.implicit import Box, ConvShape, box_of, boxes_along, windows_of
 from strop.kernels.gemm.implicit import picture_of as convolution_of
-from strop.kernels.gemm.tile import GATED, PLAIN, SUM, GemmTile, Product
+from strop.kernels.gemm.tile import GATED, NARROW, PLAIN, SUM, GemmTile, Product
 from strop.kernels.gemm.times import Cost, GemmTimes
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
@@ -33,19 +34,22 @@ from strop.kernels.kernel import (
 from strop.kernels.ptx import KINDS, LINE
 from strop.kernels.tuned import tuned
 
-OPS: Mapping[str, str] = {
+_ENDS = {
     "conv2d": PLAIN,
     "upsampled_conv2d": PLAIN,
     "linear": PLAIN,
     "geglu": GATED,
     "linear_add": SUM,
 }
-OPERANDS: Mapping[str, int] = {PLAIN: 2, GATED: 3, SUM: 4}  # SUM: what is added, biases
+OPS: Mapping[str, str] = _ENDS | {op: _ENDS[plain] for plain, op in PAIRED.items()}
+# What ends read behind the operands that are multiplied. SUM: what is added, biases.
+MORE: Mapping[str, int] = {PLAIN: 0, GATED: 1, SUM: 2}
 CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
 LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
 
 PIECE = 8  # what the columns and the depth of a linear are multiples of: 16 bytes
 STRIDES, LEAST_MEASURED = (1, 2), 320  # of convolutions: and channels either way
+MOST_NARROW = 128  # columns of a linear that has tiles of its own
 MOST_TOGETHER = 64  # tiles of a linear's rows
 LEAST_ROWS = 128  # of a linear: fewer wait for their weights alone
 # Small pictures with fewer channels either way, as at the end of ResNet, have not been measured.
@@ -106,15 +110,19 @@ class GemmForm:
 
 def form(tile: GemmTile, of: ConvShape, end: str = PLAIN, *, sms: int) -> GemmForm:
     """Return the form of a product by this tile. ``of.outs`` counts the columns of the result."""
-    product = Product(tile, of.size, end, of.stride)
+    product = _product(tile, of, end)
     box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
     return GemmForm(product, box, boxes_along(box, of), -(-of.outs // product.width), sms)
+
+
+def _product(tile: GemmTile, of: ConvShape, end: str) -> Product:
+    return Product(tile, of.size, end, of.stride, paired=bool(of.further))
 
 
 def kind_of(of: ConvShape, end: str) -> str:
     """Return the kind of GEMM, by which tables of tiles are kept."""
     if of.size == 1:
-        return end
+        return NARROW if end == PLAIN and of.outs <= MOST_NARROW else end
     if of.windows > 1:
         return "upsampled"
     return "conv" if of.stride == 1 else "strided"
@@ -123,16 +131,22 @@ def kind_of(of: ConvShape, end: str) -> str:
 def us_of(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
     """Return about how many microseconds it takes, on a GPU that does nothing else."""
     product, tile = found.product, found.product.tile
-    weights = 2 * of.size**2 * of.ins * found.across * tile.cols * of.windows
+    depth = of.size**2 * of.ins + of.further
+    weights = 2 * depth * found.across * tile.cols * of.windows
     cost: Cost = times.tiles[kind_of(of, product.end)][tile]
     rounds = -(-found.num_tiles // times.clusters[tile.split])
-    steps = -(-_steps(of) // tile.split)
+    steps = -(-_steps(of) // tile.split) - (_has_half_step(of) and tile.split == 1) / 2
     us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step
     return max(us, weights / times.library.weight_bytes + times.library.weight_begin_us)
 
 
 def _steps(of: ConvShape) -> int:
-    return of.size**2 * -(-of.ins // LINE)
+    return of.size**2 * -(-of.ins // LINE) + -(-of.further // LINE)
+
+
+def _has_half_step(of: ConvShape) -> bool:
+    """Say whether half of the last step is behind the end, where the kernel multiplies nothing."""
+    return 0 < of.further % LINE <= LINE // 2
 
 
 def has_steps(tile: GemmTile, of: ConvShape) -> bool:
@@ -182,10 +196,12 @@ def supports(call: Call, device: Device) -> str:
         return f"multiplies by WGMMA, which {device.name} lacks"
     if call.dtype not in KINDS:
         return f"computes fp16 and bf16, not {call.dtype}"
-    if len(call.shapes) != OPERANDS[OPS[call.op]]:
-        return f"takes {OPERANDS[OPS[call.op]]} operands for {call.op}, not {len(call.shapes)}"
-    weight = call.known(1)
-    if weight is None:
+    factors = FACTORS.get(call.op, 2)
+    if len(call.shapes) != factors + MORE[OPS[call.op]]:
+        wanted = factors + MORE[OPS[call.op]]
+        return f"takes {wanted} operands for {call.op}, not {len(call.shapes)}"
+    weight, up = call.known(1), call.known(factors - 1)
+    if weight is None or up is None:
         return "wants weights of a known size"
     if call.op == "upsampled_conv2d":
         return ""  # ``passes.upsampled_conv`` makes none that does not fit
@@ -195,6 +211,8 @@ def supports(call: Call, device: Device) -> str:
     halves = 2 if OPS[call.op] == GATED else 1
     if ins % PIECE or outs % (halves * PIECE):
         return f"wants widths that are multiples of {PIECE}, not {ins} -> {outs}"
+    if up[1] % PIECE:
+        return f"goes on over multiples of {PIECE} channels, not {up[1]}"
     return "" if any(_forms_of(call, device)) else f"has no tile for {ins} -> {outs}"
 
 
@@ -224,10 +242,13 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     columns = problem.shapes[1][0], math.prod(problem.shapes[1][1:])
     weights = View(columns, (columns[1], 1))
     result = View(of.result, dense(of.result), found.results) if found.results else None
-    biases = 3 if end == SUM else 2 if end == GATED else 1  # where there are none, none are read
+    factors, is_paired = FACTORS.get(problem.op, 2), bool(of.further)
+    biases = factors + MORE[end] - 1 if MORE[end] else 1  # where there are none, none are read
+    rows = View(box=(*found.box, LINE), ones=0 if order else 2)
     operands = (
-        Operand(0, Lies.ROWS, order, view=View(box=(*found.box, LINE), ones=0 if order else 2)),
+        Operand(0, Lies.ROWS, order, view=rows),
         Operand(1, order=order, view=weights),
+        *((Operand(2, Lies.ROWS, view=rows), Operand(3, Lies.ROWS, view=View())) * is_paired),
         Operand(RESULT, order=order, view=result),
         Operand(biases, order=order if biases == 1 else ()),
     )
@@ -235,7 +256,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     product = Launch(source, operands, found.scalars(of.ins))
     if end != SUM:
         return Launches((product,))
-    return Launches((Torch("copy", (Operand(2), Operand(RESULT))), product))
+    return Launches((Torch("copy", (Operand(factors), Operand(RESULT))), product))
 
 
 def dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -253,27 +274,34 @@ def _forms_of(call: Call, device: Device) -> Iterator[Product]:
     end, weight = OPS[call.op], call.known(1)
     assert weight is not None
     # the number of rows is not known: it decides no more than which of these runs
-    like = Problem(call.op, call.attrs, ((1, weight[1], 1, 1)[: len(weight)], weight), call.dtype)
-    of = picture_of(like)
+    shapes: tuple[tuple[int, ...], ...] = ((1, weight[1], 1, 1)[: len(weight)], weight)
+    if FACTORS.get(call.op) == FACTORS[PAIRED["linear"]]:
+        up = call.known(3)
+        assert up is not None
+        shapes += (1, up[1]), up
+    of = picture_of(Problem(call.op, call.attrs, shapes, call.dtype))
     for tile in tuned(device).gemm.tiles[kind_of(of, end)]:
-        product = Product(tile, of.size, end, of.stride)
+        product = _product(tile, of, end)
         if is_able(product, of):
             yield product
 
 
 def picture_of(problem: Problem) -> ConvShape:
     """Return the shape by the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or
-    (..., K) and (N, K), whose rows are one line of pixels."""
+    (..., K) and (N, K), whose rows are one line of pixels; and further (..., R) and (N, R)."""
     x, weight = problem.shapes[:2]
     if problem.op in CONVOLUTIONS:
         return convolution_of(x, weight, dict(problem.attrs).get("stride", (1,))[0])
     *rows, depth = x
-    return line_of(math.prod(rows), weight[0], depth, OPS[problem.op])
+    further = problem.shapes[3][1] if FACTORS[problem.op] > 2 else 0
+    return line_of(math.prod(rows), weight[0], depth, OPS[problem.op], further)
 
 
-def line_of(rows: int, columns: int, depth: int, end: str) -> ConvShape:
-    """Return the shape of a linear of so many columns, those of gates among them."""
-    return ConvShape(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
+def line_of(rows: int, columns: int, depth: int, end: str, further: int = 0) -> ConvShape:
+    """Return the shape of a linear of so many columns, those of gates among them, whose sum goes on
+    over ``further`` channels."""
+    outs = columns // 2 if end == GATED else columns
+    return ConvShape(1, depth, outs, 1, 1, rows, further=further)
 
 
 ROW = Kernel("wgmma_gemm", tuple(OPS), supports, cost_us, launch, forms)

@@ -12,6 +12,7 @@ MIXED = 1024  # bytes after which lines of shared memory are mixed as before
 # What becomes of the sums: they are the results; values times gelu of gates, biases added; they and
 # biases are added, rounded, to what lies where the results go.
 PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
+NARROW = "narrow"  # the kind of a plain product with few columns
 
 
 @dataclass(frozen=True, slots=True)

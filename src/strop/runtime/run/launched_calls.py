@@ -182,6 +182,7 @@ def _copy(source: Tensor, out: Tensor) -> None:
 TORCH: Mapping[str, Callable[..., object]] = {
     "copy": _copy,
     "linear": lambda x, weight, out: torch.mm(x, weight.t(), out=out),
+    "further linear": lambda x, weight, out: out.addmm_(x, weight.t()),
     "scores": lambda q, k, out: torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32, out=out),
     "weighted": lambda weights, v, out: torch.bmm(weights, v, out_dtype=torch.float32, out=out),
     "divided": lambda values, sums, out: torch.div(values, sums, out=out),

@@ -70,9 +70,49 @@ def _linear_add(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
+def _paired_linear(attrs: Mapping[str, Any]) -> OutCall:
+    """The second product is added to the first, which has been rounded, in fp32."""
+    linear = _linear(attrs)
+
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        x, weight, low, up, *bias = inputs
+        linear((x, weight, *bias), out)
+        out.addmm_(low, up.t())
+
+    return call
+
+
+def _paired_linear_add(attrs: Mapping[str, Any]) -> OutCall:
+    linear_add, paired = _linear_add(attrs), _paired_linear(attrs)
+
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        x, weight, low, up, addend, *bias = inputs
+        if bias:
+            layer = torch.empty_like(out)
+            paired((x, weight, low, up, *bias), layer)
+            torch.add(layer, addend, out=out)
+        else:
+            linear_add((x, weight, addend), out)
+            out.addmm_(low, up.t())
+
+    return call
+
+
 def _geglu(attrs: Mapping[str, Any]) -> OutCall:
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         value, gate = F.linear(*inputs).chunk(2, -1)
+        torch.mul(value, F.gelu(gate), out=out)
+
+    return call
+
+
+def _paired_geglu(attrs: Mapping[str, Any]) -> OutCall:
+    paired = _paired_linear(attrs)
+
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        both = out.new_empty(out.shape[0], inputs[1].shape[0])
+        paired(inputs, both)
+        value, gate = both.chunk(2, -1)
         torch.mul(value, F.gelu(gate), out=out)
 
     return call
@@ -250,12 +290,15 @@ def _fits_cudnn_attention(q: Tensor, v: Tensor, most: int) -> bool:
 PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear": _linear,
     "linear_add": _linear_add,
+    "paired_linear": _paired_linear,
+    "paired_linear_add": _paired_linear_add,
     "matmul": _matmul,
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
     "conv2d": _cudnn_conv2d,
     "geglu": _geglu,
+    "paired_geglu": _paired_geglu,
     "folded_taps": _folded_taps,
     "upsampled_conv2d": _upsampled_conv2d,
 }

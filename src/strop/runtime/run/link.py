@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.ir.contractions import FACTORS
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.runtime.build.loader import BoundKernel, KernelLoader
@@ -82,7 +83,7 @@ class Linking:
     memory: Tensor
     slots: Slots
     patches: dict[int, list[Patch]]
-    steady: Collection[int]
+    steady: frozenset[int]
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Return the bytes of the arena from where this scratch begins."""
@@ -255,11 +256,17 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
         at.resources.kernels,
         at.resources.stream,
         is_early=position in at.plan.early,
-        is_steady=len(step.inputs) > 1 and step.inputs[1].buffer in at.steady,
+        is_steady=len(step.inputs) > 1 and at.steady.issuperset(_weights(step)),
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
     return launched.allocating(library) if choice.launches.result else launched.writing(library)
+
+
+def _weights(step: CallStep) -> list[int]:
+    """Return the buffers that a kernel reads before the one before it has ended, unless that may
+    write them."""
+    return [ref.buffer for ref in step.inputs[1 : FACTORS.get(step.op, 2) : 2]]
 
 
 def _getters(at: Linking, step: CallStep) -> list[Getter]:
