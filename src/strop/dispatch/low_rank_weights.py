@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.dispatch.cornered_factors import bytes_beside, write_again
 from strop.dispatch.effective_weights import sources_of, tensors_of
 from strop.dispatch.known_settings import KnownSettings
 from strop.dispatch.known_values import KnownValues
@@ -101,6 +102,7 @@ class LowRankWeights:
     @property
     def size_bytes(self) -> int:
         held = sum(layer.down.nbytes + layer.up.nbytes for layer in self._layers.values())
+        held += bytes_beside(layer.up for layer in self._layers.values())
         return held + (self._table.nbytes if self._table is not None else 0)
 
     @property
@@ -236,7 +238,8 @@ def num_products(program: Program, state_names: Sequence[str]) -> int:
     small = {n for n, name in enumerate(state_names) if is_factor(name)}
     small |= {n for n, spec in enumerate(program.inputs) if not small.isdisjoint(spec.merged)}
     places = {n for n, b in enumerate(program.buffers) if b.kind == "input" and b.index in small}
-    return sum(any(ref.buffer in places for ref in step.inputs[1:2]) for step in program.call_steps)
+    factors = ([ref.buffer for ref in step.inputs[1:4:2]] for step in program.call_steps)
+    return sum(not places.isdisjoint(of_step) for of_step in factors)
 
 
 def padded(rank: int, least: int) -> int:
@@ -286,6 +289,7 @@ def _write_factors(
     if places:
         torch._foreach_copy_(places, given)
         torch._foreach_copy_(ups, torch._foreach_mul(scaled, scales))
+    write_again(layer.up for layer in layers)
 
 
 def _pointers(tensors: Iterable[Tensor]) -> list[int]:
