@@ -21,7 +21,7 @@ INFERENCE_KERNELS = (
     "cross_attention",
     "tma_attention",
 )
-WGMMA_PASSES = ("product_sum", "upsampled_conv")
+WGMMA_PASSES = ("low_rank_pair", "product_sum", "upsampled_conv")
 
 
 def _knob(

@@ -115,6 +115,10 @@ def test_where_kernels_of_ours_can_do_it() -> None:
     assert not found_in(traced(Gated(), dtype=torch.float32))
     assert not found_in(traced(Gated(), kernels_off=("wgmma_gemm",)))
     assert not found_in(traced(Gated(), disable=("gated_linear",)))
-    assert Options().on(has_wgmma=False).disable == ("product_sum", "upsampled_conv")
+    assert Options().on(has_wgmma=False).disable == (
+        "low_rank_pair",
+        "product_sum",
+        "upsampled_conv",
+    )
     graph = trace(Gated().to(HALF), "b s 64", dtype=HALF, b=2, s=6).graph
     assert not found_in(run_passes(graph, Options().in_training, "cuda")[0])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.dispatch.adapted_weights import AdaptedWeights
+from strop.dispatch.cornered_factors import standing
 from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
@@ -341,8 +342,11 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
             tensor.data = new.copy_(tensor.detach())
     placed: list[Tensor | None] = [t.detach() for t in tensors]
     for spec in program.inputs[len(tensors) :]:
-        merged = _merged([tensors[i] for i in spec.merged]) if spec.merged else None
-        placed.append(merged)
+        parts = [tensors[i] for i in spec.merged]
+        if spec.corners:
+            placed.append(standing([size.value for size in spec.shape], parts, spec.corners))
+        else:
+            placed.append(_merged(parts) if parts else None)
         for i in spec.merged:
             placed[i] = tensors[i].detach()
     if program.device == "cuda":

@@ -17,6 +17,7 @@ from strop.passes.dot_merge import dot_merge
 from strop.passes.gated_linear import gated_linear
 from strop.passes.linear_add import linear_add
 from strop.passes.low_rank_add import low_rank_add
+from strop.passes.low_rank_pair import low_rank_pair
 from strop.passes.pointwise_conv import pointwise_conv
 from strop.passes.pooled_operands import pooled_operands
 from strop.passes.product_sum import product_sum
@@ -30,7 +31,8 @@ PIPELINE: tuple[Pass, ...] = (
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
     dot_merge,  # GEMMs of one input as one GEMM
-    low_rank_add,  # the product of an adapter's factors, added where it is multiplied up
+    low_rank_pair,  # a linear goes on over the factors of its adapters
+    low_rank_add,  # elsewhere the product of an adapter's factors, added where it is multiplied up
     gated_linear,  # a linear and the gate that follows it, which one kernel may be
     bias_to_consumer,  # biases into the kernels that read the results
     product_sum,  # sums with a linear in the place of what is added, by kernels of ours
@@ -46,6 +48,7 @@ ONLY_ON = {
     "gated_linear": "cuda",
     "linear_add": "cuda",
     "low_rank_add": "cuda",
+    "low_rank_pair": "cuda",
     "product_sum": "cuda",
     "upsampled_conv": "cuda",
 }

@@ -6,6 +6,7 @@ runs anyway next to nothing. Linears that a library call or the user reads keep 
 
 from __future__ import annotations
 
+from strop.ir.contractions import FACTORS, LINEARS
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import Kind
 from strop.options import Options
@@ -22,9 +23,12 @@ def bias_to_consumer(graph: Graph, options: Options) -> Graph:
         )
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        if node.op != "linear" or len(inputs) < 3 or not is_read_by_kernels(node):
+        if node.op not in LINEARS or not is_read_by_kernels(node):
             return None
-        y = b.make("linear", inputs[:2], node.shape, node.dtype)
-        return b.pointwise("add", y, inputs[2], dtype=node.dtype, alpha=1)
+        factors, bias = inputs[: FACTORS[node.op]], inputs[FACTORS[node.op] :]
+        if not bias:
+            return None
+        y = b.make(node.op, factors, node.shape, node.dtype)
+        return b.pointwise("add", y, *bias, dtype=node.dtype, alpha=1)
 
     return rewrite(graph, rule)

@@ -7,6 +7,7 @@ whose row slices are the Parameters themselves. So only Parameters merge, never 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, finish
@@ -61,6 +62,7 @@ def _merge(
         rows = sum((part.shape[0] for part in parts), start=const(0))
         index = num_inputs + len(extra)
         merged_from = tuple(part.attrs["index"] for part in parts)
+        more: dict[str, Any] = {"small": True} if parts[0].attrs.get("small") else {}
         weight = b.make(
             "input",
             (),
@@ -69,6 +71,7 @@ def _merge(
             index=index,
             state=True,
             merged=merged_from,
+            **more,
         )
         extra.append(weight)
         merged.append(weight)

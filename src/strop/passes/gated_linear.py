@@ -7,6 +7,7 @@ Improve Transformer, https://arxiv.org/abs/2002.05202.
 
 from __future__ import annotations
 
+from strop.ir.contractions import LINEARS, alike
 from strop.ir.dims import const
 from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
@@ -37,7 +38,7 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
             return None
         which = node.inputs.index(value)  # the builder's twin of what the linear read
         twin = inputs[which].inputs[0]
-        return b.make("geglu", twin.inputs, node.shape, node.dtype)
+        return b.make(alike("geglu", linear.op), twin.inputs, node.shape, node.dtype)
 
     return rewrite(graph, rule)
 
@@ -57,7 +58,7 @@ def _halves(node: Node) -> tuple[tuple[Node, Node], Node] | None:
 
 
 def _is_half(node: Node, which: int) -> bool:
-    if node.op != "slice" or node.inputs[0].op != "linear":
+    if node.op != "slice" or node.inputs[0].op not in LINEARS:
         return False
     linear, width = node.inputs[0], node.shape[-1]
     is_last = node.attrs["dim"] == len(node.shape) - 1 and node.attrs["step"] == 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from strop.ir.contractions import FACTORS, LINEARS, alike
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import Kind
 from strop.options import Options
@@ -28,7 +29,8 @@ def linear_add(graph: Graph, options: Options) -> Graph:
             return None
         linear, bias = inputs[which].inputs
         moved = b.pointwise("add", inputs[1 - which], bias, dtype=node.dtype, alpha=1)
-        return b.make("linear_add", (*linear.inputs, moved), node.shape, node.dtype)
+        op = alike("linear_add", linear.op)
+        return b.make(op, (*linear.inputs, moved), node.shape, node.dtype)
 
     return rewrite(graph, rule)
 
@@ -61,7 +63,8 @@ def is_biased(node: Node) -> bool:
     if not is_sum(node):
         return False
     linear, bias = node.inputs
-    return linear.op == "linear" and len(linear.inputs) == 2 and len(bias.shape) == 1
+    is_bare = linear.op in LINEARS and len(linear.inputs) == FACTORS[linear.op]
+    return is_bare and len(bias.shape) == 1
 
 
 def _is_alike(total: Node, biased: Node, other: Node) -> bool:
