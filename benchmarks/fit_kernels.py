@@ -24,6 +24,7 @@ from benchmarks.fitting import (
     conv_narrow,
     conv_upsampled,
     conv_wgmma,
+    linear_paired,
     linear_wgmma,
 )
 
@@ -35,6 +36,7 @@ SWEEPS: Mapping[str, ModuleType] = {
         conv_narrow,
         conv_upsampled,
         conv_wgmma,
+        linear_paired,
         linear_wgmma,
     )
 }

@@ -234,10 +234,13 @@ def cost_us(problem: Problem, device: Device) -> float:
 
 
 def launch(problem: Problem, device: Device) -> Launches | None:
+    found, _ = form_of(picture_of(problem), OPS[problem.op], device)
+    return None if found is None else launches_by(found, problem)
+
+
+def launches_by(found: GemmForm, problem: Problem) -> Launches:
+    """Return what this form launches."""
     of, end = picture_of(problem), OPS[problem.op]
-    found, _ = form_of(of, end, device)
-    if found is None:
-        return None
     order = CHANNELS_LAST if problem.op in CONVOLUTIONS else ()
     columns = problem.shapes[1][0], math.prod(problem.shapes[1][1:])
     weights = View(columns, (columns[1], 1))
