@@ -101,6 +101,6 @@ def test_calls_that_write_where_they_are_told(device: str, calls: dict[str, obje
 def test_flops_are_counted(name: str) -> None:
     """Sums of taps are none that a profile would call a product."""
     anchor = OPS[name].anchor
-    square = ((2, 4, 8, 8), (4, 4, 2, 2), (4,))
+    square = ((2, 4, 8, 8), (4, 4, 2, 2), (4,), (4,))
     attrs = {"padding": (0, 0), "stride": (1, 1), "dilation": (1, 1)}
     assert (anchor.flops(square, attrs) > 0) == (name != "folded_taps")
