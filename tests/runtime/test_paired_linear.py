@@ -12,12 +12,15 @@ from torch import Tensor
 
 from strop.ir.contractions import PAIRED
 from strop.ir.device import Device
+from strop.ir.dims import const
+from strop.ir.program import CallStep, TensorRef
 from strop.kernels.gemm import rows as products
 from strop.kernels.kernel import RESULT, Late, Launch, Problem, Torch
 from strop.kernels.library import Choice, select
 from strop.kernels.ptx import KINDS
 from strop.runtime.build.loader import kernel_loader
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
+from strop.runtime.run.link import early_weights
 from strop.testing import assert_as_accurate_as_eager
 from tests.gpus import A100, H100
 from tests.kernels.launching import call as asked_for
@@ -170,6 +173,14 @@ def test_gates_behind_two_products_of_a_library() -> None:
     assert [o.number for o in further.operands[:2]] == [2, 3]
     assert isinstance(gates, Launch)
     assert [o.number for o in gates.operands[1:]] == [4, RESULT]
+
+
+def test_both_weights_are_read_early() -> None:
+    """Unless a kernel before it may write one of them."""
+    size = (const(16),)
+    refs = [TensorRef(number, const(0), size * 2, size * 2) for number in range(6)]
+    for op, wanted in ((PAIRED["linear_add"], [1, 3]), ("linear_add", [1]), ("conv2d", [1])):
+        assert early_weights(CallStep(op, tuple(refs), (), (7,), "")) == wanted
 
 
 @pytest.mark.gpu

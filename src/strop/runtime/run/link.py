@@ -256,14 +256,14 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
         at.resources.kernels,
         at.resources.stream,
         is_early=position in at.plan.early,
-        is_steady=len(step.inputs) > 1 and at.steady.issuperset(_weights(step)),
+        is_steady=len(step.inputs) > 1 and at.steady.issuperset(early_weights(step)),
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
     return launched.allocating(library) if choice.launches.result else launched.writing(library)
 
 
-def _weights(step: CallStep) -> list[int]:
+def early_weights(step: CallStep) -> list[int]:
     """Return the buffers that a kernel reads before the one before it has ended, unless that may
     write them."""
     return [ref.buffer for ref in step.inputs[1 : FACTORS.get(step.op, 2) : 2]]
