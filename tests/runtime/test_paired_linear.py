@@ -32,6 +32,7 @@ from tests.runtime.test_wgmma_gemm import (
     error,
     launches_of,
     needs_a_gpu,
+    small,
     weights,
 )
 
@@ -116,12 +117,12 @@ def of(op: str, inputs: Sequence[Tensor]) -> Problem:
     return problem(op, *(t.shape for t in inputs), dtype=inputs[0].dtype)
 
 
-def chosen(op: str, sizes: Sequence[int], device: Device) -> Choice:
+def chosen(op: str, sizes: Sequence[int], device: Device, dtype: torch.dtype = HALF) -> Choice:
     rows, columns, depth, rank = sizes
     own = 2 * columns if op == PAIRED["geglu"] else columns
     more = {PAIRED["linear_add"]: ((rows, columns), (own,)), PAIRED["geglu"]: ((own,),)}
     shapes = (rows, depth), (own, depth), (rows, rank), (own, rank)
-    asked = problem(op, *shapes, *more.get(op, ()))
+    asked = problem(op, *shapes, *more.get(op, ()), dtype=dtype)
     return select(asked.call, asked, device)
 
 
@@ -183,24 +184,30 @@ def test_both_weights_are_read_early() -> None:
         assert early_weights(CallStep(op, tuple(refs), (), (7,), "")) == wanted
 
 
+def small_tile_can(op: str, inputs: Sequence[Tensor]) -> bool:
+    asked = of(op, inputs)
+    return products.is_able(small(asked).product, products.picture_of(asked))
+
+
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_on_a_gpu(op: str, dtype: torch.dtype) -> None:
-    """By what is chosen, and by the small tile where that is a library; against fp64."""
+    """By what is chosen, and by the small tile where that can; against fp64."""
     kernels = kernel_loader("cuda", torch.cuda.current_device(), "", 0)
     stream = torch.cuda.current_stream().cuda_stream
     for sizes in SIZES:
         inputs, out = given(op, *sizes, gap=32)
         inputs, out = [t.to("cuda", dtype) for t in inputs], out.to("cuda", dtype)
         inputs[2] = F.pad(inputs[2], (8, 24))[:, 8 : 8 + sizes[3]]
-        launches = chosen(op, sizes, kernels.device).launches
+        launches = chosen(op, sizes, kernels.device, dtype).launches
         if sizes in SIZES[:3]:
             assert launches is not None
             assert [source.name for source in launches.sources] == ["wgmma_gemm"]
         truth = exact(op, [t.double() for t in inputs])
-        for by in (launches, launches_of(op, inputs)):
+        by_small = launches_of(op, inputs) if small_tile_can(op, inputs) else None
+        for by in (launches, by_small):
             for is_steady in (True, False) if by else ():
                 ready = launched(by, kernels, stream, is_early=True, is_steady=is_steady)
                 ready.writing(refuse)(inputs, out.fill_(math.nan))
