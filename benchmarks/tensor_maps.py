@@ -2,11 +2,11 @@
 
     python benchmarks/tensor_maps.py [--number 500] [--out FILE]
 
-Each line is one way to get a CUtensorMap, in us: the first call, and median, mean and worst of
-``number`` later ones. Addresses lie in memory of several kinds; then the same calls while the GPU
-is busy, while a thread of Python is (a foreign call gives up the interpreter's lock, and one that
-takes long may wait 5 ms for it), and with the lock kept. The last lines are Strop's own ways: a map
-of a new geometry, one at a new address, and one that is known.
+Each line is one way to get a CUtensorMap, in us: the first call, and percentiles, mean and worst
+of ``number`` later ones. Addresses lie in memory of several kinds; then the same calls while the
+GPU is busy, while a thread of Python is (a foreign call gives up the interpreter's lock, and one
+that takes long may wait 5 ms for it), and with the lock kept. The last lines are Strop's own ways:
+a map of a new geometry, one at a new address, and one that is known.
 """
 
 from __future__ import annotations
@@ -65,14 +65,6 @@ class Tenant:
     def let_go(self) -> None: ...
 
 
-def kept_lock() -> Any:
-    """Return the driver as a library whose calls keep the interpreter's lock."""
-    library, usual = ctypes.PyDLL("libcuda.so.1"), driver._cuda()
-    for name in ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress"):
-        getattr(library, name).argtypes = getattr(usual, name).argtypes
-    return library
-
-
 def times_us(ask: Ask, addresses: Iterator[int], number: int) -> dict[str, float]:
     times = []
     for pointer in itertools.islice(addresses, number):
@@ -80,8 +72,10 @@ def times_us(ask: Ask, addresses: Iterator[int], number: int) -> dict[str, float
         ask(pointer)
         times.append(1e6 * (time.perf_counter() - begin))
     first, *later = times
-    found = {"first": first, "p50": statistics.median(later), "mean": statistics.fmean(later)}
-    return {name: round(us, 2) for name, us in {**found, "worst": max(later)}.items()}
+    fifths = statistics.quantiles(later, n=5)
+    found = {"first": first, "p20": fifths[0], "p50": statistics.median(later), "p80": fifths[3]}
+    found |= {"mean": statistics.fmean(later), "worst": max(later)}
+    return {name: round(us, 2) for name, us in found.items()}
 
 
 def inside(memory: torch.Tensor) -> Iterator[int]:
@@ -122,7 +116,7 @@ def measured(number: int) -> dict[str, dict[str, float]]:
         rows[name] = times_us(ask, addresses, number)
         print(f"{name:58s}", *(f"{k} {v:9.2f}" for k, v in rows[name].items()), flush=True)
 
-    plain, locked = Encoder(driver._cuda()), Encoder(kept_lock())
+    plain, locked = Encoder(driver._cuda()), Encoder(driver._cuda_with_lock())
     memory = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     ways = {"encode": plain.encode, "move": plain.move}
     for name, ask in ways.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +112,8 @@ def launch_of(cubin: Cubin, *pointers: int, context: int = 0, rows: int = 24) ->
 
 def bound(cubin: Cubin, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> tuple[Driver, Any]:
     cuda = Driver(code)
-    monkeypatch.setattr(driver, "_cuda", lambda: cuda)
+    for name in ("_cuda", "_cuda_with_lock"):
+        monkeypatch.setattr(driver, name, lambda: cuda)
     return cuda, launch_of(cubin, 1 << 21, 2 << 20, 3 << 20)
 
 
@@ -212,3 +215,29 @@ def test_kernels_without_boxes_have_none() -> None:
             {"entry": "k", "shared": 0, "num_warps": 4, "arch": 90, "boxes": [[[1, 2], 6, 3]]}, b""
         ).boxes[0]
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_maps_are_encoded_while_a_thread_is_at_work() -> None:
+    """A call that gave up the interpreter's lock would wait 5 ms for it, again and again."""
+    torch.cuda.init()
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        geometry = driver._Geometry(6, 3, (64, 96), (256,), (64, 32), (1, 1), 0)
+        times = []
+        for n in range(400):
+            begin = time.perf_counter()
+            driver._described(geometry, (n + 1) << 21)
+            times.append(time.perf_counter() - begin)
+    finally:
+        is_over.set()
+        thread.join()
+    assert sum(seconds > 2e-3 for seconds in times) < 20  # a turn of the other thread is 5 ms

@@ -69,8 +69,20 @@ View = tuple[Sequence[int], ...]
 
 @lru_cache(maxsize=1)
 def _cuda() -> ctypes.CDLL:
+    return _loaded(ctypes.CDLL)
+
+
+@lru_cache(maxsize=1)
+def _cuda_with_lock() -> ctypes.CDLL:
+    """Return the driver with calls that keep the interpreter's lock, for those of a microsecond.
+    One that gives it up waits up to 5 ms to have it back (``sys.getswitchinterval``) where another
+    thread of Python is at work, as while kernels are built."""
+    return _loaded(ctypes.PyDLL)
+
+
+def _loaded(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = kind("libcuda.so.1")
     except OSError as error:
         raise CodegenError(
             "libcuda.so.1 was not found: GPU kernels need an NVIDIA driver on this machine"
@@ -133,6 +145,11 @@ def call(what: str, name: str, *given: object) -> None:
     _check(getattr(_cuda(), name)(*given), what)
 
 
+def _describe(what: str, name: str, *given: object) -> None:
+    """Call a function of the driver that works on a tensor map, which takes some 2 us."""
+    _check(getattr(_cuda_with_lock(), name)(*given), what)
+
+
 def _check(code: int, what: str) -> None:
     if code == 0:
         return
@@ -190,10 +207,11 @@ def _described(geometry: _Geometry, pointer: int) -> bytes:
     memory, address = _map_memory()
     if pointer != NOWHERE:
         memory[:] = _described(geometry, NOWHERE)
-        call(f"moving a tensor map to {pointer:#x}", "cuTensorMapReplaceAddress", address, pointer)
+        what = f"moving a tensor map to {pointer:#x}"
+        _describe(what, "cuTensorMapReplaceAddress", address, pointer)
         return bytes(memory)
     rank = len(geometry.reach)
-    call(
+    _describe(
         f"describing {geometry.sizes[::-1]} with strides of {geometry.strides_bytes[::-1]} bytes",
         "cuTensorMapEncodeTiled",
         address,
