@@ -39,3 +39,26 @@ def test_the_option_decides_for_all_kernels_also_those_begun_before(wanted: bool
     assert begun
     assert set(begun) <= set(program.sources)
     assert {dict(s.constants)["EARLY"] for s in program.sources} == {int(wanted)}
+
+
+def test_each_kernel_is_begun_once() -> None:
+    """Layers that are alike share a kernel, which is printed once and begun once."""
+
+    def layers(x: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.nn.functional.layer_norm(x, (32,)) @ weight
+        return x
+
+    traced = trace(layers, "b 32", "32 32", b=8)
+    begun: list[KernelSource] = []
+
+    class Builder:
+        device = H100
+
+        def begin(self, sources: Sequence[KernelSource]) -> None:
+            begun.extend(sources)
+
+    signature = Signature(traced.returned, traced.captured.guards)
+    program = compile_graph(traced.graph, signature, "cuda", Options(), Builder()).program
+    assert len(program.kernel_steps) > len(begun) > 0
+    assert len(begun) == len(set(begun))

@@ -80,13 +80,20 @@ def _late(variant: KernelForm) -> KernelForm:
 
 
 def once(emit: Callable[[LoopKernel], T]) -> Callable[[LoopKernel], T]:
-    """Print equal kernels, of which a model has many, only once."""
+    """Print equal kernels, of which a model has many, only once. Most are one object, which is
+    known sooner than kernels are compared."""
+    known: dict[int, tuple[LoopKernel, T]] = {}
 
     @lru_cache(maxsize=1024)
-    def emit_once(kernel: LoopKernel, numbers: tuple[str, ...]) -> T:
+    def emit_equal(kernel: LoopKernel, numbers: tuple[str, ...]) -> T:
         return emit(kernel)
 
-    return lambda kernel: emit_once(kernel, kernel.numbers)
+    def emit_once(kernel: LoopKernel) -> T:
+        if id(kernel) not in known:
+            known[id(kernel)] = kernel, emit_equal(kernel, kernel.numbers)
+        return known[id(kernel)][1]
+
+    return emit_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,15 @@ class _Assembly:
     buffers: list[Buffer] = field(default_factory=list)
     number: dict[Node, int] = field(default_factory=dict)
     sources: dict[KernelSource, int] = field(default_factory=dict)
+    known: dict[int, tuple[KernelSource, int]] = field(default_factory=dict)  # by identity
+
+    def place_of(self, source: KernelSource) -> int:
+        """Return the number of a source among the program's. Most are one object, which is known
+        sooner than sources are compared."""
+        if id(source) not in self.known:
+            number = self.sources.setdefault(source, len(self.sources))
+            self.known[id(source)] = source, number
+        return self.known[id(source)][1]
 
     def add(
         self, node: Node, kind: str, strides: tuple[Expr, ...] | None = None, index: int = -1
@@ -213,11 +229,12 @@ def _kernel_step(
         else:
             a.add(node, "result" if node in results else "arena")
     emitted = a.target.emit(kernel)
-    index = a.sources.setdefault(emitted.source, len(a.sources))
+    index = a.place_of(emitted.source)
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
     numbers = tuple(a.number[n] for n in buffers)
-    variants = _variants(a, kernel, emitted.variants, numbers, offsets, writes)
+    in_place = _in_place(a, kernel, numbers, offsets)
+    variants = _variants(a, emitted.variants, numbers, offsets, writes, in_place)
     dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, CheckIndex)})
     return KernelStep(
         index,
@@ -232,22 +249,21 @@ def _kernel_step(
         _lookups(a, group),
         dims,
         _lookup_sizes(kernel),
-        _in_place(a, kernel, numbers, offsets),
+        in_place,
     )
 
 
 def _variants(
     a: _Assembly,
-    kernel: LoopKernel,
     found: Sequence[KernelForm],
     buffers: tuple[int, ...],
     offsets: tuple[Expr, ...],
     writes: tuple[int, ...],
+    in_place: tuple[tuple[int, int], ...],
 ) -> tuple[StepForm, ...]:
-    in_place = _in_place(a, kernel, buffers, offsets)
     return tuple(
         StepForm(
-            a.sources.setdefault(v.source, len(a.sources)),
+            a.place_of(v.source),
             buffers,
             offsets,
             writes,
@@ -300,8 +316,8 @@ def _stitch(
     if has_places(kernel):
         return  # whose faults belong to one step
     buffers, writes = ([a.number[n] for n in of] for of in (nodes, stitch.whole.stores))
-    forms = a.target.stitched(kernel)
-    variants = _variants(a, kernel, forms, tuple(buffers), offsets, tuple(writes))
+    forms, in_place = a.target.stitched(kernel), _in_place(a, kernel, buffers, offsets)
+    variants = _variants(a, forms, tuple(buffers), offsets, tuple(writes), in_place)
     guest = stitch.reader if stitch.host is stitch.statistics else stitch.statistics
     host = steps[stitch.host]
     steps[stitch.host] = replace(host, variants=variants + host.variants)

@@ -30,6 +30,8 @@ class FirstKernels:
     ) -> None:
         self.builder, self.target, self.hints = builder, target, hints
         self._done = set[Group]()
+        self._printed: dict[int, LoopKernel] = {}  # by identity: groups that are alike share one
+        self._begun = set[KernelSource]()
 
     def is_one(self, stitch: Stitch, whole: LoopKernel) -> bool:
         """Say whether the traced sizes run the kernel of the whole, which is then begun."""
@@ -40,8 +42,10 @@ class FirstKernels:
         return source is not None
 
     def needs(self, group: Group, kernel: LoopKernel) -> None:
-        if self.builder is not None and group not in self._done:
-            self._begin(self.target.source_at(kernel, self.hints))
+        if self.builder is None or group in self._done or id(kernel) in self._printed:
+            return
+        self._printed[id(kernel)] = kernel
+        self._begin(self.target.source_at(kernel, self.hints))
 
     def calls(self, graph: Graph) -> None:
         """Begin the kernels that the library chooses for calls; none waits for a plan."""
@@ -53,5 +57,6 @@ class FirstKernels:
                 self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:
-        if self.builder is not None:
+        if self.builder is not None and source not in self._begun:
+            self._begun.add(source)
             self.builder.begin([source])
