@@ -30,6 +30,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("strop.train")
     if name not in ("explain", "lora_rows", "optimize", "pattern", "restore"):
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
-    from strop import api
+    from strop.dispatch.gc_pause import collection_paused
+
+    with collection_paused():  # torch leaves a lot to walk over, a quarter of a second
+        from strop import api
 
     return getattr(api, name)

@@ -27,6 +27,7 @@ from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.features import OFFLOADED, is_offloaded, replacement_before, take_out
+from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.prepared_calls import PreparedCalls
@@ -259,12 +260,26 @@ class Dispatcher:
             key = self._maker.key(call)
         entry = self._entries.get(key)
         if entry is None or not (entry.variant.wants is None or entry.variant.suits(self.state)):
-            try:
-                entry, call = self._maker.make(call)
-            except REFUSALS as refusal:
-                return refusal, None
-            key = self._maker.key(call)
-            self._entries[key] = entry
+            with collection_paused():  # up to the first result: what has been traced lives on
+                try:
+                    entry, call = self._maker.make(call)
+                except REFUSALS as refusal:
+                    return refusal, None
+                key = self._maker.key(call)
+                self._entries[key] = entry
+                return self._answer(key, entry, call, plain, is_no_grad=is_no_grad)
+        return self._answer(key, entry, call, plain, is_no_grad=is_no_grad)
+
+    def _answer(
+        self,
+        key: Hashable,
+        entry: Entry,
+        call: GivenCall,
+        plain: tuple[Any, ...] | None,
+        *,
+        is_no_grad: bool,
+    ) -> tuple[StropError | None, Any]:
+        """Return why the entry cannot serve the call, or its result."""
         tensors = call.tensors
         if reason := entry.variant.misfit(tensors, is_no_grad=is_no_grad):
             return UnsupportedError(reason), None
