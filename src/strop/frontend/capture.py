@@ -45,6 +45,7 @@ from strop.errors import CaptureError
 from strop.frontend.adapted_layers import is_folded
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
+from strop.frontend.fake_weights import fake_weights
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
@@ -233,8 +234,9 @@ def capture(
         rows = dict(zip(tables, row_specs([state[name] for name in tables]), strict=True))
         hints |= {spec.shape[0]: len(state[name]) for name, spec in rows.items()}
         roots = fake_roots(mode, hints)
+        fake_state = fake_weights(mode, state)
         with mode:
-            fake_state = _fake_weights(mode, state) | fake_tables(state, rows, roots)
+            fake_state |= fake_tables(state, rows, roots)
             fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]
         fakes += [shape_env.numbers.symbol(shape_env, n) for n in range(len(numbers))]
         traced = functools.partial(_traced, module, call, fake_state, fakes, mode, watch)
@@ -263,13 +265,6 @@ def capture(
         same,
         found.specs[len(specs) :],
     )
-
-
-def _fake_weights(mode: FakeTensorMode, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: mode.from_tensor(t.detach(), static_shapes=True).requires_grad_(t.requires_grad)
-        for name, t in state.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)

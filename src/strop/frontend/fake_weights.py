@@ -1,0 +1,46 @@
+"""Make what stands for weights in a trace: tensors without memory, alike in all else.
+
+torch's own way asks each weight two dozen questions, whose answers are known of a plain one that
+has its memory for itself. A transformer has two thousand weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from strop.frontend.functional import memory_of
+
+
+def fake_weights(mode: FakeTensorMode, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what stands for each tensor of a module. Those that share memory do so here too."""
+    plain = {name: memory_of(t) for name, t in state.items() if _is_plain(t)}
+    sharing = Counter(memory_of(t) for t in state.values() if _has_memory(t))
+    found = {}
+    for name, t in state.items():
+        if sharing.get(plain.get(name, -1)) == 1:
+            meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            fake: Tensor = FakeTensor(mode, meta, t.device)
+        else:
+            fake = mode.from_tensor(t.detach(), static_shapes=True)
+        found[name] = fake.requires_grad_(t.requires_grad)
+    return found
+
+
+def _has_memory(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Tell whether sizes, strides, type and device say all of a tensor that fills its memory."""
+    return (
+        _has_memory(t)
+        and t.device.type != "meta"
+        and not (t.is_quantized or t.is_conj() or t.is_neg() or t.is_inference())
+        and t.storage_offset() == 0
+        and t.untyped_storage().nbytes() == t.nbytes
+    )
