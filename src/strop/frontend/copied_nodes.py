@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
@@ -104,6 +105,7 @@ def _storages(value: Any) -> set[int]:
 def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]:
     """Return the fake values of copies whose memory is not that of their originals."""
     bases: dict[int | None, Any] = {storage_of(n): now.meta.get("val") for n, now in given.items()}
+    seen = {storage_of(leaf) for leaf in known.leaves if isinstance(leaf, Node)}
     values: dict[Node, Any] = {}
 
     def moved(value: Any) -> Any:
@@ -113,13 +115,9 @@ def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]
         if storage not in bases and storage not in known.own:
             return value
         if storage not in bases:
-            bases[storage] = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
-            return bases[storage]
-        base = bases[storage]
-        base = base if base.dtype == value.dtype else base.view(value.dtype)
-        return base.as_strided(value.shape, value.stride(), value.storage_offset())
+            # nobody computes with what is not seen outside
+            bases[storage] = _own_memory(value, value.numel() if storage in seen else 0)
+        return _view_like(value, bases[storage])
 
     with disable_proxy_modes_tracing(), torch.no_grad():
         for node in known.nodes:
@@ -128,6 +126,24 @@ def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]
             if not found.isdisjoint(bases) or not found.isdisjoint(known.own):
                 values[node] = pytree.tree_map(moved, value)
     return values
+
+
+def _own_memory(value: Tensor, count: int) -> Tensor:
+    """Return memory for so many elements of this type."""
+    assert isinstance(value, FakeTensor)
+    with in_kernel_invocation_manager(value.fake_mode):
+        return torch.empty(count, dtype=value.dtype, device="meta")
+
+
+def _view_like(value: Tensor, base: Tensor) -> Tensor:
+    """Return a fake tensor like this one in the memory of another. To ask torch's mode for it takes
+    five times as long."""
+    assert isinstance(value, FakeTensor)
+    sizes, strides, offset = value.shape, value.stride(), value.storage_offset()
+    with in_kernel_invocation_manager(value.fake_mode):
+        base = base if base.dtype == value.dtype else base.view(value.dtype)
+        meta = base.as_strided(sizes, strides, offset)
+    return FakeTensor(value.fake_mode, meta, value.fake_device)
 
 
 def _noted(leaf: Any, nodes: set[Node], tracer: Any) -> Any:
