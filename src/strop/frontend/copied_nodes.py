@@ -1,14 +1,15 @@
 """Note the nodes that a part of a trace has added to its graph, and add copies of them.
 
 Copies have the fake values of their originals, but for those in memory that somebody outside can
-see: what was given to the part, and its results. Two copies of a node may then seem to share
-memory; nobody compares what lies in one part with what lies in another.
+see, what was given to the part and its results, and in memory that the part writes into. Two copies
+of another node seem to share memory, of which all of them are only made and read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def record(
     found = [_noted(leaf, inside | known, tracer) for leaf in leaves]
     if NotImplemented in found:
         return None
-    seen = nodes if any(map(_is_mutable, nodes)) else [n for n in found if isinstance(n, Node)]
+    written = (node.all_input_nodes for node in nodes if _is_mutable(node))
+    seen = [n for n in (*found, *chain.from_iterable(written)) if isinstance(n, Node)]
     own = frozenset(s for node in seen for s in _storages(node.meta.get("val"))) - memory
     return RecordedNodes(path, tuple(given), nodes, tuple(found), own)
 
