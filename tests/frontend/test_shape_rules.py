@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental._config as fx_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from strop.frontend.capture import capture, fake_input, fake_roots
+from strop.frontend.functional import memory_of
 from strop.frontend.shape_rules import FAST_RULES, _unary, shape_rules
 from strop.frontend.step import capture_step
 from strop.ir.tensor_spec import TensorSpec
@@ -183,6 +185,45 @@ def test_layer_norms_of_other_types_are_torchs() -> None:
     assert ours[0][1] == theirs[0][1] == torch.float16
     with pytest.raises(Exception, match="normalized_shape"):
         both(lambda x: F.layer_norm(x, [9]))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pixels in one dim": lambda x: x.view(x.shape[0], 8, -1),
+    "all in one dim": lambda x: x.view(-1),
+    "rows": lambda x: x.view(x.shape[0] * 8, x.shape[2] * x.shape[3]),
+    "heads": lambda x: x.view(x.shape[0], 4, 2, x.shape[2], x.shape[3]),
+    "a size that is divided": lambda x: x.view(x.shape[0], 8, -1, 2, x.shape[3]),
+    "a number that is left": lambda x: x.view(x.shape[0], -1, x.shape[2], x.shape[3]),
+    "the same": lambda x: x.view(x.shape),
+    "more dims": lambda x: x.view(1, *x.shape, 1),
+    "of a part": lambda x: x[1:].view(-1, x.shape[3]),
+    "of a view": lambda x: x.view(-1, 8).view(x.shape[0], x.shape[2], -1, 8),
+    "of what lies otherwise": lambda x: x.permute(0, 2, 3, 1).view(x.shape[0], -1, x.shape[3], 8),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views(name: str) -> None:
+    """The rule has torch's sizes and steps, in the memory that it looks at, and no guard more."""
+
+    def make(x: Tensor) -> Any:
+        found = VIEWS[name](x)
+        values = [
+            size.node.hint if isinstance(size, torch.SymInt) else size for size in found.shape
+        ]
+        return found, values, str(found.storage_offset()), memory_of(found) == memory_of(x)
+
+    with fx_config.patch(use_duck_shape=False, backed_size_oblivious=True):
+        ours, theirs = both(make)
+    assert ours == theirs
+    assert ours[0][3] is True
+
+
+def test_views_of_the_wrong_size_are_refused() -> None:
+    with traced_input(torch.float32) as x, shape_rules():
+        for shape in ((x.shape[0], 9, x.shape[2], x.shape[3]), (8, x.shape[2]), (-1, -1)):
+            with pytest.raises(RuntimeError):
+                x.view(shape)
 
 
 def test_dropout_in_evaluation_is_its_input() -> None:

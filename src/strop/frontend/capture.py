@@ -45,7 +45,7 @@ from strop.errors import CaptureError
 from strop.frontend.adapted_layers import is_folded
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
-from strop.frontend.fake_weights import fake_weights
+from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses import FakeTensor
 from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from strop.frontend.draws import draws
+from strop.frontend.fake_tensors import fake_memory, fake_view
 from strop.frontend.functional import memory_of, storage_of
 
 _AS_STRIDED = torch.ops.aten.as_strided.default  # asks how an argument lies in memory
@@ -111,15 +112,17 @@ def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]
     values: dict[Node, Any] = {}
 
     def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, FakeTensor):
             return value
         storage = memory_of(value)
         if storage not in bases and storage not in known.own:
             return value
         if storage not in bases:
             # nobody computes with what is not seen outside
-            bases[storage] = _own_memory(value, value.numel() if storage in seen else 0)
-        return _view_like(value, bases[storage])
+            count = value.numel() if storage in seen else 0
+            bases[storage] = fake_memory(value.fake_mode, count, value.dtype)
+        sizes, strides, offset = value.shape, value.stride(), value.storage_offset()
+        return fake_view(value, bases[storage], sizes, strides, offset)
 
     with disable_proxy_modes_tracing(), torch.no_grad():
         for node in known.nodes:
@@ -128,24 +131,6 @@ def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]
             if not found.isdisjoint(bases) or not found.isdisjoint(known.own):
                 values[node] = pytree.tree_map(moved, value)
     return values
-
-
-def _own_memory(value: Tensor, count: int) -> Tensor:
-    """Return memory for so many elements of this type."""
-    assert isinstance(value, FakeTensor)
-    with in_kernel_invocation_manager(value.fake_mode):
-        return torch.empty(count, dtype=value.dtype, device="meta")
-
-
-def _view_like(value: Tensor, base: Tensor) -> Tensor:
-    """Return a fake tensor like this one in the memory of another. To ask torch's mode for it takes
-    five times as long."""
-    assert isinstance(value, FakeTensor)
-    sizes, strides, offset = value.shape, value.stride(), value.storage_offset()
-    with in_kernel_invocation_manager(value.fake_mode):
-        base = base if base.dtype == value.dtype else base.view(value.dtype)
-        meta = base.as_strided(sizes, strides, offset)
-    return FakeTensor(value.fake_mode, meta, value.fake_device)
 
 
 def _noted(leaf: Any, nodes: set[Node], tracer: Any) -> Any:

@@ -13,6 +13,7 @@ fifths of its inference went into layer norms and activations, which torch takes
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from torch._subclasses import FakeTensor, fake_impls
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
 
+from strop.frontend.fake_tensors import fake_memory, fake_view
 from strop.frontend.numbers import Numbers, numbers_in
 
 aten = torch.ops.aten
@@ -188,6 +190,53 @@ def _sliced(
     sizes[dim] = (_length(first, last) + step - 1) // step
     strides[dim] *= step
     return x.as_strided(sizes, strides, offset)
+
+
+def _viewed(mode: Any, x: Tensor, shape: Sequence[Size]) -> Tensor | None:
+    """Look at contiguous memory in another shape, where sizes are products: torch asks all that it
+    may then know, and divides by sympy's simplification."""
+    sizes, before = list(_exact(shape)), _exact(x.shape)
+    given = [size for size in sizes if size != -1]
+    if len(sizes) - len(given) > 1 or not all(map(_is_product, (*given, *before))):
+        return None
+    rest = sympy.Mul(*before) / sympy.Mul(*given)
+    if _order(x) != "contiguous" or not _is_product(rest):
+        return None
+    shape = list(shape)
+    if len(given) < len(sizes):
+        traced = math.prod(map(_hint, x.shape)) // abs(math.prod(map(_hint, shape)))
+        shape[sizes.index(-1)] = _count(mode, rest, traced)
+    elif rest != 1:
+        return None  # torch's own error
+    strides: list[Size] = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    is_same = _exact(shape) == before
+    assert isinstance(x, FakeTensor)
+    places = x.stride() if is_same else strides[: len(shape)]
+    return fake_view(x, x, shape, places, x.storage_offset())
+
+
+def _is_product(size: Any) -> bool:
+    """Tell whether a size is a number above 0, a positive symbol, or a product of these."""
+    for factor in sympy.Mul.make_args(sympy.sympify(size)):
+        base, power = factor.as_base_exp()
+        is_power = base.is_Symbol and base.is_positive and power.is_Integer and power > 0
+        if not (is_power or (factor.is_Integer and factor > 0)):
+            return False
+    return True
+
+
+def _hint(size: Size) -> int:
+    return int(size.node.hint) if isinstance(size, SymInt) else size
+
+
+def _count(mode: Any, size: Any, traced: int) -> Size:
+    """Return a size by its expression and its value in this trace."""
+    if size.is_Integer:
+        return int(size)
+    found: Size = mode.shape_env.create_symintnode(size, hint=traced)
+    return found
 
 
 def _is_the_end(end: Any) -> bool:
@@ -462,7 +511,11 @@ def _order(x: Tensor) -> str:
 
 
 def _like(mode: Any, x: Tensor) -> Tensor:
-    return _fake(mode, x, x.shape, x.stride())
+    """Make an empty tensor like x, which is dense: to count its bytes by sizes and strides takes
+    longer than by the number of its elements."""
+    assert isinstance(x, FakeTensor)
+    memory = fake_memory(mode, x.numel(), x.dtype)
+    return fake_view(x, memory, x.shape, x.stride(), 0)
 
 
 def _fake(mode: Any, x: Tensor, shape: Sequence[Size], strides: Sequence[Size]) -> Tensor:
@@ -472,6 +525,7 @@ def _fake(mode: Any, x: Tensor, shape: Sequence[Size], strides: Sequence[Size]) 
 
 
 RULES: dict[Any, Rule] = {
+    aten.view.default: _viewed,
     aten.slice.Tensor: _sliced,
     aten.slice_scatter.default: _into_slice,
     aten.select_scatter.default: _into_one,

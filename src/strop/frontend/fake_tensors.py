@@ -1,17 +1,22 @@
-"""Make what stands for weights in a trace: tensors without memory, alike in all else.
+"""Make what stands for tensors in a trace: tensors without memory, alike in all else.
 
 torch's own way asks each weight two dozen questions, whose answers are known of a plain one that
-has its memory for itself. A transformer has two thousand weights.
+has its memory for itself. A transformer has two thousand weights. And it takes each view and each
+result through its modes, which takes five times as long as to make them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch import SymInt, Tensor, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 from strop.frontend.functional import memory_of
 
@@ -44,3 +49,23 @@ def _is_plain(t: Tensor) -> bool:
         and t.storage_offset() == 0
         and t.untyped_storage().nbytes() == t.nbytes
     )
+
+
+def fake_memory(mode: FakeTensorMode, count: int | SymInt, dtype: torch.dtype) -> Tensor:
+    """Return memory for so many elements, for ``fake_view`` to look at."""
+    with in_kernel_invocation_manager(mode):
+        return torch.empty(count, dtype=dtype, device="meta")
+
+
+def fake_view(
+    like: FakeTensor,
+    base: Tensor,
+    sizes: Sequence[int | SymInt],
+    strides: Sequence[int | SymInt],
+    offset: int | SymInt,
+) -> Tensor:
+    """Return what looks at the memory of ``base``, in the type and on the device of another."""
+    with in_kernel_invocation_manager(like.fake_mode):
+        base = base if base.dtype == like.dtype else base.view(like.dtype)
+        meta = base.as_strided(sizes, strides, offset)
+    return FakeTensor(like.fake_mode, meta, like.fake_device)

@@ -4,7 +4,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from strop.frontend.capture import named_state
-from strop.frontend.fake_weights import fake_weights
+from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.functional import memory_of
 
 
