@@ -1,0 +1,57 @@
+"""Nobody collects garbage while a first call compiles and runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import strop
+from strop.dispatch.entry_runner import EntryRunner
+
+
+@contextmanager
+def eager_collections() -> Iterator[list[str]]:
+    """Collect at every allocation, and note it."""
+    found: list[str] = []
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        found.append(phase)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        yield found
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+
+
+def test_the_pause_lasts_until_the_first_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usual, num_inside = EntryRunner.run, []
+
+    def run(self: EntryRunner, *args: Any) -> Any:
+        before = len(collected)
+        result = usual(self, *args)
+        assert len([[number] for number in range(100)]) == 100  # lists, which are counted
+        num_inside.append(len(collected) - before)
+        return result
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.SiLU()).eval().requires_grad_(False)
+    strop.optimize(module, options=strop.Options(cache_dir=str(tmp_path)))
+    x = torch.randn(3, 8)
+    monkeypatch.setattr(EntryRunner, "run", run)
+    with eager_collections() as collected:
+        module(x)
+    assert num_inside[0] == 0
+    assert collected, "collections go on behind it"
+    assert gc.isenabled()
