@@ -21,8 +21,10 @@ from torch._functorch.partitioners import (
 )
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.equal_nodes import can_merge, merged
 from strop.frontend.joint import keep_less
 from strop.ir.graph import memory_order
 from strop.ir.program import Program
@@ -52,8 +54,14 @@ class Joint:
         """Serve as ``partition_fn`` of AOTAutograd."""
         self.num_results = num_fwd_outputs
         keep_less(joint)
-        budget = max(self.budget, LEAST_BUDGET)
-        with config.patch(**_CHOICE, activation_memory_budget=budget), _nothing_draws_again(joint):
+        choice = {**_CHOICE, "activation_memory_budget": max(self.budget, LEAST_BUDGET)}
+        if can_merge(joint.graph):
+            joint.graph, choice["cse"] = merged(joint.graph), False
+        with (
+            config.patch(**choice),
+            _nothing_draws_again(joint),
+            _use_lazy_graph_module(True),  # nobody runs the code of the two
+        ):
             forward, backward = min_cut_rematerialization_partition(
                 joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords
             )

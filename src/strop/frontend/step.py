@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -149,6 +150,7 @@ def capture_step(
             no_effects(module, private=True),
             tracing(module, mode, _Retarget(), origins),
             RepeatedGradients(module, origins, watch).watched(),
+            _use_lazy_graph_module(True),  # nobody runs its code: it is not written
         ):
             gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
         refuse_wrapped(gm)
