@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     make_fx,
+    maybe_enable_thunkify,
     track_tensor_tree,
 )
 from torch.fx.graph import CodeGen
@@ -102,6 +103,10 @@ class _Flat:
     differentiable: tuple[bool, ...] = ()
 
     def __call__(self, *primals: Tensor) -> list[Any]:
+        with maybe_enable_thunkify():  # a size is a node only where one reads it
+            return self._traced(*primals)
+
+    def _traced(self, *primals: Tensor) -> list[Any]:
         state = dict(zip(self.names, primals, strict=False))
         swapped = nn.utils.stateless._reparametrize_module(self.module, state, tie_weights=True)
         with swapped:
