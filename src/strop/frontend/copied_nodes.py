@@ -17,7 +17,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.fx import Node, Proxy
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    snapshot_fake,
+    track_tensor_tree,
+)
 
 from strop.frontend.draws import draws
 from strop.frontend.fake_tensors import fake_memory, fake_view
@@ -84,7 +88,8 @@ def copy_nodes(
 def tensor_of(node: Node, tracer: Any) -> Tensor:
     """Return a new tensor for which this node stands."""
     with disable_proxy_modes_tracing(), torch.no_grad():
-        value = node.meta["val"].detach()
+        value = snapshot_fake(node.meta["val"])
+    assert value is not None
     proxy = Proxy(node, tracer)
     found: Tensor = track_tensor_tree(value, proxy, constant=None, tracer=tracer)
     return found

@@ -12,13 +12,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import SymInt, Tensor, nn
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
+    unset_fake_temporarily,
 )
 
 from strop.frontend.functional import memory_of
+
+Size = int | SymInt
 
 
 def fake_weights(mode: FakeTensorMode, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,21 +55,30 @@ def _is_plain(t: Tensor) -> bool:
     )
 
 
-def fake_memory(mode: FakeTensorMode, count: int | SymInt, dtype: torch.dtype) -> Tensor:
+def fake_empty(
+    mode: FakeTensorMode,
+    sizes: Sequence[Size],
+    strides: Sequence[Size],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:
+    """Return a fake tensor with memory of its own."""
+    with unset_fake_temporarily():
+        meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
+
+
+def fake_memory(mode: FakeTensorMode, count: Size, dtype: torch.dtype) -> Tensor:
     """Return memory for so many elements, for ``fake_view`` to look at."""
     with in_kernel_invocation_manager(mode):
         return torch.empty(count, dtype=dtype, device="meta")
 
 
 def fake_view(
-    like: FakeTensor,
-    base: Tensor,
-    sizes: Sequence[int | SymInt],
-    strides: Sequence[int | SymInt],
-    offset: int | SymInt,
-) -> Tensor:
+    like: FakeTensor, base: Tensor, sizes: Sequence[Size], strides: Sequence[Size], offset: Size
+) -> FakeTensor:
     """Return what looks at the memory of ``base``, in the type and on the device of another."""
-    with in_kernel_invocation_manager(like.fake_mode):
+    with no_python_dispatcher(), in_kernel_invocation_manager(like.fake_mode):
         base = base if base.dtype == like.dtype else base.view(like.dtype)
-        meta = base.as_strided(sizes, strides, offset)
+        meta = torch.ops.aten.as_strided.default(base, sizes, strides, offset)
     return FakeTensor(like.fake_mode, meta, like.fake_device)

@@ -19,7 +19,6 @@ import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
@@ -49,6 +48,7 @@ from strop.frontend.differentiated import refuse_wrapped
 from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
+from strop.frontend.known_results import RememberingMode, quick_devices
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.origins import settle_origins
 from strop.frontend.repeated_blocks import UNWATCHED, TraceWatch
@@ -139,7 +139,7 @@ def capture_step(
     module's state and then the arguments that ``wants`` says. Raises CaptureError."""
     specs, hints = without_empty(specs, hints)
     shape_env = TracedSizes()
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    mode = RememberingMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     state, origins = named_state(module), dict[str, str]()
     flat = _Flat(module, call, tuple(state), wants)
@@ -155,6 +155,7 @@ def capture_step(
             no_effects(module, private=True),
             tracing(module, mode, _Retarget(), origins),
             RepeatedGradients(module, origins, watch).watched(),
+            quick_devices(),
             _use_lazy_graph_module(True),  # nobody runs its code: it is not written
         ):
             gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
