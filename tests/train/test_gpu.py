@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import strop
 from strop import train
 from strop.errors import UnsupportedError
+from strop.ir.program import Program
+from strop.runtime.run import library_warm_up
 from strop.train import quantized
 from tests.train import judge
 from tests.train.judge import no_waiting
@@ -225,3 +229,31 @@ def test_two_devices_are_refused() -> None:
         p.grad = torch.ones_like(p)
     with pytest.raises(UnsupportedError, match="works on one device"):
         train.FusedAdamW(params).step()
+
+
+def test_libraries_are_called_while_kernels_are_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of the forward alone: another thread runs the backward."""
+    primed, own = [], library_warm_up.prime
+
+    def prime(program: Program, *args: object) -> int:
+        primed.append(program)
+        return own(program, *args)
+
+    monkeypatch.setattr(library_warm_up, "prime", prime)
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 3))
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(2, 8, 24, 20, device="cuda")
+    model(x).square().mean().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    strop.optimize(model, train=True, options=strop.Options(cache_dir=str(tmp_path)))
+    model(x).square().mean().backward()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-2, atol=1e-4)
+    assert len(primed) == 1
+    assert {"capture", "partition", "libraries", "kernels"} <= set(
+        strop.explain(model).stage_seconds()
+    )

@@ -382,3 +382,12 @@ def test_sizes_stay_symbols() -> None:
     ]
     assert shapes[0] == ("b", "s", "32")
     assert shapes[1:] == [tuple(map(str, p.shape)) for p in module.parameters()]
+
+
+def test_explain_counts_every_stage() -> None:
+    ours = optimised(Mlp())
+    args = mlp_args(0)
+    ours(*args).sum().backward()
+    found = strop.explain(ours).stage_seconds()
+    stages = ("capture", "partition", "passes", "fusion", "lowering", "codegen", "kernels")
+    assert all(found[stage] > 0 for stage in stages)

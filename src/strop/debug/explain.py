@@ -201,7 +201,7 @@ def _trained(record: AotRecord, able: Machine) -> GraphRow:
     row = _graph_row(
         compiled.program, compiled, dict(bound.env if bound else compiled.program.hints), able
     )
-    seconds = {**compiled.seconds, "all": record.seconds}
+    seconds = {**record.stages, **compiled.seconds, "all": record.seconds}
     return replace(
         row,
         role=record.role,

@@ -60,6 +60,7 @@ class AotRecord:
     kernels_built: int
     role: str = "inference"  # or "forward", "backward" of a training step
     runner: AotProgram | None = None
+    stages: Mapping[str, float] = field(default_factory=dict)  # seconds of those around compilation
 
 
 @dataclass

@@ -41,7 +41,7 @@ from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.build.loader import KernelLoader
-from strop.runtime.run import choices
+from strop.runtime.run import choices, library_warm_up
 
 MOST_STEPS = 16  # pairs that differ in sizes alone
 
@@ -180,10 +180,12 @@ class Steps:
         library.warm_up()
         try:
             with collection_paused():
+                started = time.perf_counter()
                 captured = self._captured(state, skeleton, shapes, wants)
+                seconds = {"capture": time.perf_counter() - started}
                 if captured.state_names != tuple(state.names):
                     raise UnsupportedError("the module's parameters are not those of its graph")
-                return self._compiled(captured, device, library, wants)
+                return self._compiled(captured, device, library, wants, seconds)
         finally:
             library.cool_down()
 
@@ -216,14 +218,19 @@ class Steps:
         device: torch.device,
         library: KernelLoader,
         wants: tuple[bool, ...],
+        seconds: dict[str, float],
     ) -> Step:
-        joint = Joint(self.options.memory_budget)
+        joint, started = Joint(self.options.memory_budget), time.perf_counter()
         count = captured.num_results
         graphs = joint.partition(captured.graph, (), num_fwd_outputs=count)
+        seconds["partition"] = time.perf_counter() - started
         halves = [
             _Half(role, gm, joint, captured, self.options.in_training, library)
             for role, gm in zip(("forward", "backward"), graphs, strict=True)
         ]
+        halves[0].seconds |= seconds
+        if device.type == "cuda":
+            halves[0].prime(device)
         forward, backward = (half.program(device, self.log) for half in halves)
         return Step(
             forward,
@@ -284,12 +291,29 @@ class _Half:
         self.needed = program.sources_at(dict(program.hints))
         library.begin(self.needed)
         self.values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-        self.is_checked, self.seconds = options.check, time.perf_counter() - started
+        self.seconds = dict[str, float]()  # of stages that ``compiled`` knows nothing of
+        self.is_checked, self.compile_seconds = options.check, time.perf_counter() - started
+
+    def prime(self, device: torch.device) -> None:
+        """Make the first calls of libraries while compilers work. A backward runs in a thread of
+        autograd's, for which cuDNN would make its plans anew."""
+        started, program = time.perf_counter(), self.compiled.program
+        num_ready = self.library.watch(self.needed)
+        with torch.no_grad(), torch._C._DisableAutocast():
+            library_warm_up.prime(
+                program,
+                dict(program.hints),
+                device,
+                self.library.device,
+                lambda: num_ready() < len(self.needed),
+            )
+        self.seconds["libraries"] = time.perf_counter() - started
 
     def program(self, device: torch.device, log: AotLog) -> AotProgram:
         """Waits for the kernels."""
         program, started = self.compiled.program, time.perf_counter()
         self.library.build(self.needed)
+        self.seconds["kernels"] = time.perf_counter() - started
         elsewhere = choices.sources_elsewhere(program, self.needed, self.library.device)
         later = self.library.later(elsewhere)
         roots = list(map(root_of, self.values))
@@ -302,9 +326,11 @@ class _Half:
             self.compiled if self.is_checked else None,
             later,
         )
-        seconds = self.seconds + time.perf_counter() - started
+        seconds = self.compile_seconds + time.perf_counter() - started
         built = self.library.counts[0] - self.built
-        log.records.append(AotRecord(self.compiled, seconds, built, self.role, runner))
+        log.records.append(
+            AotRecord(self.compiled, seconds, built, self.role, runner, self.seconds)
+        )
         return runner
 
 
