@@ -52,6 +52,8 @@ class Joint:
         self, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **keywords: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Serve as ``partition_fn`` of AOTAutograd."""
+        from strop.dispatch.least_cut import least_cuts  # loads networkx: for training alone
+
         self.num_results = num_fwd_outputs
         keep_less(joint)
         choice = {**_CHOICE, "activation_memory_budget": max(self.budget, LEAST_BUDGET)}
@@ -60,6 +62,7 @@ class Joint:
         with (
             config.patch(**choice),
             _nothing_draws_again(joint),
+            least_cuts(),
             _use_lazy_graph_module(True),  # nobody runs the code of the two
         ):
             forward, backward = min_cut_rematerialization_partition(
