@@ -18,7 +18,7 @@ from torch import Tensor
 import strop
 from strop.backend import Compiled, compile_graph
 from strop.codegen.assemble import Signature
-from strop.dispatch.module_state import place
+from strop.dispatch.placed_weights import place
 from strop.errors import CacheError, OptionError
 from strop.ir.graph import Graph, Node
 from strop.ir.program import Program

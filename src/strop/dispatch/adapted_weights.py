@@ -9,11 +9,12 @@ The first costs a step nothing. So it is what happens unless the device has no r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from strop.dispatch.adapter_weights import AdapterWeights
 from strop.dispatch.effective_weights import EffectiveWeights
 from strop.dispatch.low_rank_weights import LowRankWeights, RowAdapters
 from strop.errors import UnsupportedError
@@ -25,23 +26,6 @@ from strop.wording import counted
 RESERVE_BYTES = 2 << 30  # of device memory, for what a call needs besides weights
 
 
-class AdapterWeights(Protocol):
-    """This is what adapters are to a program, in either mode."""
-
-    def __len__(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def tables(self) -> Mapping[int, dict[str, Any]]: ...
-    @property
-    def stand_ins(self) -> dict[int, nn.Module]: ...
-    def begin_look(self) -> None: ...
-    def seem_others(self, scale: float) -> bool: ...
-    def needs_refresh(self, scale: float) -> bool: ...
-    def has_other_layers(self) -> bool: ...
-    def refresh(self, scale: float) -> bool: ...
-
-
 class AdaptedWeights:
     """Hold what stands for the weights of all adapted layers of one module, in both modes."""
 
@@ -51,10 +35,10 @@ class AdaptedWeights:
         self.low_rank = LowRankWeights(options.lora_max_rank)
         self.reason = ""  # for the mode of the layers that have a low-rank part
         self._has_found_memory_short = False
-        self._used: tuple[AdapterWeights, ...] = ()  # the modes that serve a layer
+        self._used: tuple[AdapterWeights[Any], ...] = ()  # the modes that serve a layer
 
     @property
-    def _both(self) -> tuple[AdapterWeights, AdapterWeights]:
+    def _both(self) -> tuple[AdapterWeights[Any], ...]:
         return self.merged, self.low_rank
 
     def __len__(self) -> int:

@@ -15,7 +15,8 @@ from strop.dispatch.counters import Counters
 from strop.dispatch.entry import Entry
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.finite import not_finite
-from strop.dispatch.module_state import ModuleState, place
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.placed_weights import place
 from strop.dispatch.variants import library_for
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of

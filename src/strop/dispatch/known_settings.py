@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from strop.dispatch.identities import identities, is_equal
+from strop.runtime.derived.sources import Watch
 
 
-class KnownSettings:
+class KnownSettings(Watch):
     """Remember the objects at some places, lists of names among them."""
 
     def __init__(self, places: Iterable[tuple[Any, str]]) -> None:
@@ -16,7 +17,7 @@ class KnownSettings:
         self._lists = [value for value in self._names.values if isinstance(value, list)]
         self._known = [list(names) for names in self._lists]
 
-    def differ(self) -> bool:
+    def differs(self) -> bool:
         """Tell whether one is another object with another value, or a list holds other names."""
         names = self._names
         try:

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.dispatch.adapter_weights import AdapterWeights, WrappedLayer
 from strop.dispatch.cornered_factors import bytes_beside, write_again
-from strop.dispatch.effective_weights import sources_of, tensors_of
-from strop.dispatch.known_settings import KnownSettings
-from strop.dispatch.known_values import KnownValues
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.adapted_layers import active_adapters
 from strop.frontend.low_rank_layers import DOWN, ROWS, UP, has_low_rank, is_factor
@@ -60,17 +58,15 @@ class RowAdapters:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LowRankLayer:
+class LowRankLayer(WrappedLayer):
     """A wrapped layer, and the two factors that the program reads."""
 
-    wrapped: Any
     down: nn.Parameter
     up: nn.Parameter
 
     @property
-    def base(self) -> nn.Module:
-        found: nn.Module = self.wrapped.base_layer
-        return found
+    def written(self) -> dict[str, nn.Parameter]:
+        return {DOWN: self.down, UP: self.up}
 
     def fits(self, wrapped: Any, rank: int) -> bool:
         """Tell whether the factors can be those of this layer."""
@@ -79,45 +75,25 @@ class LowRankLayer:
         return alike and (self.down.shape, self.up.shape) == (down, up)
 
 
-class LowRankWeights:
+class LowRankWeights(AdapterWeights[LowRankLayer]):
     """Hold the factors of all layers of one module whose weights stay as they are."""
 
     def __init__(self, least_rank: int = 0) -> None:
-        self._scale: float | None = None  # of all adapters in B; None: nothing is written
+        super().__init__()
         self.rank = 0
         self.rows: RowAdapters | None = None
         self._least = max(least_rank, LEAST_RANK)
-        self._layers: dict[int, LowRankLayer] = {}  # by the id of the layer that is wrapped
         self._table: nn.Parameter | None = None
-        self._written: RowAdapters | None = None
-        self._settings = KnownSettings(())
-        self._hint = KnownSettings(())  # those of one layer
-        self._factors: list[Tensor] = []
-        self._pointers: list[int] = []
-        self._values = KnownValues([])
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
     @property
     def size_bytes(self) -> int:
-        held = sum(layer.down.nbytes + layer.up.nbytes for layer in self._layers.values())
-        held += bytes_beside(layer.up for layer in self._layers.values())
+        held = super().size_bytes + bytes_beside(layer.up for layer in self._layers.values())
         return held + (self._table.nbytes if self._table is not None else 0)
 
     @property
-    def stand_ins(self) -> dict[int, nn.Module]:
-        """Return, by the id of a wrapped layer, the plain one that stands for it."""
-        return {id(layer.wrapped): layer.base for layer in self._layers.values()}
-
-    @property
     def tables(self) -> Mapping[int, dict[str, Any]]:
-        """Return, by the id of a layer that is wrapped, its Parameters with both factors."""
         table = {} if self._table is None else {ROWS: self._table}
-        return {
-            number: layer.base._parameters | {DOWN: layer.down, UP: layer.up} | table
-            for number, layer in self._layers.items()
-        }
+        return {number: own | table for number, own in super().tables.items()}
 
     def scan(self, wrapped: Sequence[nn.Module]) -> None:
         """Take these layers. Those that are known keep their factors, at the same place."""
@@ -131,50 +107,8 @@ class LowRankWeights:
                 found[id(base)] = LowRankLayer(part, known.down, known.up)
             else:
                 found[id(base)] = _new(part, self.rank)
-        self._layers, self._scale = found, None
+        self._take(found)
         self._hold_table()
-
-    def begin_look(self) -> None:
-        """Begin to compare values, which a GPU does beside what is launched from here on."""
-        if self._layers and self._scale is not None:
-            self._values.begin()
-
-    def seem_others(self, scale: float) -> bool:
-        """Tell whether what most changes of adapters do has been done: it is quick, and knows one
-        layer alone."""
-        changed = self.needs_refresh(scale) or self._hint.differ()
-        return bool(self._layers) and changed
-
-    def needs_refresh(self, scale: float) -> bool:
-        """Tell whether factors are to be written whether or not anybody has changed adapters."""
-        return bool(self._layers) and (scale, self.rows) != (self._scale, self._written)
-
-    def has_other_layers(self) -> bool:
-        """Tell whether a layer has no low-rank part any longer, or a larger one than there is room
-        for, or whether rows have begun or ceased to have adapters of their own."""
-        if not self._layers:
-            return False
-        if (self.rows is None) != (self._table is None):
-            return True
-        if not self._settings.differ() and self.rows == self._written:
-            return False
-        wrapped = [layer.wrapped for layer in self._layers.values()]
-        return not all(map(has_low_rank, wrapped)) or _rank_of(wrapped, self.rows) > self.rank
-
-    def refresh(self, scale: float) -> bool:
-        """Write the factors anew if a source or the scale has changed since, and tell whether that
-        was so."""
-        if not self._layers:
-            return False
-        if self._scale is None:
-            self._write(scale)
-            return True
-        has_new_values = self._values.differ()  # waits for what ``begin_look`` has begun
-        is_same = not self.needs_refresh(scale) and not has_new_values
-        if is_same and not self._settings.differ() and _pointers(self._factors) == self._pointers:
-            return False
-        self._write(scale)
-        return True
 
     def _hold_table(self) -> None:
         """Hold a table for rows while these have adapters of their own."""
@@ -187,20 +121,19 @@ class LowRankWeights:
             empty = torch.empty(shape, dtype=torch.float32, device=device)
             self._table = nn.Parameter(empty, requires_grad=False)
 
-    def _write(self, scale: float) -> None:
-        self._scale = scale
-        layers = list(self._layers.values())
+    def _serves(self) -> bool:
+        """Tell whether all layers have a low-rank part, for which there is room, and rows have
+        neither begun nor ceased to have adapters of their own."""
+        if (self.rows is None) != (self._table is None):
+            return False
+        wrapped = [layer.wrapped for layer in self._layers.values()]
+        return all(map(has_low_rank, wrapped)) and _rank_of(wrapped, self.rows) <= self.rank
+
+    def _write(self, layers: Sequence[LowRankLayer], scale: float) -> None:
         columns = columns_of((layer.wrapped for layer in layers), self.rows)
-        with torch.inference_mode(False), torch.no_grad():
-            _write_factors(layers, columns, self.rows, scale)
-            if self._table is not None and self.rows is not None:
-                self._table.copy_(self.rows.table(columns, self.rank))
-            self._written = self.rows
-            self._settings = KnownSettings(p for layer in layers for p in sources_of(layer.wrapped))
-            self._hint = KnownSettings(sources_of(layers[0].wrapped))
-            self._factors = [t for layer in layers for t in tensors_of(layer.wrapped)]
-            self._pointers = _pointers(self._factors)
-            self._values = KnownValues([t.detach() for t in self._factors])
+        _write_factors(layers, columns, self.rows, scale)
+        if self._table is not None and self.rows is not None:
+            self._table.copy_(self.rows.table(columns, self.rank))
 
 
 def scales_of(wrapped: Any, rows: RowAdapters | None) -> dict[str, float]:
@@ -290,7 +223,3 @@ def _write_factors(
         torch._foreach_copy_(places, given)
         torch._foreach_copy_(ups, torch._foreach_mul(scaled, scales))
     write_again(layer.up for layer in layers)
-
-
-def _pointers(tensors: Iterable[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))

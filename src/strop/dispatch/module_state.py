@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from operator import itemgetter
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from strop.dispatch.adapted_weights import AdaptedWeights
-from strop.dispatch.cornered_factors import standing
 from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
+from strop.dispatch.placed_weights import MergedWeights
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
@@ -28,15 +27,12 @@ from strop.frontend.capture import clone_structure, state_places
 from strop.frontend.module_parts import named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
 from strop.frontend.tables import table_names
-from strop.ir.ops import OPS
-from strop.ir.program import Program
 from strop.options import Options
+from strop.runtime.derived.sources import KnownMemory
 
 _DATA_PTR = Tensor.data_ptr
 _DEFAULTS = Options()
 _TRAINING = itemgetter("training")
-# This says at once whether tensors lie at these addresses, in builds of torch for GPUs.
-_lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class ModuleState:
@@ -50,7 +46,7 @@ class ModuleState:
         self.module, self._folds_adapters, self._options = module, folds_adapters, options
         self.effective = AdaptedWeights(options)
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
-        self.merged: list[Tensor] = []  # weights in one piece, whose first rows are still there
+        self.merged = MergedWeights()
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
         self.turned = TurnedSettings(module)
         self.scan()
@@ -75,7 +71,6 @@ class ModuleState:
         ]
         self._weights = identities((table, key) for _, table, key in places)
         self.tensors: list[Tensor] = self._weights.values
-        self._numbers = list(range(len(self.tensors)))
         found = {*table_names(self.parts)}
         self.tables = [name for name in self.names if name in found]
         self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in found]
@@ -91,9 +86,8 @@ class ModuleState:
             self.scan()  # a user's code looks for the adapters while it runs
             return
         self.structure = self._structure()
-        self.pointers = _pointers(self.tensors)
-        addresses = set(self.pointers)
-        self.merged = [t for t in self.merged if t.data_ptr() in addresses]
+        self._memory = KnownMemory(self.tensors)
+        self.merged.keep_at({*self.pointers})
 
     def _count_owned(self) -> int:
         """Count the attributes of all modules, but for what diffusers leaves when it has fused."""
@@ -182,8 +176,8 @@ class ModuleState:
     def remember(self, placed: Sequence[Tensor | None]) -> None:
         """Take the present pointers as known. ``placed`` is as ``place`` gives it; what is merged
         there stays so from one binding to the next."""
-        self.pointers = _pointers(self.tensors)
-        self.merged += [t for t in placed[len(self.tensors) :] if t is not None]
+        self._memory = KnownMemory(self.tensors)
+        self.merged.add(placed[len(self.tensors) :])
 
     def has_new_structure(self) -> bool:
         """Say whether modules, settings, processors, adapters, or names that the code reads, are
@@ -231,6 +225,11 @@ class ModuleState:
         return not {change.label for change in changes} <= self.effects
 
     @property
+    def pointers(self) -> list[int]:
+        """Return where the tensors lay when they were last looked at."""
+        return self._memory.pointers
+
+    @property
     def wants(self) -> tuple[bool, ...]:
         """Say which tensors require a gradient."""
         return tuple(tensor.requires_grad for tensor in self.tensors)
@@ -248,9 +247,7 @@ class ModuleState:
         gone, or a table has other rows."""
         if tuple(map(len, self._tables)) != self.rows:
             return True
-        if _lie_at is None:
-            return _pointers(self.tensors) != self.pointers
-        return not _lie_at(self.tensors, self.pointers, self._numbers)
+        return self._memory.differs()
 
     def _adapter_state(self) -> tuple[Any, ...]:
         """Tell what peft layers do besides their weights: who is active, with what scale."""
@@ -300,10 +297,6 @@ class ModuleState:
         return hash((modules, state, self.adapters, names))
 
 
-def _pointers(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(_DATA_PTR, tensors))
-
-
 def _layout(t: Tensor) -> tuple[int, ...] | None:
     """Return the strides, or None for a tensor that is dense in one of the two usual orders:
     ``place`` itself changes those."""
@@ -322,110 +315,3 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     }
     # what was None and then a module is kept elsewhere when it is None again
     return found | {k: None for k, part in module._modules.items() if part is None}
-
-
-def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return state arguments as the program wants them in memory, and re-point Parameters where
-    needed.
-
-    Merged weights are one piece of memory whose row slices are the Parameters. What kernels read
-    lies as it was traced; on CUDA other convolution weights become channels-last. Values, shapes
-    and identity of the Parameters stay.
-    """
-    read = _read_by_place(program)
-    for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
-        strides = tuple(stride.value for stride in spec.strides) if index in read else None
-        if strides is not None and not _steps_like(tensor, strides):
-            new = torch.empty_strided(
-                tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-            )
-            tensor.data = new.copy_(tensor.detach())
-    placed: list[Tensor | None] = [t.detach() for t in tensors]
-    for spec in program.inputs[len(tensors) :]:
-        parts = [tensors[i] for i in spec.merged]
-        if spec.corners:
-            placed.append(standing([size.value for size in spec.shape], parts, spec.corners))
-        else:
-            placed.append(_merged(parts) if parts else None)
-        for i in spec.merged:
-            placed[i] = tensors[i].detach()
-    if program.device == "cuda":
-        for index in _convolution_weights(program) - read:
-            weight = tensors[index]
-            if not weight.is_contiguous(memory_format=torch.channels_last):
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-            placed[index] = weight.detach()
-    return placed
-
-
-def _read_by_place(program: Program) -> set[int]:
-    """Return the state that somebody reads at strides known since the trace: kernels, and calls on
-    pieces."""
-    numbers = {n for step in program.kernel_steps for n in step.buffers}
-    refs = [ref for step in program.call_steps for ref in step.inputs]
-    refs += [item.tensor for item in program.returned if item.tensor is not None]
-    for ref in refs:
-        buffer = program.buffers[ref.buffer]
-        if ref.shape != buffer.shape or ref.strides != buffer.strides:
-            numbers.add(ref.buffer)
-    buffers = [program.buffers[n] for n in numbers]
-    found = {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
-    return {index for index in found if not program.inputs[index].merged}
-
-
-def _steps_like(tensor: Tensor, strides: Sequence[int]) -> bool:
-    steps = zip(tensor.stride(), strides, tensor.shape, strict=True)
-    return all(a == b or size <= 1 for a, b, size in steps)
-
-
-def _convolution_weights(program: Program) -> set[int]:
-    places = [(step, OPS[step.op].anchor.weight) for step in program.call_steps]
-    refs = [step.inputs[place] for step, place in places if place is not None]
-    buffers = [program.buffers[ref.buffer] for ref in refs]
-    return {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
-
-
-# address of a piece -> what it is a piece of, as long as somebody reads it in one piece
-_WHOLES: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
-
-
-def _merged(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts as one tensor, which is made anew only if they do not lie behind each other
-    already."""
-    found = _lying_together(parts)
-    if found is not None:
-        return found
-    whole, start = torch.cat([p.detach() for p in parts]), 0
-    for part in parts:
-        part.data = _piece(whole, start, part.shape[0])
-        start += part.shape[0]
-        _WHOLES[whole.device, part.data_ptr()] = whole
-    return whole
-
-
-def _piece(whole: Tensor, start: int, rows: int) -> Tensor:
-    """Return some rows, as a tensor with a storage of its own over the same memory, which lives as
-    long as one of them does. torch.save writes a tensor's whole storage."""
-    view = whole[start : start + rows]
-    first = view.storage_offset() * view.itemsize
-    storage = whole.untyped_storage()[first : first + view.nbytes]
-    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
-
-
-def _lying_together(parts: Sequence[Tensor]) -> Tensor | None:
-    first = parts[0]
-    whole = _WHOLES.get((first.device, first.data_ptr()))
-    if whole is None or not first.shape[0] or first.dtype != whole.dtype:
-        return None
-    row = whole.stride(0) * whole.itemsize
-    start, expected = (first.data_ptr() - whole.data_ptr()) // row, first.data_ptr()
-    for part in parts:
-        if part.shape[1:] != whole.shape[1:] or part.dtype != whole.dtype:
-            return None
-        if part.data_ptr() != expected or not part.is_contiguous():
-            return None
-        expected += part.nbytes
-    end = start + sum(part.shape[0] for part in parts)
-    if end > whole.shape[0]:
-        return None
-    return whole if (start, end) == (0, whole.shape[0]) else whole[start:end]

@@ -1,0 +1,154 @@
+"""Put weights where a program wants them in memory: those that it reads as one lie in one piece.
+
+Merged weights are one piece of memory whose row slices are the Parameters: whoever writes to a
+Parameter writes to the piece, so that nothing but another place of a part is to be noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from strop.dispatch.cornered_factors import standing
+from strop.ir.ops import OPS
+from strop.ir.program import Program
+
+
+class MergedWeights:
+    """Keep the pieces that the programs of one module read, as long as their first rows are still
+    where they were."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[int, int], Tensor] = {}  # by address and bytes
+        self.num_writes = 0
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self._pieces.values())
+
+    def add(self, pieces: Sequence[Tensor | None]) -> None:
+        """Keep these from one binding to the next."""
+        found = {(t.data_ptr(), t.nbytes): t for t in pieces if t is not None}
+        self.num_writes += len(found.keys() - self._pieces.keys())
+        self._pieces |= found
+
+    def keep_at(self, addresses: Collection[int]) -> None:
+        """Let go of those of which no part lies at one of these addresses."""
+        kept = self._pieces.items()
+        self._pieces = {place: t for place, t in kept if place[0] in addresses}
+
+    def clear(self) -> None:
+        self._pieces.clear()
+
+
+def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return state arguments as the program wants them in memory, and re-point Parameters where
+    needed.
+
+    Merged weights are one piece of memory whose row slices are the Parameters. What kernels read
+    lies as it was traced; on CUDA other convolution weights become channels-last. Values, shapes
+    and identity of the Parameters stay.
+    """
+    read = _read_by_place(program)
+    for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
+        strides = tuple(stride.value for stride in spec.strides) if index in read else None
+        if strides is not None and not _steps_like(tensor, strides):
+            new = torch.empty_strided(
+                tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+            )
+            tensor.data = new.copy_(tensor.detach())
+    placed: list[Tensor | None] = [t.detach() for t in tensors]
+    for spec in program.inputs[len(tensors) :]:
+        parts = [tensors[i] for i in spec.merged]
+        if spec.corners:
+            placed.append(standing([size.value for size in spec.shape], parts, spec.corners))
+        else:
+            placed.append(_merged(parts) if parts else None)
+        for i in spec.merged:
+            placed[i] = tensors[i].detach()
+    if program.device == "cuda":
+        for index in _convolution_weights(program) - read:
+            weight = tensors[index]
+            if not weight.is_contiguous(memory_format=torch.channels_last):
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+            placed[index] = weight.detach()
+    return placed
+
+
+def _read_by_place(program: Program) -> set[int]:
+    """Return the state that somebody reads at strides known since the trace: kernels, and calls on
+    pieces."""
+    numbers = {n for step in program.kernel_steps for n in step.buffers}
+    refs = [ref for step in program.call_steps for ref in step.inputs]
+    refs += [item.tensor for item in program.returned if item.tensor is not None]
+    for ref in refs:
+        buffer = program.buffers[ref.buffer]
+        if ref.shape != buffer.shape or ref.strides != buffer.strides:
+            numbers.add(ref.buffer)
+    buffers = [program.buffers[n] for n in numbers]
+    found = {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
+    return {index for index in found if not program.inputs[index].merged}
+
+
+def _steps_like(tensor: Tensor, strides: Sequence[int]) -> bool:
+    steps = zip(tensor.stride(), strides, tensor.shape, strict=True)
+    return all(a == b or size <= 1 for a, b, size in steps)
+
+
+def _convolution_weights(program: Program) -> set[int]:
+    places = [(step, OPS[step.op].anchor.weight) for step in program.call_steps]
+    refs = [step.inputs[place] for step, place in places if place is not None]
+    buffers = [program.buffers[ref.buffer] for ref in refs]
+    return {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
+
+
+# address of a piece -> what it is a piece of, as long as somebody reads it in one piece
+_WHOLES: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
+
+
+def _merged(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts as one tensor, which is made anew only if they do not lie behind each other
+    already."""
+    found = _lying_together(parts)
+    if found is not None:
+        return found
+    whole, start = torch.cat([p.detach() for p in parts]), 0
+    for part in parts:
+        part.data = _piece(whole, start, part.shape[0])
+        start += part.shape[0]
+        _WHOLES[whole.device, part.data_ptr()] = whole
+    return whole
+
+
+def _piece(whole: Tensor, start: int, rows: int) -> Tensor:
+    """Return some rows, as a tensor with a storage of its own over the same memory, which lives as
+    long as one of them does. torch.save writes a tensor's whole storage."""
+    view = whole[start : start + rows]
+    first = view.storage_offset() * view.itemsize
+    storage = whole.untyped_storage()[first : first + view.nbytes]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+
+
+def _lying_together(parts: Sequence[Tensor]) -> Tensor | None:
+    first = parts[0]
+    whole = _WHOLES.get((first.device, first.data_ptr()))
+    if whole is None or not first.shape[0] or first.dtype != whole.dtype:
+        return None
+    row = whole.stride(0) * whole.itemsize
+    start, expected = (first.data_ptr() - whole.data_ptr()) // row, first.data_ptr()
+    for part in parts:
+        if part.shape[1:] != whole.shape[1:] or part.dtype != whole.dtype:
+            return None
+        if part.data_ptr() != expected or not part.is_contiguous():
+            return None
+        expected += part.nbytes
+    end = start + sum(part.shape[0] for part in parts)
+    if end > whole.shape[0]:
+        return None
+    return whole if (start, end) == (0, whole.shape[0]) else whole[start:end]

@@ -1,0 +1,1 @@
+"""Watch what derived inputs are made from, and say what they are."""
