@@ -49,9 +49,13 @@ class AdaptedWeights:
         return sum(weights.size_bytes for weights in self._both)
 
     @property
+    def num_writes(self) -> int:
+        return sum(weights.num_writes for weights in self._both)
+
+    @property
     def tables(self) -> Mapping[int, dict[str, Any]]:
-        """Return, by the id of a layer that is wrapped, its Parameters with those that stand for
-        or beside its own."""
+        """Return, by the id of a layer that is wrapped, what is read in the place of its Parameters
+        or beside them."""
         return {**self.merged.tables, **self.low_rank.tables}
 
     @property

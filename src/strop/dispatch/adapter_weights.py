@@ -91,8 +91,9 @@ class AdapterWeights(Generic[Layer]):
 
     @property
     def tables(self) -> Mapping[int, dict[str, Any]]:
-        """Return, by the id of a layer that is wrapped, its Parameters with what is read."""
-        return {n: layer.base._parameters | layer.written for n, layer in self._layers.items()}
+        """Return, by the id of a layer that is wrapped, what is read in the place of its Parameters
+        or beside them."""
+        return {number: dict(layer.written) for number, layer in self._layers.items()}
 
     @property
     def stand_ins(self) -> dict[int, nn.Module]:
@@ -130,6 +131,7 @@ class AdapterWeights(Generic[Layer]):
         has_new_settings = is_new or self._settings.differs()
         if not (has_new_content or has_new_settings or self.needs_refresh(scale)):
             return False
+        self._wish = None  # should writing fail half way
         with torch.inference_mode(False), torch.no_grad():
             self._write(list(self._layers.values()), scale)
             self._wish = scale, self.rows

@@ -107,7 +107,7 @@ class Captured:
     rows: tuple[TensorSpec, ...] = ()  # of each table, as many elements as it has rows
 
 
-Tables = Mapping[int, dict[str, Any]]  # Parameters that stand for a layer's own, by its id
+Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +120,8 @@ def state_places(
     parts: Iterable[tuple[str, nn.Module]], tables: Tables = MappingProxyType({})
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield where each tensor of some modules with their paths is held: its name, a table and a
-    key. ``tables`` are read in the place of a module's own Parameters."""
+    key. ``tables`` hold what is read in the place of some of a module's own Parameters, or beside
+    them."""
     seen: set[int] = set()
     parts = list(parts)
     weights = (
@@ -128,13 +129,15 @@ def state_places(
     )
     devices = {weight.device for weight in weights if weight is not None}
     for path, owner in parts:
-        own = tables.get(id(owner), owner._parameters)
+        others = tables.get(id(owner), {})
         start = f"{path}." if path else ""
-        for table in (own, owner._buffers):
-            for key, tensor in table.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield start + key, table, key
+        own, buffers = owner._parameters, owner._buffers
+        places = [(others if key in others else own, key) for key in own | others]
+        for table, key in (*places, *((buffers, key) for key in buffers)):
+            tensor = table[key]
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield start + key, table, key
         for key, value in own_attributes(owner):
             if type(value) is Tensor and id(value) not in seen and _is_data(value, devices):
                 seen.add(id(value))
@@ -166,7 +169,7 @@ def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) ->
     try:
         clone = _deep_copied(module, memo)
         for number, table in tables.items():
-            memo[number]._parameters = dict(table)
+            memo[number]._parameters |= table
         clone = _unwrapped(clone) if tables else clone
         for number in tables:
             stand_in(memo[number])
