@@ -134,7 +134,7 @@ def wait(unet: Any, call: Callable[[], None]) -> dict[str, Any]:
         "traces": dispatcher.variants.num_captures,
         "rebinds": dispatcher.counters.rebinds,
         "graphs": sum(pool.num_captures for pool in cuda_graphs._POOLS.values()),
-        "weight_writes": dispatcher.counters.weight_writes,
+        "weight_writes": dispatcher.state.effective.num_writes,
         "eager_calls": dispatcher.counters.eager_calls,
         "launches": dispatcher.counters.launches,
         "derived_mb": round(dispatcher.state.effective.size_bytes / 1e6, 1),

@@ -85,7 +85,7 @@ def measure(name: str, config: Any, side: int, rounds: int) -> None:
             f" {far:.1e} from none"
         )
         row = report_of({"unet": one.dispatcher}).components[0]
-        print(f"  {counted(row.num_launches, 'launch')} a step; {row.hoisted or 'nothing hoisted'}")
+        print(f"  {counted(row.num_launches, 'launch')} a step", *row.derived, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import strop
 from strop.bench.pipelines import actions_weights as weights
-from strop.runtime.loop import hoisting
+from strop.dispatch.derived_inputs import HOISTED
+from strop.runtime.derived import sources
 from tests.e2e import tiny
 
 STEPS = 4
@@ -37,8 +38,8 @@ def pipeline(*, hoist: bool, device: str = "cpu", **more: Any) -> Any:
 
 
 def counts(pipe: Any) -> Counts:
-    row = strop.explain(pipe).components[0].hoisted
-    return (row.num_runs, row.num_reuses) if row else (0, 0)
+    row = strop.explain(pipe).components[0].derived_of(HOISTED)
+    return (row.num_made, row.num_reuses) if row else (0, 0)
 
 
 def picture(pipe: Any, seed: int = 3, guidance: float = 7.5, **more: Any) -> Tensor:
@@ -205,7 +206,7 @@ def test_the_next_step_sees_what_a_callback_did(callback: Callback, device: str)
 
 def test_these_tests_would_notice_a_missing_check(monkeypatch):
     """Without versions, a prompt that was written to in place goes unseen."""
-    monkeypatch.setattr(hoisting, "versions_of", lambda tensors: ())
+    monkeypatch.setattr(sources, "versions_of", lambda tensors: ())
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     more = after_step(1, prompt_written)
     assert not is_same(picture(on, **more), picture(off, **more))

@@ -15,6 +15,7 @@ import strop
 from strop.bench.pipelines import actions_adapters as adapters
 from strop.bench.pipelines import actions_code as code
 from strop.bench.pipelines import actions_weights as weights
+from strop.dispatch.derived_inputs import HOISTED
 from strop.dispatch.dispatcher import Dispatcher
 from tests.diffusion import test_never_stale as changes
 from tests.diffusion.test_hoisting import counts, is_same, picture, pipeline, plain  # noqa: F401
@@ -77,7 +78,7 @@ def test_nothing_is_reused_outside_of_a_loop():
     assert counts(pipe) == (4, 1)
     alone = strop.optimize(tiny.unet(), options=tiny.options(hoist=True))
     alone(*args)
-    assert strop.explain(alone).components[0].hoisted is None, "nobody tells of its loops"
+    assert strop.explain(alone).components[0].derived_of(HOISTED) is None, "nobody tells of loops"
 
 
 def test_the_end_of_a_loop_lets_go_of_the_prompt():
@@ -102,7 +103,7 @@ def test_shapes_share_the_memory():
     assert all(map(torch.equal, on.results, off.results))
     assert counts(on) == (8, 8)
     bounds = [entry.bounds[0] for entry in on.unet.forward._entries.values()]
-    kept = strop.explain(on).components[0].hoisted.kept_bytes
+    kept = strop.explain(on).components[0].derived_of(HOISTED).size_bytes
     assert kept == max(bound.kept_bytes for bound in bounds)
     # what is kept no longer lies in the arena
     others = [entry.bounds[0] for entry in off.unet.forward._entries.values()]

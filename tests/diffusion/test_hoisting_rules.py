@@ -14,12 +14,14 @@ from torch.nn import functional as F
 import strop
 from strop.api import optimize_module
 from strop.dispatch.adapter import Adapter
+from strop.dispatch.derived_inputs import HOISTED
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.signature import Skeleton
 from strop.ir.dims import const
 from strop.ir.program import CallStep, TensorRef
+from strop.runtime.derived.sources import versions_of
 from strop.runtime.loop.denoise_loop import DenoiseLoop
-from strop.runtime.loop.hoisting import prologue_of, stamp_of, versions_of
+from strop.runtime.loop.hoisting import prologue_of, stamp_of
 from strop.runtime.run.cuda_graphs import CapturedGraph
 from strop.runtime.run.executor import Bound
 from tests.diffusion.test_hoisting import plain  # noqa: F401
@@ -178,7 +180,7 @@ def test_weights_of_inference_mode_are_not_reused() -> None:
         with torch.inference_mode():
             torch.testing.assert_close(found, two_in_a_row(net, x, p))
             net.key.weight.mul_(2)
-    assert strop.explain(net).components[0].hoisted.num_reuses == 0
+    assert strop.explain(net).components[0].derived_of(HOISTED).num_reuses == 0
 
 
 @dataclass

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import strop
 from strop.api import optimize_module
+from strop.dispatch.derived_inputs import HOISTED, TIMETABLE
 from strop.dispatch.dispatcher import Dispatcher
-from strop.runtime.loop import hoisting, timetable
+from strop.runtime.derived import sources
+from strop.runtime.loop import timetable
 from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of, place_among
 from strop.runtime.loop.hoisting import stamp_of
 from strop.runtime.run.cuda_graphs import CapturedGraph
@@ -49,8 +51,8 @@ Counts = tuple[int, int]  # timetables that were made, and calls that found thei
 
 
 def counts(pipe: Any) -> Counts:
-    row = strop.explain(pipe).components[0].hoisted
-    return (row.num_timetables, row.num_looked_up) if row else (0, 0)
+    row = strop.explain(pipe).components[0].derived_of(TIMETABLE)
+    return (row.num_made, row.num_reuses) if row else (0, 0)
 
 
 def test_one_timetable_a_picture():
@@ -59,9 +61,11 @@ def test_one_timetable_a_picture():
         assert is_same(picture(on, seed=number), picture(off, seed=number))
         assert counts(on) == (number, number * (STEPS - 1))
     row, without = (strop.explain(pipe).components[0] for pipe in (on, off))
-    assert row.hoisted.num_timed == NUM_TIMED
-    assert row.num_launches == without.num_launches - row.hoisted.num_launches - NUM_TIMED
-    assert f"{NUM_TIMED} launches for all timesteps at once, run 2x" in str(row.hoisted)
+    hoisted, timed = row.derived_of(HOISTED), row.derived_of(TIMETABLE)
+    assert timed.count == NUM_TIMED
+    assert row.num_launches == without.num_launches - hoisted.count - NUM_TIMED
+    assert f"computed for all timesteps at once: {NUM_TIMED} launches, " in str(timed)
+    assert timed.size_bytes > 0
 
 
 def time_weight_written(pipe: Any, step: int, t: Tensor, now: dict[str, Any]) -> dict[str, Any]:
@@ -118,8 +122,7 @@ def test_the_next_step_sees_what_a_callback_did(callback: Callable[..., Any], de
 def test_these_tests_would_notice_a_missing_check(
     callback: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (hoisting, timetable):
-        monkeypatch.setattr(module, "versions_of", lambda tensors: ())
+    monkeypatch.setattr(sources, "versions_of", lambda tensors: ())
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     more = after_step(1, callback)
     assert not is_same(picture(on, **more), picture(off, **more))

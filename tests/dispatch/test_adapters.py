@@ -15,6 +15,7 @@ from peft import LoHaConfig, LoraConfig
 from torch import Tensor, nn
 
 import strop
+from strop.dispatch.derived_inputs import EFFECTIVE
 from strop.dispatch.effective_weights import EffectiveWeights
 from strop.frontend.adapted_layers import scale_argument
 from strop.runtime.run.cuda_graphs import pool_of
@@ -205,12 +206,14 @@ def test_nothing_is_written_where_nothing_has_changed(tmp_path: Path) -> None:
         for unet in (eager, fast):
             unet.set_adapters(["a"], [weight])
         assert_as_eager(eager, fast)
-        assert fast.forward.counters.weight_writes == writes
+        assert fast.forward.state.effective.num_writes == writes
     assert fast.forward.counters.rebinds == rebinds
     (row,) = strop.explain(fast).components
-    assert row.adapted is not None
-    assert row.adapted.num_layers == sum("lora_A.a" in n for n, _ in fast.named_parameters())
-    assert f"of {row.adapted.num_layers} layers" in str(strop.explain(fast))
+    found = row.derived_of(EFFECTIVE)
+    assert found is not None
+    assert found.count == sum("lora_A.a" in n for n, _ in fast.named_parameters())
+    assert (found.num_made, found.num_reuses) == (3, 0)
+    assert f"{found.count} layers" in str(strop.explain(fast))
 
 
 def test_parameters_stay_bit_by_bit(tmp_path: Path) -> None:

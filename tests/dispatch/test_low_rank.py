@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import strop
 from strop import passes
 from strop.dispatch import adapted_weights
+from strop.dispatch.derived_inputs import EFFECTIVE, LOW_RANK
 from strop.dispatch.low_rank_weights import LowRankWeights
 from strop.errors import CaptureError, OptionError, ShapeError, UnsupportedError
 from strop.options import Options
@@ -108,14 +109,16 @@ def test_the_memory_is_that_of_the_factors(tmp_path: Path) -> None:
     add(fast)
     fast(given())
     (row,) = strop.explain(fast).components
-    found = row.adapted
+    assert row.derived_of(EFFECTIVE) is None
+    found, weights = row.derived_of(LOW_RANK), fast.forward.state.effective.low_rank
     assert found is not None
-    assert (found.num_layers, found.size_bytes) == (0, 0)
-    assert (found.num_low_rank, found.rank) == (len(TARGETS), 16)
+    assert (found.count, weights.rank) == (len(TARGETS), 16)
     linears = 4 * 16 * (16 + 16)
-    assert found.low_rank_bytes == 4 * (linears + 16 * (4 * 9 + 16))
-    assert found.num_products == 2 + 1 + 3 + 2  # A of q, k and v is one product
-    assert "adapters beside the weights: of 5 layers, up to rank 16" in str(strop.explain(fast))
+    assert weights.size_bytes == 4 * (linears + 16 * (4 * 9 + 16))
+    assert found.size_bytes == weights.size_bytes + weights.watch_bytes
+    products = 2 + 1 + 3 + 2  # A of q, k and v is one product
+    assert f"up to rank 16, {products} more products a call" in found.detail
+    assert "factors of adapters beside the weights: 5 layers, " in str(strop.explain(fast))
     assert "(1.60 a layer) " not in str(strop.explain(fast))
     assert "lora='unmerged'" in str(strop.explain(fast))
 
@@ -512,5 +515,6 @@ def test_pictures_of_a_pipeline_have_adapters_of_their_own(tmp_path: Path) -> No
         torch.testing.assert_close(found, rows, rtol=1e-3, atol=1e-4)
     (row,) = (c for c in strop.explain(fast).components if c.name == "unet")
     assert row.num_captures == 1
-    assert row.adapted is not None
-    assert row.adapted.num_low_rank > 10
+    found = row.derived_of(LOW_RANK)
+    assert found is not None
+    assert found.count > 10

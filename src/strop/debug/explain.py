@@ -17,10 +17,8 @@ from strop.debug.chosen import chosen
 from strop.debug.costs import Machine, bytes_moved, machine
 from strop.debug.listing import call_text, graph_text, listing, type_text
 from strop.debug.report import (
-    AdaptedRow,
     ComponentRow,
     GraphRow,
-    HoistedRow,
     KernelRow,
     PatternRow,
     RefusalRow,
@@ -28,9 +26,9 @@ from strop.debug.report import (
     StepRow,
 )
 from strop.debug.steps import step_rows
+from strop.dispatch.derived_inputs import ServedModule, derived_inputs
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
-from strop.dispatch.low_rank_weights import num_products
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.variants import Variant
 from strop.errors import OptionError
@@ -144,47 +142,11 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         fallbacks={**counters.fallbacks, **(log.fallbacks if log else {})},
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),
-        hoisted=_hoisted(dispatcher),
-        adapted=_adapted(dispatcher),
+        derived=derived_inputs(
+            ServedModule(dispatcher.state, dispatcher.loop, counters.hoisted, _latest(dispatcher))
+        ),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
-    )
-
-
-def _adapted(dispatcher: Dispatcher) -> AdaptedRow | None:
-    weights, latest = dispatcher.state.effective, _latest(dispatcher)
-    if not weights:
-        return None
-    return AdaptedRow(
-        len(weights.merged),
-        weights.merged.size_bytes,
-        dispatcher.counters.weight_writes,
-        len(weights.low_rank),
-        weights.low_rank.size_bytes,
-        weights.low_rank.rank,
-        num_products(latest.variant.program, latest.variant.state_names) if latest else 0,
-        weights.reason,
-    )
-
-
-def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
-    """Describe what is hoisted, where the latest shape has something to hoist."""
-    latest = _latest(dispatcher)
-    bounds = list(latest.bounds.values()) if latest is not None else []
-    if not bounds or not (bounds[0].hoisted.steps or bounds[0].timetable.steps):
-        return None
-    places = list(dispatcher.loop.kept.values())
-    kept_bytes = sum(kept.memory.nbytes for kept in places)
-    kept_bytes += sum(table.held_bytes for kept in places for table in kept.timetables)
-    tally = dispatcher.counters.hoisted
-    return HoistedRow(
-        len(bounds[0].hoisted.steps),
-        kept_bytes,
-        tally.num_runs,
-        tally.num_reuses,
-        len(bounds[0].timetable.steps),
-        tally.num_timetables,
-        tally.num_looked_up,
     )
 
 

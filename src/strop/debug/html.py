@@ -57,18 +57,37 @@ def _component(c: ComponentRow) -> str:
     rows = [(f"eager {count}x", escape(why)) for why, count in c.fallbacks.items()]
     rows += [(f"traced by torch {n}x", escape(why)) for why, n in c.traced_by_torch.items()]
     rows += [("not finite", escape(text)) for text in c.nonfinite]
-    hoisted = "".join(f" {row}." for row in (c.hoisted, c.adapted) if row is not None)
     rows += [("check", escape(text)) for text in c.findings]
     troubles = "".join(f'<p class="bad">{what}: {why}</p>' for what, why in rows)
     head = (
         f"<h2>{escape(c.name)}</h2><p>{counted(c.num_calls, 'call')}, {c.num_eager_calls} of them"
         f" eager, {counted(c.num_replays, 'graph replay')}; {counted(c.num_shapes, 'shape')},"
         f" {counted(len(c.graphs), 'graph')}, {counted(c.num_recompiles, 'recompile')};"
-        f" {counted(c.num_launches, 'launch')} in the latest call."
-        f"{hoisted}</p>"
+        f" {counted(c.num_launches, 'launch')} in the latest call.</p>"
     )
     profile = roofline_page.profile_section(c.profile, _table) if c.profile else ""
-    return head + troubles + profile + "".join(map(_graph, c.graphs))
+    return head + troubles + _derived(c) + profile + "".join(map(_graph, c.graphs))
+
+
+def _derived(c: ComponentRow) -> str:
+    """Show what is read in the place of weights and arguments."""
+    if not c.derived:
+        return ""
+    rows = (
+        (
+            escape(row.kind),
+            counted(row.count, row.unit),
+            f"{row.size_bytes / 1e6:.2f}",
+            _number(row.num_made),
+            _number(row.num_reuses),
+            escape(row.remade),
+            escape(row.detail),
+        )
+        for row in c.derived
+    )
+    return "<h3>Derived inputs</h3>" + _table(
+        ("derived input", "", "MB", "made", "used again", "anew when", ""), rows
+    )
 
 
 def _graph(g: GraphRow) -> str:

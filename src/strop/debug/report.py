@@ -9,6 +9,7 @@ from typing import Any
 
 from strop.debug.chosen import ChoiceRow
 from strop.debug.roofline import ProfileRow, profile_lines
+from strop.dispatch.derived_inputs import DerivedInput
 from strop.wording import counted
 
 _TOP = 8  # kernels in the short text
@@ -113,71 +114,6 @@ class GraphRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HoistedRow:
-    """Say what one module computes once a denoise loop: ``num_launches`` at the latest shape. They
-    have run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
-    ``kept_bytes`` of memory, that of other streams and of larger shapes included.
-
-    ``num_timed`` launches depend on the timestep as well, and run for all timesteps of a loop at
-    once: ``num_timetables`` times, of which ``num_looked_up`` calls had what they needed."""
-
-    num_launches: int
-    kept_bytes: int
-    num_runs: int
-    num_reuses: int
-    num_timed: int = 0
-    num_timetables: int = 0
-    num_looked_up: int = 0
-
-    def __str__(self) -> str:
-        text = (
-            f"hoisted out of denoise loops: {counted(self.num_launches, 'launch')}, run"
-            f" {self.num_runs}x,"
-            f" reused {self.num_reuses}x, {self.kept_bytes / 1e6:.2f} MB kept"
-        )
-        if not self.num_timed:
-            return text
-        return (
-            f"{text}; {counted(self.num_timed, 'launch')} for all timesteps at once, run"
-            f" {self.num_timetables}x, looked up {self.num_looked_up}x"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedRow:
-    """Say which layers of one module have adapters: ``num_layers`` read one weight that stands for
-    their own weight and all adapters, ``num_low_rank`` their own and two factors of ``rank``, by
-    ``num_products`` more products a call. ``num_writes`` counts how often adapters changed what
-    these are while all that is compiled and bound stayed; ``reason`` says why it is done so."""
-
-    num_layers: int
-    size_bytes: int
-    num_writes: int
-    num_low_rank: int = 0
-    low_rank_bytes: int = 0
-    rank: int = 0
-    num_products: int = 0
-    reason: str = ""
-
-    def __str__(self) -> str:
-        texts = []
-        if self.num_layers:
-            texts.append(
-                f"weights with adapters in them: of {counted(self.num_layers, 'layer')},"
-                f" {self.size_bytes / 1e6:.2f} MB"
-            )
-        if self.num_low_rank:
-            texts.append(
-                f"adapters beside the weights: of {counted(self.num_low_rank, 'layer')},"
-                f" up to rank {self.rank}, {self.low_rank_bytes / 1e6:.2f} MB,"
-                f" {counted(self.num_products, 'more product')} a call"
-                f" ({self.num_products / self.num_low_rank:.2f} a layer)"
-            )
-        why = f" ({self.reason})" if self.reason else ""
-        return f"{'; '.join(texts)}, written anew {self.num_writes}x{why}"
-
-
-@dataclass(frozen=True, slots=True)
 class ComponentRow:
     """Describe one optimised module and what has happened to it."""
 
@@ -194,8 +130,7 @@ class ComponentRow:
     fallbacks: Mapping[str, int]
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
-    hoisted: HoistedRow | None = None
-    adapted: AdaptedRow | None = None
+    derived: tuple[DerivedInput, ...] = ()  # what is read in the place of weights and arguments
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
     profile: ProfileRow | None = None  # measured by debug.profile
@@ -203,6 +138,9 @@ class ComponentRow:
     @property
     def latest(self) -> GraphRow | None:
         return next((g for g in self.graphs if g.is_latest), None)
+
+    def derived_of(self, kind: str) -> DerivedInput | None:
+        return next((row for row in self.derived if row.kind == kind), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +265,8 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {counted(c.num_recompiles, 'recompile')}, {counted(c.num_shapes, 'shape')},"
         f" {counted(c.num_launches, 'launch')}"
     ]
-    lines += [f"  {row}" for row in (c.hoisted, c.adapted) if row is not None]
+    lines += ["  derived inputs:"] if c.derived else []
+    lines += [f"    {row}" for row in c.derived]
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  traced by torch {count}x: {why}" for why, count in c.traced_by_torch.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]

@@ -15,7 +15,6 @@ class Counters:
     eager_calls: int = 0
     replays: int = 0
     rebinds: int = 0
-    weight_writes: int = 0  # how often those of layers with adapters were written
     launches: int = 0  # of the latest call
     nonfinite: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)

@@ -302,20 +302,20 @@ class Dispatcher:
             if not has_changed:
                 self._refresh_weights(call)
             return has_changed, _NO_RESULT
-        before = self.counters.replays, replace(self.counters.hoisted)
+        hoisted = vars(self.counters.hoisted)  # programs count there
+        replays, before = self.counters.replays, dict(hoisted)
         result = self._run_ahead(entry, call.tensors)
         has_changed = self._has_changed()
         if not has_changed and not self._refresh_weights(call):
             return False, result
-        self.counters.replays, self.counters.hoisted = before  # nobody sees that result
+        self.counters.replays = replays  # nobody sees that result
+        hoisted.update(before)
         return has_changed, _NO_RESULT
 
     def _refresh_weights(self, call: GivenCall) -> bool:
         """Write the weights of layers with adapters anew where these have changed, and tell whether
         they have."""
-        has_changed = self.state.effective.refresh(call.beside.lora_scale)
-        self.counters.weight_writes += has_changed
-        return has_changed
+        return self.state.effective.refresh(call.beside.lora_scale)
 
     def _still_refused(self, key: Hashable) -> StropError | None:
         refusal = self._refused.get(key)

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from strop.dispatch.identities import identities, is_equal
-from strop.runtime.derived.sources import Watch
+from strop.runtime.derived.sources import SourceWatch
 
 
-class KnownSettings(Watch):
+class KnownSettings(SourceWatch):
     """Remember the objects at some places, lists of names among them."""
 
     def __init__(self, places: Iterable[tuple[Any, str]]) -> None:

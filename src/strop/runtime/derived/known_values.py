@@ -1,7 +1,7 @@
 """Remember the values of tensors bit by bit, and tell whether they are others.
 
 Nobody counts what is written through ``.data``. A GPU compares beside the work that is launched
-meanwhile.
+meanwhile. What tensors hold now is copied to scratch memory, as much at once as stays in a cache.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.runtime.derived.sources import Watch
+from strop.runtime.derived.sources import SourceWatch
 
-SHARE_BYTES = 32 << 20  # what a GPU compares at once: it stays in the cache of an H100
+SHARE_BYTES = {"cuda": 32 << 20, "cpu": 1 << 18}  # that are compared at once
 WORD = 8  # bytes, and numbers of any type that are whole words together
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class KnownValues(Watch):
+class KnownValues(SourceWatch):
     """Remember what tensors hold, in the memory that they lie in now."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         kinds = dict.fromkeys((t.dtype, t.device) for t in tensors)
-        groups = ([t for t in tensors if (t.dtype, t.device) == kind] for kind in kinds)
         self._groups = [
-            KnownOnGpu(group) if group[0].device.type == "cuda" else KnownOnHost(group)
-            for group in groups
+            KnownGroup([t for t in tensors if (t.dtype, t.device) == kind]) for kind in kinds
         ]
         self.size_bytes = sum(group.size_bytes for group in self._groups)
 
@@ -35,29 +32,9 @@ class KnownValues(Watch):
         for group in self._groups:
             group.begin()
 
-    @torch.no_grad()
     def differs(self) -> bool:
         answers = [group.differs() for group in self._groups]  # of all: each has begun
         return any(answers)
-
-
-class KnownOnHost(Watch):
-    """Remember tensors of one type and device, which are compared one by one."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        sizes = [-(-tensor.numel() // WORD) * WORD for tensor in tensors]
-        known = tensors[0].new_empty(sum(sizes))
-        parts = [
-            part[: tensor.numel()].view(tensor.shape)
-            for part, tensor in zip(known.split(sizes), tensors, strict=True)
-        ]
-        torch._foreach_copy_(parts, list(tensors))
-        self._pairs = list(map(_as_integers, tensors, parts))
-        self.size_bytes = known.nbytes
-
-    def differs(self) -> bool:
-        with torch.inference_mode(False):
-            return not all(torch.equal(now, then) for now, then in self._pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,62 +47,70 @@ class Share:
     known: Tensor
 
 
-class KnownOnGpu(Watch):
-    """Remember tensors of one type and GPU. They are compared share by share, in the same scratch
-    memory, on a stream of their own, so that nobody waits for what is launched meanwhile."""
+class KnownGroup(SourceWatch):
+    """Remember tensors of one type and device. A GPU compares them on a stream of their own, so
+    that nobody waits for what is launched meanwhile."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         device = tensors[0].device
-        shares = [_in_words(some) for some in _shares(tensors)]
+        shares = [_in_words(some) for some in _shares(tensors, SHARE_BYTES[device.type])]
         totals = [sum(tensor.numel() for tensor in some) for some in shares]
-        scratch = tensors[0].new_empty(max(totals))
-        known = tensors[0].new_empty(sum(totals))
+        scratch, known = (tensors[0].new_empty(size) for size in (max(totals), sum(totals)))
+        self.size_bytes = scratch.nbytes + known.nbytes
         self._shares = []
         for some, total, kept in zip(shares, totals, known.split(totals), strict=True):
             torch._foreach_copy_(_parts(kept, some), some)
-            now = scratch[:total].view(torch.int64)
-            self._shares.append(Share(some, _parts(scratch, some), now, kept.view(torch.int64)))
-        self.size_bytes = known.nbytes + scratch.nbytes
+            now, then = (memory.view(torch.int64) for memory in (scratch[:total], kept))
+            self._shares.append(Share(some, _parts(scratch, some), now, then))
         self._done: torch.cuda.Event | None = None
-        self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        for memory in (known, scratch):  # nobody gets it while it may be in use
-            memory.record_stream(self._stream)
-        self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
+        self._is_on_gpu = device.type == "cuda"
+        if self._is_on_gpu:
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            for memory in (scratch, known):  # nobody gets it while it may be in use
+                memory.record_stream(self._stream)
+            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
 
     @torch.no_grad()
     def begin(self) -> None:
         """Compare them, as they are for work that is launched from here on. Nothing is compared
         while the caller captures a CUDA graph."""
-        if torch.cuda.is_current_stream_capturing():
+        if not self._is_on_gpu or torch.cuda.is_current_stream_capturing():
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            found = list(map(_differs, self._shares))
+            found = []
+            for share in self._shares:
+                torch._foreach_copy_(share.room, share.tensors)
+                found.append((share.now != share.known).any())
             answer = torch.stack(found).any() if len(found) > 1 else found[0]
             self._answer.copy_(answer, non_blocking=True)
             self._done = self._stream.record_event()
 
+    @torch.no_grad()
     def differs(self) -> bool:
-        if self._done is None:
-            self.begin()
-        done, self._done = self._done, None
-        if done is None:
-            return False
-        done.synchronize()
-        return bool(self._answer)
+        if self._is_on_gpu:
+            if self._done is None:
+                self.begin()
+            done, self._done = self._done, None
+            if done is None:
+                return False
+            done.synchronize()
+            return bool(self._answer)
+        with torch.inference_mode(False):
+            return any(map(_differs, self._shares))
 
 
-def _differs(share: Share) -> Tensor:
+def _differs(share: Share) -> bool:
     torch._foreach_copy_(share.room, share.tensors)
-    return (share.now != share.known).any()
+    return not torch.equal(share.now, share.known)
 
 
-def _shares(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut them into shares of no more than ``SHARE_BYTES``, but for a tensor that is larger."""
+def _shares(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
+    """Cut them into shares of no more bytes than that, but for a tensor that is larger."""
     share, size_bytes = list[Tensor](), 0
     for tensor in tensors:
-        if share and size_bytes + tensor.nbytes > SHARE_BYTES:
+        if share and size_bytes + tensor.nbytes > most_bytes:
             yield share
             share, size_bytes = [], 0
         share.append(tensor)
@@ -144,12 +129,3 @@ def _parts(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in tensors]
     pieces = memory[: sum(sizes)].split(sizes)
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
-
-
-def _as_integers(now: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as whole numbers, in words where they lie so: those are compared sooner."""
-    first = now.storage_offset() * now.itemsize
-    if now.is_contiguous() and not (now.nbytes % WORD or first % WORD):
-        return now.view(-1).view(torch.int64), known.view(-1).view(torch.int64)
-    kind = _INTEGERS[now.itemsize]
-    return now.view(kind), known.view(kind)

@@ -28,7 +28,7 @@ _DATA_PTR, _IS_INFERENCE, _VERSION = Tensor.data_ptr, Tensor.is_inference, attrg
 _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
-class Watch:
+class SourceWatch:
     """This is one way to watch sources."""
 
     size_bytes = 0  # of what is kept to compare with
@@ -41,10 +41,10 @@ class Watch:
         raise NotImplementedError
 
 
-class Sources(Watch):
+class Sources(SourceWatch):
     """Watch sources in several ways, in this order."""
 
-    def __init__(self, *watches: Watch) -> None:
+    def __init__(self, *watches: SourceWatch) -> None:
         self._watches = watches
 
     @property
@@ -59,7 +59,7 @@ class Sources(Watch):
         return any(watch.differs() for watch in self._watches)
 
 
-class KnownMemory(Watch):
+class KnownMemory(SourceWatch):
     """Remember where tensors lie. If it ``keeps`` their memory, no other tensor gets the address of
     one meanwhile, and steps in memory are compared as well."""
 
@@ -81,7 +81,7 @@ class KnownMemory(Watch):
         )
 
 
-class KnownWrites(Watch):
+class KnownWrites(SourceWatch):
     """Remember how often tensors were written to. None of them may lack a count."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -3,11 +3,11 @@ runs once a loop, and what depends on the timestep as well runs for all timestep
 (``timetable.py``).
 
 The steps of a program that read only such arguments, its prologue, come first and leave their
-results in memory that outlives the run. Later runs start behind them, as long as a ``Stamp`` says
-that the prologue would give the same again: same loop, same tensors, nobody wrote to them. That is
-never guessed from addresses. Writes that torch does not count (through ``.data``, NumPy or DLPack,
-by a kernel of the user's) are why no stamp outlives a denoise loop; tensors without a version, as
-inference mode makes them, have no stamp.
+results in memory that outlives the run. Later runs start behind them, as long as the sources of
+these (``runtime.derived.sources``) say that the prologue would give the same again: same loop, same
+tensors, nobody wrote to them. That is never guessed from addresses. Writes that torch does not
+count (through ``.data``, NumPy or DLPack, by a kernel of the user's) are why nothing outlives a
+denoise loop; tensors without a version, as inference mode makes them, have no stamp.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import is_
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from strop.ir.program import CallStep, KernelStep, Program, Step
+from strop.runtime.derived.sources import KnownMemory, KnownWrites, Sources, versions_of
 from strop.runtime.run.growing_memory import memory_on
 
 if TYPE_CHECKING:
     from strop.runtime.loop.timetable import Timetable
-
-_IS_INFERENCE, _VERSION = Tensor.is_inference, attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +42,17 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Hold what steady arguments are at a call: the caller's own tensors, their versions, and
-    aliases, which keep the memory, so that no other tensor gets its address meanwhile."""
+    """Say which loop a call is of, and with which tensors of the caller's own."""
 
     loop: int
     tensors: tuple[Tensor, ...]
-    aliases: tuple[Tensor, ...]
-    versions: tuple[int, ...]
 
     def beside(self, other: Stamp) -> Stamp:
         """Return the stamp of the tensors of both."""
-        return Stamp(
-            self.loop,
-            self.tensors + other.tensors,
-            self.aliases + other.aliases,
-            self.versions + other.versions,
-        )
+        return Stamp(self.loop, self.tensors + other.tensors)
 
     def equals(self, other: Stamp) -> bool:
-        """Tell whether both are of one loop, and of the same tensors with the same content."""
-        places = zip(self.aliases, other.aliases, strict=True)
-        return (
-            (self.loop, self.versions) == (other.loop, other.versions)
-            and all(map(is_, self.tensors, other.tensors))
-            and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in places)
-        )
+        return self.loop == other.loop and all(map(is_, self.tensors, other.tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +73,12 @@ class Held:
 
     holder: Hoisted | None
     stamp: Stamp
-    versions: tuple[int, ...]  # of the weights
+    sources: Sources
 
-    def equals(self, other: Held) -> bool:
-        is_same = self.holder is other.holder and self.versions == other.versions
-        return is_same and self.stamp.equals(other.stamp)
+    def is_for(self, holder: Hoisted | None, stamp: Stamp) -> bool:
+        """Tell whether these are the results that this one's are to be now."""
+        is_same = self.holder is holder and self.stamp.equals(stamp)
+        return is_same and not self.sources.differs()
 
 
 class Kept:
@@ -180,12 +166,12 @@ class Hoisted:
         its place is forgotten: it is about to run."""
         if not self.steps:
             return True
-        held, versions = self._place.held, versions_of(self._weights)
-        now = None if stamp is None or versions is None else Held(self, stamp, versions)
-        if held is not None and now is not None and held.equals(now):
+        held = self._place.held
+        if held is not None and stamp is not None and held.is_for(self, stamp):
             self._tally.num_reuses += 1
             return True
-        self._place.held, self._next = None, now  # as things are before it runs
+        self._place.held = None
+        self._next = held_now(self, stamp, self._weights)  # as things are before it runs
         return False
 
     def has_run(self) -> None:
@@ -196,20 +182,16 @@ class Hoisted:
 
 def stamp_of(loop: int, tensors: Sequence[Tensor]) -> Stamp | None:
     """None for tensors whose writes nobody counts."""
-    versions = versions_of(tensors)
-    if versions is None:
-        return None
-    return Stamp(loop, tuple(tensors), tuple(t.detach() for t in tensors), versions)
+    return None if versions_of(tensors) is None else Stamp(loop, tuple(tensors))
 
 
-def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Return how often each tensor has been written to; None if one of them does not know."""
-    if any(map(_IS_INFERENCE, tensors)):
+def held_now(holder: Hoisted | None, stamp: Stamp | None, weights: Sequence[Tensor]) -> Held | None:
+    """Note what results come from that are computed now; None where nobody could tell later."""
+    if stamp is None:
         return None
-    try:
-        return tuple(map(_VERSION, tensors))
-    except RuntimeError:  # made in inference mode, with ``.data`` of later
-        return None
+    writes = KnownWrites([*stamp.tensors, *weights])
+    memory = KnownMemory(stamp.tensors, keeps=True)
+    return Held(holder, stamp, Sources(writes, memory)) if writes.are_counted else None
 
 
 def prologue_of(

@@ -29,11 +29,11 @@ from strop.runtime.loop.hoisting import (
     Hoist,
     Moment,
     Prologue,
+    held_now,
     kept_of,
     movable,
     read_by,
     read_by_all,
-    versions_of,
     weights_of,
     writes_inputs,
     written,
@@ -135,6 +135,7 @@ class Timetable:
         self.timed, self.steps = timed, timed.steps
         self.record: Callable[[Run], Run] | None = None
         self.held: Held | None = None  # what the table came from; None: it may not be used
+        self._next: Held | None = None  # what one would come from that this step makes
         self._program, self._env, self._stream, self._hoist = program, env, stream, hoist
         self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
         self._count = 0  # of the timesteps that ``_work`` is for
@@ -146,10 +147,12 @@ class Timetable:
         it."""
         if not self.steps:
             return []
-        if moment is None or self._hoist is None or self._work is None:
+        self._next = None
+        if moment is None or self._hoist is None:
             return None
-        now = self._now(moment)
-        if self.held is None or now is None or not self.held.equals(now):
+        stamp = moment.stamp if self.timed.is_alone else moment.stamp.beside(moment.steady)
+        if self._work is None or self.held is None or not self.held.is_for(None, stamp):
+            self._next = held_now(None, stamp, self._weights)  # as things are before the step runs
             return None
         batch = self._env[self.timed.rows]
         first = moment.place * batch
@@ -170,7 +173,8 @@ class Timetable:
         timesteps, or large batches, nothing; nor before the last one has served half of a loop,
         as where two prompts take turns. ``read``: what ``timed.given`` hold; ``bind``: a part of
         the program at other sizes, in memory of its own, on its stream."""
-        if moment is None or self._hoist is None or (now := self._now(moment)) is None:
+        now, self._next = self._next, None
+        if moment is None or self._hoist is None or now is None:
             return
         count, device = len(moment.timesteps), moment.timesteps.device
         is_unable = count == self._count and self._work is None
@@ -193,11 +197,6 @@ class Timetable:
         self.held, self._num_uses, self._loop = now, 1, moment.stamp.loop  # this step's own
         self._hoist.place.timetables.add(self)
         self._hoist.tally.num_timetables += 1
-
-    def _now(self, moment: Moment) -> Held | None:
-        versions = versions_of(self._weights)
-        stamp = moment.stamp if self.timed.is_alone else moment.stamp.beside(moment.steady)
-        return None if versions is None else Held(None, stamp, versions)  # nobody else's
 
     def _work_for(self, count: int, device: torch.device, bind: Bind) -> TimetableWork | None:
         """Share the work into as many copies of the call's batch as the guards allow, all alike."""
