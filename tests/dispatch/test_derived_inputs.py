@@ -352,6 +352,13 @@ def test_bytes_are_those_of_all_that_is_held(tmp_path: Path) -> None:
     compared = 2 * (first_rows + factors)  # the latest, and room for those of now
     assert fast.row(EFFECTIVE).size_bytes == 4 * (len(TARGETS) * WIDTH**2 + compared)
     assert fast.row(MERGED).size_bytes == 4 * 2 * (WIDTH**2 + WIDTH)  # k and v, with bias
+    report = strop.explain(fast.module)
+    rows = report.to_dict()["components"][0]["derived"]
+    assert {row["kind"] for row in rows} == {EFFECTIVE, MERGED, HOISTED, TIMETABLE}
+    for row in rows:
+        assert all(
+            row[name] in text for name in ("kind", "remade") for text in (str(report), report.html)
+        )
 
 
 def test_what_nobody_reads_any_longer_is_let_go(tmp_path: Path) -> None:
