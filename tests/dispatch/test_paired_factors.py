@@ -13,6 +13,7 @@ from torch import nn
 import strop
 from strop import options, passes
 from strop.dispatch.cornered_factors import bytes_beside, standing, write_again
+from strop.dispatch.derived_inputs import LOW_RANK
 from strop.testing import assert_as_accurate_as_eager
 from tests.dispatch.test_low_rank import TARGETS, activate, add, by_row, given, layers, pictures
 
@@ -96,10 +97,13 @@ def test_where_factors_stand_is_counted(tmp_path: Path) -> None:
     add(fast)
     fast(given().bfloat16())
     (row,) = strop.explain(fast).components
-    assert row.adapted is not None
+    factors = next(one for one in row.derived if one.kind == LOW_RANK)
+    weights = fast.forward.state.effective.low_rank
     linears, conv, beside = 4 * 16 * (16 + 16), 16 * (4 * 9 + 16), (3 * 16) ** 2
-    assert row.adapted.low_rank_bytes == 2 * (linears + conv + beside)
-    assert row.adapted.num_products == 2 + 2 + 2  # the convolution's, and A's and pairs of others
+    assert weights.size_bytes == 2 * (linears + conv + beside)
+    assert factors.size_bytes == weights.size_bytes + weights.watch_bytes
+    # the convolution's two, and A's and pairs of the others
+    assert "6 more products" in factors.detail
 
 
 def test_a_factor_stands_in_several_places() -> None:

@@ -177,7 +177,7 @@ class ModuleState:
         """Take the present pointers as known. ``placed`` is as ``place`` gives it; what is merged
         there stays so from one binding to the next."""
         self._memory = KnownMemory(self.tensors)
-        self.merged.add(placed[len(self.tensors) :])
+        self.merged.add(placed[len(self.tensors) :], {*self.pointers})
 
     def has_new_structure(self) -> bool:
         """Say whether modules, settings, processors, adapters, or names that the code reads, are

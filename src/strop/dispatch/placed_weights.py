@@ -32,9 +32,11 @@ class MergedWeights:
     def size_bytes(self) -> int:
         return sum(piece.nbytes for piece in self._pieces.values())
 
-    def add(self, pieces: Sequence[Tensor | None]) -> None:
-        """Keep these from one binding to the next."""
-        found = {(t.data_ptr(), t.nbytes): t for t in pieces if t is not None}
+    def add(self, pieces: Sequence[Tensor | None], addresses: Collection[int]) -> None:
+        """Keep these, whose parts lie at these addresses, from one binding to the next. Matrices in
+        which copies of factors stand are none."""
+        given = [t for t in pieces if t is not None and t.data_ptr() in addresses]
+        found = {(t.data_ptr(), t.nbytes): t for t in given}
         self.num_writes += len(found.keys() - self._pieces.keys())
         self._pieces |= found
 
