@@ -261,7 +261,11 @@ def _ip_adapter(plus: bool) -> Any:
     return load
 
 
-def ip_adapter_state(model: Any, plus: bool = False, seed: int = 2) -> dict[str, Any]:
+def ip_adapter_state(
+    model: Any, plus: bool = False, seed: int = 2, pictured: int = WIDTH
+) -> dict[str, Any]:
+    """Return what a file of an IP-Adapter holds. ``pictured``: the width of what its image encoder
+    makes of a picture, where it is not ``plus``."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
@@ -281,7 +285,7 @@ def ip_adapter_state(model: Any, plus: bool = False, seed: int = 2) -> dict[str,
     width = model.config.cross_attention_dim
     if not plus:
         shown = {
-            "proj.weight": drawn(4 * width, WIDTH),
+            "proj.weight": drawn(4 * width, pictured),
             "proj.bias": drawn(4 * width),
             "norm.weight": drawn(width),
             "norm.bias": drawn(width),
