@@ -1,44 +1,49 @@
 """Time what a user of LoRA waits for: the next call after a change, and a step with adapters.
 
-python benchmarks/adapters.py [--models sd15-unet,sdxl-unet] [--rank 16] [--out FILE] [--tiny]
+python benchmarks/adapters.py [--models sd15-unet,sdxl-unet] [--rank 16] [--parts calls,loops]
+    [--out FILE] [--tiny]
 
 Each model has random weights and gets two adapters on attention and feed-forward layers. After
 each change the next call is timed in seconds, with what was traced, bound and written anew for it;
-steps are timed in milliseconds, in queues of calls, beside eager torch. STROP_LORA=unmerged times
+steps are timed in milliseconds, in queues of calls, beside eager torch. A call by itself looks for
+changes of adapters each time; the steps of a pipeline's denoise loop do so once. They are timed in
+whole pipelines ("loops"), with two adapters and without, in turns. STROP_LORA=unmerged times
 adapters beside the weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from peft import LoraConfig
 
 import strop
-from strop.bench import environment
+from strop.bench import environment, report
+from strop.bench.adapted_loops import WITH, WITHOUT, loop_steps
 from strop.bench.infer_rows import MODELS
+from strop.bench.timer import give_back
 from strop.bench.transformer_models import TRANSFORMERS
+from strop.bench.wait_models import FLUX_LAYERS, UNET_LAYERS
+from strop.bench.wait_models import MODELS as PIPELINES
 from strop.runtime.run import cuda_graphs
 
-LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
-FLUX_LAYERS = (
-    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"),
-    *("proj_out", "norm.linear", "norm1.linear", "norm1_context.linear"),
-)
 # size, batch, layers with adapters
 CASES: dict[str, tuple[tuple[int, int], int, tuple[str, ...]]] = {
-    "sd15-unet": ((512, 512), 2, LAYERS),
-    "sdxl-unet": ((1024, 1024), 2, LAYERS),
+    "sd15-unet": ((512, 512), 2, UNET_LAYERS),
+    "sdxl-unet": ((1024, 1024), 2, UNET_LAYERS),
     "flux": ((1024, 1024), 1, FLUX_LAYERS),
 }
+# The pipeline whose loop is timed, and a small and a large number of its steps.
+LOOPS = {"sd15-unet": ("sd15", (5, 55)), "sdxl-unet": ("sdxl", (5, 30)), "flux": ("flux", (2, 8))}
+TINY_LOOP = (2, 4)
+MUST_RATIO = 1.01  # of a step with adapters to one without, where they are merged
 # After each, the next call is timed.
 CHANGES: dict[str, Callable[[Any, LoraConfig], None]] = {
     "another call": lambda unet, config: None,
@@ -58,17 +63,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="sd15-unet,sdxl-unet", help=", ".join(CASES))
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--parts", default="calls,loops", help="calls, loops")
     parser.add_argument("--tiny", action="store_true", help="tiny models: to try this out")
     parser.add_argument("--out", type=Path, help="JSON file for every number")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", "Already found a `peft_config`")
+    diffusers.logging.set_verbosity_error()  # it speaks of each file
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = {name: measured(name, device, args) for name in args.models.split(",")}
-    result = {"kind": "adapters", "environment": environment.describe(device), "models": found}
-    if args.out:
-        part = args.out.with_suffix(".part")
-        part.write_text(json.dumps(result, indent=1))
-        part.replace(args.out)
+    result: dict[str, Any] = {"kind": "adapters", "environment": environment.describe(device)}
+    parts = [part for part in PARTS if part in args.parts.split(",")]
+    for name in args.models.split(","):
+        for part in parts:
+            found = PARTS[part](name, device, args)
+            result.setdefault("models", {}).setdefault(name, {}).update(found)
+            give_back(device)
+            if args.out:
+                report.write_json(result, args.out)
 
 
 def measured(name: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -107,6 +117,26 @@ def measured(name: str, device: torch.device, args: argparse.Namespace) -> dict[
     for what, one in steps.items():
         print(f"{name:10} a step: {what:24} {min(one['samples']):8.3f} ms at least", flush=True)
     return {"waits": waits, "steps_ms": steps}
+
+
+def looped(name: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    pipeline, steps = LOOPS[name]
+    found = loop_steps(
+        PIPELINES[pipeline],
+        device,
+        TINY_LOOP if args.tiny else steps,
+        rank=args.rank,
+        is_tiny=args.tiny,
+    )
+    for part in (WITHOUT, WITH):
+        print(f"{name:10} a step in a loop: {part:17} {found['step_ms'][part]['p50']:8.3f} ms")
+    ratio = found["ratio"]
+    spread = f"{ratio['p50']:.4f} ({ratio['p20']:.4f} to {ratio['p80']:.4f})"
+    print(f"{name:10} a step in a loop: ratio {spread}, must {MUST_RATIO} if merged", flush=True)
+    return {"loops": found | {"must_ratio": MUST_RATIO}}
+
+
+PARTS = {"calls": measured, "loops": looped}
 
 
 def add(unet: Any, name: str, config: LoraConfig) -> None:
