@@ -363,3 +363,57 @@ def test_gradients_are_those_of_eager(name: str):
     for results, values in zip(found, wanted, strict=True):
         for result, value in zip(results, values, strict=True):
             torch.testing.assert_close(result, value)
+
+
+# what explain says
+
+
+def _explained(module: nn.Module, *args: Tensor) -> tuple[int, list[str], str]:
+    """Compile, and return how many blocks were copied, why others were not, and the line of it."""
+    num_copied(module, *args)
+    report = strop.explain(module)
+    graph = report.graphs[0]
+    lines = [
+        line for line in str(report).splitlines() if "traced again" in line or "copied" in line
+    ]
+    assert len(lines) == 1
+    return graph.num_copied_blocks, list(graph.traced_blocks), lines[0].strip()
+
+
+def test_explain_counts_copies():
+    copied, again, line = _explained(Stack([Block() for _ in range(4)]), X)
+    assert (copied, again) == (3, [])
+    assert line == "3 repeated blocks copied"
+
+
+OTHERWISE = {
+    "its plain arguments": lambda n, block, x: block(x, scale=1.0 + n % 2),
+    "sizes, types or layouts of its tensors": lambda n, block, x: (
+        block(x.contiguous()) if n % 2 else block(x.transpose(0, 1)).transpose(0, 1)
+    ),
+    "how its arguments lie within each other": lambda n, block, x: (
+        block(x) if n % 2 else block(x=x)
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", OTHERWISE)
+def test_explain_says_how_calls_differ(reason: str):
+    stack = Stack([Block() for _ in range(4)], OTHERWISE[reason])
+    copied, again, line = _explained(stack, X)
+    assert copied == 2
+    assert len(again) == 1
+    assert again[0].startswith("1 Block: ")
+    assert reason in again[0]
+    assert line == f"2 repeated blocks copied; traced again: {again[0]}"
+
+
+def test_explain_names_other_settings():
+    stack = Stack([Block(), Block(), Block(gain=2.0)])
+    assert _explained(stack, X)[:2] == (1, ["1 Block: its modules or their settings (act)"])
+
+
+def test_explain_says_what_cannot_be_copied():
+    stack = Stack([Writing("argument") for _ in range(3)], lambda n, block, x: block(x + n))
+    reason = "it reads or writes what it was not given, or draws random numbers"
+    assert _explained(stack, X)[:2] == (0, [f"2 Writing: {reason}"])

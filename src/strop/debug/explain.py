@@ -212,6 +212,8 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
         is_latest=is_latest,
         is_ragged=variant.is_ragged,
         fixed=variant.fixed,
+        num_copied_blocks=variant.num_copied_blocks,
+        traced_blocks=variant.traced_blocks,
         from_disk=variant.from_disk,
         seconds=_seconds(variant),
     )

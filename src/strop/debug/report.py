@@ -107,6 +107,8 @@ class GraphRow:
     role: str = "inference"  # or "forward", "backward" of a training step
     num_saved: int = 0  # tensors that a forward keeps for its backward
     fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
+    num_copied_blocks: int = 0  # repeated ones that were not traced
+    traced_blocks: tuple[str, ...] = ()  # those that had to be, though one of their kind had been
 
     @property
     def bound_us(self) -> float:
@@ -310,6 +312,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
             f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
         )
     lines += [f"  its code fixes {text}" for text in g.fixed]
+    lines += [f"  {text}" for text in _block_texts(g)]
     for op, origins in _opaque(g).items():
         lines.append(
             f"  {len(origins):4d}x {op} in torch  <- {_from(tuple(dict.fromkeys(origins)))}"
@@ -319,6 +322,15 @@ def _graph_lines(g: GraphRow) -> list[str]:
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
         lines.append(f"  {counted(count, 'edge', '4d')} not fused: {reason}")
     return lines
+
+
+def _block_texts(g: GraphRow) -> list[str]:
+    """Return a line on repeated blocks, if there are any."""
+    copied = (
+        f"{counted(g.num_copied_blocks, 'repeated block')} copied" if g.num_copied_blocks else ""
+    )
+    again = f"traced again: {'; '.join(g.traced_blocks)}" if g.traced_blocks else ""
+    return ["; ".join(filter(None, (copied, again)))] if copied or again else []
 
 
 def _kernels_of_calls(g: GraphRow) -> list[str]:

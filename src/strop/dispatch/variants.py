@@ -93,6 +93,8 @@ class Variant:
     wants: tuple[bool, ...] | None = None
     same: tuple[Same, ...] = ()  # see ``Captured``
     rows: tuple[TensorSpec, ...] = ()  # of each table of the module, see ``Captured``
+    num_copied_blocks: int = 0  # that were not traced, as they are like an earlier one
+    traced_blocks: tuple[str, ...] = ()  # those that were traced once more, and why
 
     def fits(self, sizes: Sizes, state: ModuleState) -> bool:
         return self.env(sizes, state) is not None
@@ -404,6 +406,8 @@ class VariantStore:
             wants=state.wants if captured.has_gradients else None,
             same=captured.same,
             rows=captured.rows,
+            num_copied_blocks=captured.blocks.num_copied,
+            traced_blocks=captured.blocks.texts(),
         )
 
     def _captured(

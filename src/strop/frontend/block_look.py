@@ -28,6 +28,15 @@ _TABLES = ("_parameters", "_buffers", "_modules", "forward")
 _BY_VALUE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was not made in C
+# What a key of a look is made of, in its order.
+LOOK_PARTS = (
+    "its modules or their settings",
+    "how its arguments lie within each other",
+    "its plain arguments",
+    "sizes, types or layouts of its tensors",
+    "which of its tensors are one",
+    "a mode of torch",
+)
 _DEPTH = 6  # of containers and objects within each other
 
 

@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
 from strop.frontend.adapted_layers import is_folded
+from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
@@ -105,6 +106,7 @@ class Captured:
     has_gradients: bool = False  # whether it turns gradients on: which weights want one matters
     same: tuple[Same, ...] = ()  # leaves of its result that are other tensors themselves
     rows: tuple[TensorSpec, ...] = ()  # of each table, as many elements as it has rows
+    blocks: BlockReuse = field(default_factory=BlockReuse)  # repeated ones
 
 
 Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
@@ -244,10 +246,10 @@ def capture(
         fakes += [shape_env.numbers.symbol(shape_env, n) for n in range(len(numbers))]
         traced = functools.partial(_traced, module, call, fake_state, fakes, mode, watch)
         try:
-            gm, out_spec, origins, reads, same = traced()
+            gm, out_spec, origins, reads, same, blocks = traced()
         except WriteThroughViewError:  # torch can take these out too, at the price of copies
             apart = functools.partial(functionalize, remove="mutations")
-            gm, out_spec, origins, reads, same = traced(apart)
+            gm, out_spec, origins, reads, same, blocks = traced(apart)
     check_constants(gm, module)
     pinned = rows_read_otherwise(gm, tuple(state), rows)
     own = [*specs, *rows.values()]
@@ -267,6 +269,7 @@ def capture(
         reads.has_gradients,
         same,
         found.specs[len(specs) :],
+        blocks,
     )
 
 
@@ -431,7 +434,7 @@ def _traced(
     mode: FakeTensorMode,
     watch: TraceWatch,
     transform: Callable[[Any], Any] | None = None,
-) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], LayoutReads, tuple[Same, ...]]:
+) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], LayoutReads, tuple[Same, ...], BlockReuse]:
     specs: list[pytree.TreeSpec] = []
     same: list[Same] = []
     assert isinstance(mode.shape_env, TracedSizes)
@@ -460,20 +463,21 @@ def _traced(
         return leaves
 
     origins: dict[str, str] = {}
+    blocks = RepeatedBlocks(module, origins, watch, reads)
     texts = python_floats() if numbers.values else nullcontext()
     with (
         no_effects(module, private=False),
         tracing(module, mode, reads, origins, watch.entered),
         texts,
         # what torch takes writes out of is wrapped, and has no node of its own
-        nullcontext() if transform else RepeatedBlocks(module, origins, watch, reads).watched(),
+        nullcontext() if transform else blocks.watched(),
     ):
         function = transform(flat) if transform else flat
         gm = make_fx(function, DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
     settle_origins(gm, module, origins)
     make_functional(gm)
-    return gm, specs[-1], origins, reads, tuple(same)
+    return gm, specs[-1], origins, reads, tuple(same), blocks.reuse
 
 
 def _known(leaves: Sequence[Any], given: Mapping[str, Sequence[Tensor]]) -> Iterator[Same]:

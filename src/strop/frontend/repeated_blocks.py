@@ -24,10 +24,12 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from strop.frontend.block_look import Look, holds, look_at, module_look, repeated
+from strop.frontend.block_reuse import CHANGES_ITSELF, BlockReuse, Uncopied
 from strop.frontend.copied_nodes import RecordedNodes, copy_nodes, last_node, record, tensor_of
 from strop.frontend.layout_reads import LayoutReads
 
 _LEAST_PARTS = 3  # modules in a block, with itself: to look at a smaller one takes as long
+UNREPEATABLE = "it reads or writes what it was not given, or draws random numbers"
 _unwatched = torch._C.DisableTorchFunction  # the questions are ours, not the forward's
 
 
@@ -62,16 +64,29 @@ class BlocksAlike(ABC):
         self._origins, self._watch = origins, watch
         self._paths = {id(part): path for path, part in module.named_modules()}
         self._blocks = repeated(module, _LEAST_PARTS)
-        self._known: dict[Hashable, Any] = {}  # None: has to run
+        self._kinds = {id(block): _kind_of(block) for block in self._blocks}
+        self._known: dict[Hashable, Any] = {}  # Uncopied: has to run
+        self.reuse = BlockReuse()
+        self._note_others(module)
 
     @abstractmethod
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
-        """Run a block of a new look. Return its result, and what ``run_like`` gets of it; None
-        where it cannot be copied."""
+        """Run a block of a new look. Return its result, and what ``run_like`` gets of it;
+        ``Uncopied`` where it cannot be copied."""
 
     @abstractmethod
     def run_like(self, known: Any, call: BlockCall) -> Any:
         """Return the result of a block that looks like a known one."""
+
+    def _note_others(self, module: nn.Module) -> None:
+        """Note blocks that are no copies of repeated ones of their kind."""
+        first = {self._kinds[id(block)]: block for block in reversed(self._blocks)}
+        classes = {type(block) for block in self._blocks}
+        for part in module.modules():
+            is_other = type(part) in classes and id(part) not in self._kinds
+            block = first.get(_kind_of(part)) if is_other else None
+            if block is not None:
+                self.reuse.note_built_otherwise(part, block)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -93,23 +108,30 @@ class BlocksAlike(ABC):
             return forward(*args, **kwargs)
         with _unwatched():
             look = look_at(block, (args, kwargs), mode.tracer)
+        kind = self._kinds[id(block)]
         if look is None:
+            self.reuse.note_unlike(block, kind)
             return forward(*args, **kwargs)
         with _unwatched():
             key = (look.key, self._asked(look), surroundings())
-        if self._known.get(key, look) is None:
+        known = self._known.get(key)
+        if isinstance(known, Uncopied):
+            self.reuse.note(block, [known.reason])
             return forward(*args, **kwargs)
         own = functools.partial(forward, *args, **kwargs)
         call = BlockCall(self._paths[id(block)], own, forward, look, mode.tracer)
-        if key in self._known:
+        if known is not None:
+            self.reuse.num_copied += 1
             with _unwatched():
                 for part in block.modules():
                     self._watch.entered(part)
-                return self.run_like(self._known[key], call)
-        result, known = self.run_first(call)
+                return self.run_like(known, call)
+        self.reuse.note_first(block, kind, key)
+        result, made = self.run_first(call)
         with _unwatched():
             is_same = module_look(block) == look.module and key[-1] == surroundings()
-            self._known[key] = known if is_same and holds((args, kwargs), look.leaves) else None
+            is_same = is_same and holds((args, kwargs), look.leaves)
+            self._known[key] = made if is_same else Uncopied(CHANGES_ITSELF)
         return result
 
     def _asked(self, look: Look) -> Hashable:
@@ -134,13 +156,13 @@ class RepeatedBlocks(BlocksAlike):
         result = call.forward()
         # where a value came from may decide what a question about its memory gives
         if self._reads.num_asked != num_asked:
-            return result, None
+            return result, Uncopied("its forward asks how its arguments lie in memory")
         with _unwatched():
             leaves, spec = pytree.tree_flatten(result)
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-                return result, None
+                return result, Uncopied("its result has a gradient")
             found = record(call.path, last, call.look.nodes, leaves, call.tracer)
-        return result, None if found is None else (found, spec)
+        return result, Uncopied(UNREPEATABLE) if found is None else (found, spec)
 
     def run_like(self, known: tuple[RecordedNodes, Any], call: BlockCall) -> Any:
         recorded, spec = known
@@ -154,3 +176,8 @@ class RepeatedBlocks(BlocksAlike):
             return own[node] if node in own else tensor_of(node, call.tracer)
 
         return pytree.tree_unflatten(map(leaf_of, recorded.leaves), spec)
+
+
+def _kind_of(block: nn.Module) -> Hashable:
+    """Return what blocks have in common of which one might be a copy of the other."""
+    return type(block), tuple((p.shape, p.dtype) for p in block.parameters())

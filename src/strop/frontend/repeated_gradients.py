@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from strop.frontend.block_look import holds
+from strop.frontend.block_reuse import Uncopied
 from strop.frontend.copied_nodes import (
     RecordedNodes,
     copy_nodes,
@@ -27,7 +28,7 @@ from strop.frontend.copied_nodes import (
     tensor_of,
 )
 from strop.frontend.functional import memory_of
-from strop.frontend.repeated_blocks import BlockCall, BlocksAlike
+from strop.frontend.repeated_blocks import UNREPEATABLE, BlockCall, BlocksAlike
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ class RepeatedGradients(BlocksAlike):
 
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
         if not torch.is_grad_enabled() or not _is_apart(call):
-            return call.forward(), None
+            return call.forward(), Uncopied("its weights are computed, or need no gradient")
         known = _recorded_step(call)
         if known is None:
-            return call.forward(), None  # what was traced just now is read by nobody
+            return call.forward(), Uncopied(
+                UNREPEATABLE
+            )  # what was traced just now is read by nobody
         same = {node: node for node in (*known.forward.given, *known.forward.nodes)}
         return self._result(known, call, same), known
 
