@@ -19,6 +19,9 @@ from strop.bench.pipelines import (
     actions_code as code,
 )
 from strop.bench.pipelines import (
+    actions_loras as loras,
+)
+from strop.bench.pipelines import (
     actions_memory as memory,
 )
 from strop.bench.pipelines import (
@@ -27,10 +30,12 @@ from strop.bench.pipelines import (
 from strop.bench.pipelines import (
     actions_weights as weights,
 )
+from strop.bench.pipelines.tiny import takes
 
 # An action applies to one of these: a module of the pipeline, or the whole pipeline.
 DENOISER, UNET, VAE, TEXT, PIPE, STABLE = "denoiser", "unet", "vae", "text", "pipe", "stable"
 PICTURED = "pictured"  # a pipeline with an IP-Adapter
+JOINT = "joint"  # a pipeline whose transformer takes scales of adapters in a call
 CACHED = "cached"  # the transformer of a pipeline whose class takes diffusers' caches
 DENOISERS = ("unet", "transformer", "prior", "decoder")
 
@@ -60,6 +65,8 @@ class Action:
         if self.on == STABLE:
             return pipe if "StableDiffusionPipeline" in kinds else None
         found = denoiser_of(pipe)
+        if self.on == JOINT:
+            return pipe if takes(pipe, "joint_attention_kwargs") else None
         if self.on == PICTURED:
             shown = getattr(found, "encoder_hid_proj", None)
             return pipe if hasattr(shown, "image_projection_layers") else None
@@ -136,6 +143,16 @@ ACTIONS: tuple[Action, ...] = (
     Action(adapters.lora_deleted, STABLE, is_seen=False, feature="LoRA: delete_adapters"),
     Action(adapters.lora_hot_swapped, STABLE, feature="LoRA: hot-swap"),
     Action(adapters.lora_by_call, STABLE, inside=False, feature="LoRA: scale of a call"),
+    Action(loras.lora_by_block, STABLE),
+    Action(loras.lora_switched_on, STABLE),
+    Action(loras.lora_of_kohya, STABLE),
+    Action(loras.lora_of_a_row, STABLE, inside=False),
+    Action(loras.lora_by_joint_call, JOINT, inside=False),
+    Action(loras.add_dora, DENOISER),
+    Action(loras.add_loha, DENOISER),
+    Action(loras.add_lokr, DENOISER),
+    Action(loras.add_to_text_encoder, TEXT, inside=False),
+    Action(loras.lora_swapped_as_prepared, STABLE),
     Action(adapters.textual_inversion, STABLE, inside=False, feature="textual inversion"),
     Action(adapters.fuse_qkv, UNET, is_seen=False, feature="fuse_qkv_projections"),
     Action(adapters.free_u, UNET, feature="FreeU"),

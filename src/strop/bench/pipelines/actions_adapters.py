@@ -97,9 +97,13 @@ def lora_deleted(pipe: Any) -> None:
     pipe.delete_adapters(["one"])
 
 
+def hot_swapped(pipe: Any) -> None:
+    pipe.load_lora_weights(_state(pipe.unet, 5), adapter_name="one", hotswap=True)
+
+
 def lora_hot_swapped(pipe: Any) -> None:
     lora_loaded(pipe)
-    pipe.load_lora_weights(_state(pipe.unet, 5), adapter_name="one", hotswap=True)
+    hot_swapped(pipe)
 
 
 def lora_by_call(pipe: Any) -> dict[str, Any]:
