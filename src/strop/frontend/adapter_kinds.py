@@ -109,7 +109,7 @@ def _dora_lengths(layer: Any, name: str) -> Tensor | None:
     return lengths
 
 
-_DORA = frozenset(("DoraLinearVariant", "DoraConv2dVariant"))
+_DORA = frozenset(f"Dora{kind}Variant" for kind in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
 
 
 def _is_plain_lora(layer: Any) -> bool:
@@ -137,6 +137,22 @@ def _is_plain_convolution(layer: Any) -> bool:
     firsts = layer.lora_A.values()
     same = (getattr(base, n) == getattr(first, n) for first in firsts for n in _WINDOW)
     return base.groups == 1 and _is_plain_lora(layer) and all(same)
+
+
+def _table_factors(layer: Any, name: str) -> Factors:
+    """Return the factors of a table, whose rows peft has as columns."""
+    first, second = (layer._modules[f"lora_embedding_{n}"]._parameters[name] for n in ("A", "B"))
+    return first.t(), second.t()
+
+
+def _table_delta(layer: Any, name: str) -> Tensor:
+    rows, columns = _table_factors(layer, name)
+    return _wide(rows) @ _wide(columns)
+
+
+def _is_plain_table(layer: Any) -> bool:
+    """Tell whether rows are looked up as they are: torch writes to those that exceed a norm."""
+    return layer.base_layer.max_norm is None and not layer.lora_variant
 
 
 # LoHa (https://arxiv.org/abs/2108.06098) and LoKr (https://arxiv.org/abs/2309.14859)
@@ -178,6 +194,7 @@ def _product(layer: Any, start: str, core: str, name: str) -> Tensor:
 
 
 _LORA = ("lora_A", "lora_B", "lora_magnitude_vector")
+_TABLE = ("lora_embedding_A", "lora_embedding_B")
 _LOHA = tuple(f"hada_{n}" for n in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"))
 _LOKR = tuple(f"lokr_{n}" for n in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"))
 _LORA_FUNCTIONS = (_lora_delta, _lora_factors, _dora_lengths)
@@ -186,8 +203,14 @@ FOLDED: Mapping[tuple[str, str], AdapterKind] = {
     ("peft.tuners.lora.layer", "Linear"): AdapterKind(
         nn.Linear, _LORA, _is_plain_lora, *_LORA_FUNCTIONS
     ),
-    ("peft.tuners.lora.layer", "Conv2d"): AdapterKind(
-        nn.Conv2d, _LORA, _is_plain_convolution, *_LORA_FUNCTIONS
+    **{
+        ("peft.tuners.lora.layer", base.__name__): AdapterKind(
+            base, _LORA, _is_plain_convolution, *_LORA_FUNCTIONS
+        )
+        for base in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    },
+    ("peft.tuners.lora.layer", "Embedding"): AdapterKind(
+        nn.Embedding, _TABLE, _is_plain_table, _table_delta, _table_factors
     ),
     ("peft.tuners.loha.layer", "Linear"): AdapterKind(nn.Linear, _LOHA, _always, _loha_delta),
     ("peft.tuners.loha.layer", "Conv2d"): AdapterKind(
