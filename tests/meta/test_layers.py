@@ -155,6 +155,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("debug.case", "__init__"): "__version__, noted in a dump",
     ("debug.ceilings", "bench.timer"): "times by the clock of the benchmarks",
     ("debug.step_times", "bench.timer"): "times by the clock of the benchmarks",
+    ("bench.waits", "runtime.build.compilers"): "how many kernels somebody has waited for",
+    ("bench.waits", "runtime.run.cuda_graphs"): "how many graphs have been captured",
     ("bench.census", "frontend.objects"): "as_tree, to compare results that are caches",
     (
         "bench.infer_variants",

@@ -13,7 +13,7 @@ import torch
 
 import strop
 from strop.api import dispatchers_of
-from strop.bench.infer_contenders import Deadline, Found
+from strop.bench.infer_contenders import Deadline, Found, attempt
 from strop.bench.timer import synchronise
 from strop.bench.wait_changes import CHANGES, FIRST, LORA, Change
 from strop.bench.wait_models import MODELS
@@ -183,7 +183,7 @@ def rows_of(model: str, way: str, plan: WaitPlan, clock: Deadline) -> Iterator[F
         elif failed & {FIRST, change.group}:
             yield row | {"skipped": "a change before it failed"}
         else:
-            found = _attempted(session, change)
+            found = attempt(partial(session.timed, change))  # other groups may still be timed
             failed |= {change.group} if "failed" in found else set()
             yield row | found
 
@@ -194,12 +194,3 @@ def chosen(way: str, groups: Sequence[str]) -> list[Change]:
     if WAYS[way].is_swapping:
         return [change for change in CHANGES if change.group == LORA and LORA in groups]
     return [change for change in CHANGES if change.group in (FIRST, *groups)]
-
-
-def _attempted(session: Session, change: Change) -> Found:
-    """Return what was timed, or why a change failed: other groups may still be timed."""
-    try:
-        return session.timed(change)
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        return {"failed": f"{type(error).__name__}: {first}"[:200]}
