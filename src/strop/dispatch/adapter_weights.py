@@ -169,6 +169,7 @@ class AdapterWeights(Generic[Layer]):
         before, self._memory = self._memory.tensors, KnownMemory([*weights, *factors])
         now = self._memory.tensors
         if has_new_content or len(before) != len(now) or not all(map(is_, before, now)):
-            compared = (*(weight[:1] for weight in weights), *factors)
+            firsts = (w[:1] if w.dim() > 1 else w for w in weights)  # a bias is as small
+            compared = (*firsts, *factors)
             self._values = KnownValues([tensor.detach() for tensor in compared])
         self._content = Sources(self._values, self._memory, KnownWrites(weights))

@@ -17,45 +17,41 @@ from torch import Tensor, nn
 
 from strop.dispatch.adapter_weights import AdapterWeights, WrappedLayer
 from strop.dispatch.weight_sums import WeightSum, write_sums
-from strop.frontend.adapted_layers import active_adapters, is_folded, may_fold
+from strop.frontend.adapted_layers import active_adapters, has_bias, is_folded, may_fold
 from strop.frontend.adapter_kinds import kind_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedLayer(WrappedLayer):
-    """A wrapped layer, and the weight that stands for it."""
+    """A wrapped layer, and what stands for its weight, and for its bias where adapters add to it
+    (``lora_bias`` of peft)."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None = None
 
     @property
     def written(self) -> dict[str, nn.Parameter]:
-        return {"weight": self.weight}
+        bias = {} if self.bias is None else {"bias": self.bias}
+        return {"weight": self.weight} | bias
 
     @property
-    def own(self) -> Tensor:
-        """Return W0."""
-        found = self.base._parameters["weight"]
-        assert found is not None
-        return found
-
-    @property
-    def weights(self) -> Sequence[Tensor]:
-        return (self.own,)
+    def weights(self) -> list[Tensor]:
+        """Return W0, and the layer's own bias where another stands for it."""
+        held: Any = self.base._parameters
+        return [held[name] for name in self.written]
 
     def places(self) -> Iterator[tuple[Any, str]]:
         yield from WrappedLayer.places(self)
-        yield self.base._parameters, "weight"
+        yield from ((self.base._parameters, name) for name in self.written)
 
-    def fits(self, own: Tensor) -> bool:
-        """Tell whether the weight can stand for this one."""
-        ours = self.weight
-        return (own.shape, own.dtype, own.device) == (ours.shape, ours.dtype, ours.device)
-
-    def sum(self, scale: float) -> WeightSum:
-        """Return what the weight is to be; ``scale`` multiplies that of each adapter."""
+    def sums(self, scale: float) -> Iterator[WeightSum]:
+        """Yield what they are to be; ``scale`` multiplies that of each adapter."""
         wrapped, kind = self.wrapped, kind_of(self.wrapped)
-        terms = tuple(kind.term(wrapped, name, scale) for name in active_adapters(wrapped))
-        return WeightSum(self.weight, self.own, terms)
+        names, (own, *biases) = active_adapters(wrapped), self.weights
+        yield WeightSum(self.weight, own, tuple(kind.term(wrapped, n, scale) for n in names))
+        if self.bias is not None:
+            added = [kind.bias_term(wrapped, name, scale) for name in names]
+            yield WeightSum(self.bias, biases[0], tuple(t for t in added if t is not None))
 
 
 class EffectiveWeights(AdapterWeights[AdaptedLayer]):
@@ -76,14 +72,22 @@ class EffectiveWeights(AdapterWeights[AdaptedLayer]):
         for part in wrapped if wrapped and may_fold(module, parts) else ():
             base: Any = part.base_layer
             known = self._layers.get(id(base))
-            weight = known.weight if known is not None and known.fits(base.weight) else None
-            if weight is None:
-                weight = nn.Parameter(torch.empty_like(base.weight), requires_grad=False)
-            found[id(base)] = AdaptedLayer(part, weight)
+            made = {} if known is None else known.written
+            names = ("weight", "bias") if has_bias(part) else ("weight",)
+            standing = [_standing_for(base._parameters[n], made.get(n)) for n in names]
+            found[id(base)] = AdaptedLayer(part, *standing)
         self._take(found)
 
     def _serves(self) -> bool:
         return all(is_folded(layer.wrapped) for layer in self._layers.values())
 
     def _write(self, layers: Sequence[AdaptedLayer], scale: float) -> None:
-        write_sums([layer.sum(scale) for layer in layers])
+        write_sums([one for layer in layers for one in layer.sums(scale)])
+
+
+def _standing_for(own: Tensor, known: nn.Parameter | None) -> nn.Parameter:
+    """Return what stood for a Parameter, if that still can, or a new one."""
+    looks = [(t.shape, t.dtype, t.device) for t in (own, known) if t is not None]
+    if known is not None and looks[0] == looks[1]:
+        return known
+    return nn.Parameter(torch.empty_like(own), requires_grad=False)

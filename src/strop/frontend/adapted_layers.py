@@ -25,8 +25,8 @@ from strop.frontend.module_parts import has_other_forward
 def is_folded(layer: nn.Module) -> bool:
     """Tell whether a module is a wrapped layer that a plain one with another weight can stand for.
 
-    Variants other than DoRA, adapters with a bias, quantised and offloaded weights are none; nor is
-    a layer whose next call takes out what peft has merged into its weight.
+    Variants other than DoRA, adapters with a bias on a layer without one, quantised and offloaded
+    weights are none; nor is a layer whose next call takes out what peft has merged into its weight.
     """
     kind = FOLDED.get(name_of(layer))
     if kind is None:
@@ -38,7 +38,36 @@ def is_folded(layer: nn.Module) -> bool:
     if (wrapped.merged_adapters and wrapped.disable_adapters) or not kind.is_exact(wrapped):
         return False
     own: Any = base.weight
-    return all(_is_plain(weight, own.device) for weight in (own, *kind.tensors(layer)))
+    tensors = [own, *kind.tensors(layer)]
+    if has_bias(layer):
+        tensors.append(base.bias)
+    return all(_is_plain(tensor, own.device) for tensor in tensors)
+
+
+def unfolded_reason(layer: Any) -> str:
+    """Say why no plain layer can stand for a wrapped one that is not folded."""
+    name, base = type(layer).__name__, layer.base_layer
+    kind = FOLDED.get(name_of(layer))
+    if kind is None:
+        return f"no rule for adapters of the kind {type(layer).__module__}.{name}"
+    if type(base) is not kind.base:
+        return f"the layer is a {type(base).__name__}"
+    if any(map(has_other_forward, (layer, base))):
+        return "the layer has a forward of its own"
+    if getattr(base, "groups", 1) > 1:
+        return "a convolution of groups, which its adapter does not have"
+    if has_bias(layer) and base.bias is None:
+        return "an adapter adds a bias to a layer that has none"
+    if not kind.is_exact(layer):
+        return "a variant, padding or dilation of the adapter's own"
+    if layer.merged_adapters and layer.disable_adapters:
+        return "what was merged is taken out by the next call"
+    return "its weight or a factor is quantised, or lies elsewhere"
+
+
+def has_bias(layer: Any) -> bool:
+    """Tell whether an adapter, active or not, adds to the bias of a folded layer."""
+    return any(getattr(layer, "lora_bias", {}).values())
 
 
 def scale_argument(module: nn.Module) -> str:

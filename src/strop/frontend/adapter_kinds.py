@@ -39,7 +39,8 @@ class AdapterKind:
     """This says of a class of wrapped layers: the class of the plain ones in them, which attributes
     hold tensors by the name of an adapter, whether a layer can be folded, and what an adapter of
     scale 1 adds, in some shape of as many elements. ``factors`` gives None where that is no product
-    of two matrices, ``lengths`` where rows keep theirs."""
+    of two matrices, ``lengths`` where rows keep theirs, ``bias`` where it adds nothing to the
+    layer's bias."""
 
     base: type[nn.Module]
     tables: tuple[str, ...]
@@ -47,6 +48,7 @@ class AdapterKind:
     delta: Callable[[Any, str], Tensor]
     factors: Callable[[Any, str], Factors | None] = _no
     lengths: Callable[[Any, str], Tensor | None] = _no
+    bias: Callable[[Any, str], Tensor | None] = _no
 
     def places(self, layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
         """Return where the tensors of all adapters are held, of inactive ones too."""
@@ -76,6 +78,13 @@ class AdapterKind:
         own = float(layer.scaling[name]) * scale
         delta = partial(self.delta, layer, name)
         return Term(own, self.factors(layer, name), delta, self.lengths(layer, name))
+
+    def bias_term(self, layer: Any, name: str, scale: float) -> Term | None:
+        """Return what an adapter adds to the bias, or None."""
+        found = self.bias(layer, name)
+        if found is None:
+            return None
+        return Term(float(layer.scaling[name]) * scale, None, partial(_wide, found))
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -112,8 +121,16 @@ def _dora_lengths(layer: Any, name: str) -> Tensor | None:
 _DORA = frozenset(f"Dora{kind}Variant" for kind in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
 
 
+def _lora_bias(layer: Any, name: str) -> Tensor | None:
+    found: Tensor | None = layer.lora_B[name].bias
+    return found
+
+
 def _is_plain_lora(layer: Any) -> bool:
-    if any(layer.lora_bias.values()) or getattr(layer, "fan_in_fan_out", False):
+    has_bias = any(layer.lora_bias.values())
+    if has_bias and (layer.lora_variant or layer.base_layer.bias is None):
+        return False
+    if getattr(layer, "fan_in_fan_out", False):
         return False
     return not layer.lora_variant or _is_dora(layer.lora_variant.values())
 
@@ -197,7 +214,7 @@ _LORA = ("lora_A", "lora_B", "lora_magnitude_vector")
 _TABLE = ("lora_embedding_A", "lora_embedding_B")
 _LOHA = tuple(f"hada_{n}" for n in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"))
 _LOKR = tuple(f"lokr_{n}" for n in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"))
-_LORA_FUNCTIONS = (_lora_delta, _lora_factors, _dora_lengths)
+_LORA_FUNCTIONS = (_lora_delta, _lora_factors, _dora_lengths, _lora_bias)
 # By the module and the name of the wrapped layer's class.
 FOLDED: Mapping[tuple[str, str], AdapterKind] = {
     ("peft.tuners.lora.layer", "Linear"): AdapterKind(

@@ -30,7 +30,9 @@ LAYERS = frozenset((("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.lay
 
 def has_low_rank(layer: Any) -> bool:
     """Tell whether a wrapped layer gives W x + sum of s_i B_i (A_i x), and nothing else."""
-    return name_of(layer) in LAYERS and is_folded(layer) and not layer.lora_variant
+    if name_of(layer) not in LAYERS or not is_folded(layer):
+        return False
+    return not layer.lora_variant and not any(layer.lora_bias.values())
 
 
 class LowRankLinear(nn.Linear):
