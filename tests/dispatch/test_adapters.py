@@ -272,21 +272,19 @@ def test_a_scale_of_zero_runs_in_eager_and_says_so(tmp_path: Path) -> None:
 # what is not folded
 
 
-def test_an_adapter_with_a_bias(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_an_adapter_with_a_bias_on_layers_without(tmp_path: Path) -> None:
     eager, fast = unets(tmp_path)
     for unet in (eager, fast):
         torch.manual_seed(1)
         config = LoraConfig(
-            r=2,
-            lora_alpha=3,
-            init_lora_weights=False,
-            lora_bias=True,
-            target_modules=["to_out.0"],
+            r=2, lora_alpha=3, init_lora_weights=False, lora_bias=True, target_modules=["to_q"]
         )
         unet.add_adapter(config)
         unet.eval()
     assert_as_eager(eager, fast)
     assert not fast.forward.state.effective
+    assert "an adapter adds a bias to a layer that has none" in str(strop.explain(fast))
     assert_as_eager(eager, fast, cross_attention_kwargs={"scale": 0.5})
     (reason,) = fast.forward.counters.fallbacks
     assert "a scale for all adapters" in reason

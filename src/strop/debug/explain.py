@@ -30,6 +30,7 @@ from strop.dispatch.derived_inputs import ServedModule, derived_inputs
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
+from strop.dispatch.unfolded_layers import unfolded_layers
 from strop.dispatch.variants import Variant
 from strop.errors import OptionError
 from strop.fusion.plan import Refusal
@@ -145,6 +146,7 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         derived=derived_inputs(
             ServedModule(dispatcher.state, dispatcher.loop, counters.hoisted, _latest(dispatcher))
         ),
+        unfolded=unfolded_layers(dispatcher.module),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
     )

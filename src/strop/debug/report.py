@@ -133,6 +133,7 @@ class ComponentRow:
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
     derived: tuple[DerivedInput, ...] = ()  # what is read in the place of weights and arguments
+    unfolded: Mapping[str, int] = field(default_factory=dict)  # layers with adapters, by reason
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
     profile: ProfileRow | None = None  # measured by debug.profile
@@ -269,6 +270,10 @@ def _component_lines(c: ComponentRow) -> list[str]:
     ]
     lines += ["  derived inputs:"] if c.derived else []
     lines += [f"    {row}" for row in c.derived]
+    lines += [
+        f"  adapters of {counted(count, 'layer')} are traced as they are: {why}"
+        for why, count in c.unfolded.items()
+    ]
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  traced by torch {count}x: {why}" for why, count in c.traced_by_torch.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
