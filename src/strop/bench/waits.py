@@ -83,7 +83,7 @@ def _strop_counts(pipe: Any) -> Counts:
         counters = dispatcher.counters
         found["graph"] += dispatcher.variants.num_captures
         found["binding"] += counters.rebinds
-        found["weight write"] += counters.weight_writes
+        found["weight write"] += dispatcher.state.effective.num_writes
         found["eager call"] += counters.eager_calls
     found["kernel"] = BUILDS.num_built
     found["CUDA graph"] = sum(pool.num_captures for pool in cuda_graphs._POOLS.values())
