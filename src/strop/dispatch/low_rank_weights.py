@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from strop.dispatch.adapter_weights import AdapterWeights, WrappedLayer
 from strop.dispatch.cornered_factors import bytes_beside, write_again
@@ -207,7 +208,9 @@ def _write_factors(
 ) -> None:
     """Write A and scaled B of each adapter into its ranks, and zeros into all others; a few
     launches do that for all layers."""
-    torch._foreach_zero_([t for layer in layers for t in (layer.down, layer.up)])
+    factors: list[Tensor] = [t for layer in layers for t in (layer.down, layer.up)]
+    torch._foreach_zero_(factors)
+    increment_version(factors)  # torch counts no write of that on a GPU
     places, given, scaled, scales = list[Tensor](), list[Tensor](), list[Tensor](), list[float]()
     ups = list[Tensor]()
     for layer in layers:
