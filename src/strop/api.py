@@ -34,9 +34,10 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
 
     Nothing is compiled yet: the first call of each module does that, once for every size. Class
     identity, ``config``, Parameters, ``state_dict`` keys and hooks stay as they are. ``restore``
-    undoes it. Where ``train`` is True, calls of a module with gradients are compiled too, forward
-    and backward. Raises OptionError for anything that is neither a module nor a pipeline, and for
-    other keywords.
+    undoes it. Components of a pipeline that are compiled with the same options already, for it or
+    for another that shares them, stay as they are. Where ``train`` is True, calls of a module with
+    gradients are compiled too, forward and backward. Raises OptionError for anything that is
+    neither a module nor a pipeline, and for other keywords.
     """
     options = _checked_options(options, unknown)
     if not isinstance(train, bool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,27 @@ def test_a_pipeline_made_of_an_optimised_one_hoists_too(way: str) -> None:
     assert not fast.unet.forward.loop.is_running
     strop.restore(fast)
     assert torch.equal(from_picture(fast), from_picture(eager))
+
+
+def test_what_a_pipeline_shares_with_an_optimised_one_stays_compiled() -> None:
+    options = tiny.options(strict=True)
+    first = strop.optimize(tiny.pipeline(), options=options)
+    controls.picture(first, 16, 16)
+    unet, traced = first.unet.forward, first.unet.forward.variants.num_captures
+    other = StableDiffusionImg2ImgPipeline.from_pipe(first)
+    strop.optimize(other, options=options)
+    wanted = from_picture(StableDiffusionImg2ImgPipeline.from_pipe(tiny.pipeline()))
+    assert psnr(from_picture(other), wanted) >= 60
+    assert other.unet.forward is unet
+    assert unet.variants.num_captures == traced
+    assert unet.counters.hoisted.num_reuses > 0
+    strop.restore(first)
+    assert other.unet.forward is unet, "the other pipeline is still optimised"
+    strop.optimize(other, options=replace(options, hoist=False))
+    assert other.unet.forward is not unet
+    strop.restore(other)
+    assert "forward" not in vars(other.unet)
+    assert torch.equal(from_picture(other), wanted)
 
 
 def test_a_component_in_the_place_of_a_compiled_one_is_compiled(caplog: Any) -> None:

@@ -21,7 +21,7 @@ from strop.diffusion.offloading import HOOKS, QUICK, search_quickly
 from strop.diffusion.optimised import is_claimed, new_record, record_of
 from strop.diffusion.parts import COMPONENTS, DENOISERS, compiled_modules
 from strop.diffusion.pictures import NAME, convert_on_device
-from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop
@@ -37,11 +37,14 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     copied to the host (``pictures.py``). Files with adapters are looked at before they are loaded
     (``adapter_loading.py``). All of it is for optimised pipelines alone.
 
+    What is compiled as it is to be already, for a pipeline that this one was made of, stays so.
     Raises OptionError for a pipeline that has none of them.
     """
-    loop, known = DenoiseLoop(), compiled_modules(pipe)
+    known = compiled_modules(pipe)
     if not known:
         raise OptionError(_nothing_known(pipe))
+    kept = _kept(pipe, known, options)
+    loop = next((kept[name].loop for name in kept if name in DENOISERS), DenoiseLoop())
     record = new_record(pipe)
     changes = Changes() if record is None else record.changes
     _import_diffusers()
@@ -50,8 +53,9 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
             record.note(pipe.components, known.values())
         convert_on_device(pipe, changes)
         for name, module in known.items():
-            part_of = pipe.components[name.partition(".")[0]]
-            _compile(module, options, name, loop if name in DENOISERS else None, part_of)
+            own = loop if name in DENOISERS else None
+            if name not in kept or (own is not None and kept[name].loop is not own):
+                _compile(module, options, name, own, _part_of(pipe, name))
         _mark_own_bar(pipe, loop, changes)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
     if left:
@@ -61,6 +65,26 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
             _listed(left),
             next(iter(left)),
         )
+
+
+def _kept(pipe: Any, known: Mapping[str, nn.Module], options: Options) -> dict[str, Dispatcher]:
+    """Return what serves parts that are compiled in the way that is asked for."""
+    found = {}
+    for name, module in known.items():
+        own = dispatcher_of(module)
+        if own is None:
+            continue
+        is_alike = (type(own), own.name, own.options) == (Dispatcher, name, options)
+        is_around = vars(module).get("forward") is own  # and nobody's wrapper is
+        if is_alike and is_around and own.component is _part_of(pipe, name):
+            found[name] = own
+    return found
+
+
+def _part_of(pipe: Any, name: str) -> nn.Module:
+    """Return the component that a compiled module is a part of."""
+    found: nn.Module = pipe.components[name.partition(".")[0]]
+    return found
 
 
 def _compile(
