@@ -314,4 +314,5 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
         if not (k.startswith("_") or k == "forward" or is_left_over(module, k)) and is_plain(v)
     }
     # what was None and then a module is kept elsewhere when it is None again
-    return found | {k: None for k, part in module._modules.items() if part is None}
+    gone = (k for k, part in module._modules.items() if part is None)
+    return found | {k: None for k in gone if not is_left_over(module, k)}

@@ -141,10 +141,16 @@ def _acts_on_adapters(function: Any) -> bool:
 
 
 LEFT_OVER = ("lora_scale", "_safe_fusing")  # by diffusers' ``fuse_lora``
+# What an IP-Adapter brings for a whole model is a module, and None when it is unloaded; in a model
+# that never had one it is None or not there.
+_OF_IP_ADAPTERS = "encoder_hid_proj"
 
 
 def is_left_over(module: nn.Module, name: str) -> bool:
-    """Tell whether an attribute only says how diffusers fused adapters last."""
+    """Tell whether an attribute only says how diffusers fused adapters last, or that there is no
+    IP-Adapter."""
+    if name == _OF_IP_ADAPTERS:
+        return hasattr(type(module), "_load_ip_adapter_weights")
     return name in LEFT_OVER and hasattr(type(module), "fuse_lora")
 
 
