@@ -1,10 +1,12 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from strop.frontend.capture import named_state
-from strop.frontend.fake_tensors import fake_weights
+from strop.frontend.fake_tensors import fake_memory, fake_view, fake_weights
 from strop.frontend.functional import memory_of
 
 
@@ -58,3 +60,17 @@ def test_what_shares_memory_does_so_in_a_trace(pairs):
     reals, fakes, _ = zip(*pairs, strict=True)
     assert groups(fakes) == groups(reals)
     assert any(len(group) == 2 for group in groups(reals))
+
+
+def test_memory_for_sizes_that_are_sums_asks_nothing() -> None:
+    """A guard that a product of such sizes is no less than 0 would keep patterns from matching."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    x = mode.from_tensor(torch.randn(6, 4, 8, 9))
+    with mode:
+        y = F.conv2d(x[:, :4], torch.empty(5, 4, 3, 3))
+    before = list(env.guards)
+    memory = fake_memory(mode, y.shape, y.dtype)
+    found = fake_view(y, memory, y.shape, y.stride(), 0)
+    assert (found.shape, found.stride()) == (y.shape, y.stride())
+    assert env.guards == before

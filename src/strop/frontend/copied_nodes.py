@@ -124,8 +124,8 @@ def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]
             return value
         if storage not in bases:
             # nobody computes with what is not seen outside
-            count = value.numel() if storage in seen else 0
-            bases[storage] = fake_memory(value.fake_mode, count, value.dtype)
+            room = value.shape if storage in seen else (0,)
+            bases[storage] = fake_memory(value.fake_mode, room, value.dtype)
         sizes, strides, offset = value.shape, value.stride(), value.storage_offset()
         return fake_view(value, bases[storage], sizes, strides, offset)
 

@@ -68,10 +68,11 @@ def fake_empty(
     return FakeTensor(mode, meta, device)
 
 
-def fake_memory(mode: FakeTensorMode, count: Size, dtype: torch.dtype) -> Tensor:
-    """Return memory for so many elements, for ``fake_view`` to look at."""
+def fake_memory(mode: FakeTensorMode, sizes: Sequence[Size], dtype: torch.dtype) -> Tensor:
+    """Return memory for a dense tensor of these sizes, for ``fake_view`` to look at. That each size
+    is no less than 0 is known of a tensor; of their product torch would note it as a guard."""
     with in_kernel_invocation_manager(mode):
-        return torch.empty(count, dtype=dtype, device="meta")
+        return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def fake_view(

@@ -514,7 +514,7 @@ def _like(mode: Any, x: Tensor) -> Tensor:
     """Make an empty tensor like x, which is dense: to count its bytes by sizes and strides takes
     longer than by the number of its elements."""
     assert isinstance(x, FakeTensor)
-    memory = fake_memory(mode, x.numel(), x.dtype)
+    memory = fake_memory(mode, x.shape, x.dtype)
     return fake_view(x, memory, x.shape, x.stride(), 0)
 
 
