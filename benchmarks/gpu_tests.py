@@ -4,7 +4,8 @@ python benchmarks/gpu_tests.py [--jobs 10] [--seconds 400] [--only tests/kernels
 
 Wants torch, diffusers and pytest, no plugin of it. Tests go to processes in chunks of a file; the
 trainer's have the workspace of cuBLAS that makes sums repeatable. Prints a line for each process,
-then what failed and why. Exits with 1 if anything failed, was cut off, or did not run.
+then what failed and why, or in which test it was cut off. Exits with 1 if anything failed, was cut
+off, or did not run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,9 +30,11 @@ markers =
     slow: more than ten seconds on two cores
     nightly: takes too long for every change
 """
-CHUNK = 30  # tests of a file that stay in one process, which has imported and compiled for them
+CHUNK = 15  # tests of a file that stay in one process, which has imported and compiled for them
 TRAIN = "tests/train/"
+OF_TRAIN = 2  # tests elsewhere that take as long as one of the trainer
 SUMMARY = re.compile(r"\d+ (?:passed|failed|skipped|error).* in [\d.]+s")
+RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
 
 
 @dataclass
@@ -61,12 +64,13 @@ def collected(ini: Path, only: Sequence[str]) -> dict[str, list[str]]:
 
 def shared(found: dict[str, list[str]], count: int) -> list[Job]:
     """Chunks of files, the largest first, each to who has least."""
-    num_tests = {
+    work = {
         kind: sum(len(t) for f, t in found.items() if f.startswith(TRAIN) is kind)
         for kind in (True, False)
     }
-    of_trainer = round(count * num_tests[True] / sum(num_tests.values()))
-    of_trainer = min(max(of_trainer, bool(num_tests[True])), count - bool(num_tests[False]))
+    work[True] *= OF_TRAIN
+    of_trainer = round(count * work[True] / sum(work.values()))
+    of_trainer = min(max(of_trainer, bool(work[True])), count - bool(work[False]))
     jobs = [Job(number < of_trainer) for number in range(count)]
     chunks = [
         (file, tests[n : n + CHUNK])
@@ -80,12 +84,12 @@ def shared(found: dict[str, list[str]], count: int) -> list[Job]:
 
 
 def begun(job: Job, ini: Path, log: Path) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
     if job.is_of_trainer:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     with log.open("wb") as out:
         return subprocess.Popen(
-            pytest(ini, "-m", "gpu", "-rfE", *job.tests),
+            pytest(ini, "-m", "gpu", "-rfE", "-vv", *job.tests),
             cwd=ROOT,
             env=env,
             stdout=out,
@@ -96,20 +100,21 @@ def begun(job: Job, ini: Path, log: Path) -> subprocess.Popen[bytes]:
 def told(number: int, job: Job, log: Path, code: int) -> tuple[int, int]:
     """How many of its tests are green, and how many skipped themselves, having said how it went."""
     text = log.read_text(errors="replace")
-    summary = SUMMARY.findall(text)
-    print(
-        f"{number:3}  {len(job.tests):4} tests  exit {code:4}  "
-        f"{summary[-1] if summary else 'cut off'}",
-        flush=True,
-    )
+    summary, results = SUMMARY.findall(text), dict(RESULT.findall(text))
+    how = summary[-1] if summary else f"cut off in {_first_without(results, job)}"
+    print(f"{number:3}  {len(job.tests):4} tests  exit {code:4}  {how}", flush=True)
     if code:
         marks = ("FAILED", "ERROR", "E  ")
         print("\n".join([line[:200] for line in text.splitlines() if line.startswith(marks)][:20]))
     passed, skipped = (
-        sum(map(int, re.findall(rf"(\d+) {word}", summary[-1] if summary else "")))
-        for word in ("passed", "skipped")
+        sum(result == kind for result in results.values()) for kind in ("PASSED", "SKIPPED")
     )
     return passed, skipped
+
+
+def _first_without(results: Mapping[str, str], job: Job) -> str:
+    """Return the test that has no result though all before it have."""
+    return next((test for test in job.tests if test not in results), "nothing")
 
 
 def main() -> None:
