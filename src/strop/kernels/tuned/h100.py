@@ -78,21 +78,21 @@ LINEAR_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(3, 160, 4): Cost(4.5, 4.4, 0.656),
 }
 # Of results with few columns, such as products with an adapter's A: what counts is how many
-# programs read the rows. Those of 32, 64 and 96 columns are predicted by their siblings of 80 and
-# the bytes of a step, at 75 bytes a nanosecond and program; they have not been measured.
+# programs read the rows. At 2048 rows and a depth of 1280 or 5120 these are what was measured
+# (linear_paired); at 8192 rows all tiles take longer, as the rows' bytes do, and in this order.
 NARROW_TILES: Mapping[GemmTile, Cost] = {
-    GemmTile(1, 32, 8): Cost(0.9, 2.5, 0.17),
-    GemmTile(1, 32, 8, split=2): Cost(2.4, 2.8, 0.18),
-    GemmTile(1, 32, 8, split=3): Cost(2.4, 2.8, 0.19),
-    GemmTile(2, 32, 8, split=6): Cost(2.7, 6.0, 0.27),
+    GemmTile(1, 32, 8): Cost(1.0, 2.5, 0.165),
+    GemmTile(1, 32, 8, split=2): Cost(1.9, 2.8, 0.24),
+    GemmTile(1, 32, 8, split=3): Cost(3.0, 2.8, 0.28),
+    GemmTile(2, 32, 8, split=6): Cost(5.6, 6.0, 0.34),
     GemmTile(2, 32, 8, keeps_on=True): Cost(3.0, 2.0, 0.22),
-    GemmTile(1, 64, 8): Cost(0.9, 6.0, 0.22),
-    GemmTile(1, 64, 8, split=2): Cost(2.4, 2.8, 0.23),
-    GemmTile(1, 64, 8, split=3): Cost(2.4, 2.8, 0.24),
-    GemmTile(2, 64, 8, split=6): Cost(2.7, 6.0, 0.33),
-    GemmTile(1, 96, 8): Cost(0.9, 9.0, 0.26),
-    GemmTile(1, 96, 8, split=3): Cost(2.4, 2.8, 0.29),
-    GemmTile(1, 80, 8): Cost(0.7, 9.0, 0.238),
+    GemmTile(1, 64, 8): Cost(1.6, 6.0, 0.12),
+    GemmTile(1, 64, 8, split=2): Cost(2.4, 2.8, 0.25),
+    GemmTile(1, 64, 8, split=3): Cost(2.9, 2.8, 0.34),
+    GemmTile(2, 64, 8, split=6): Cost(6.5, 6.0, 0.40),
+    GemmTile(1, 96, 8): Cost(2.1, 9.0, 0.114),
+    GemmTile(1, 96, 8, split=3): Cost(3.4, 2.8, 0.29),
+    GemmTile(1, 80, 8): Cost(1.8, 9.0, 0.122),
     GemmTile(2, 80, 6, keeps_on=True): Cost(3.0, 7.6, 0.189),
     GemmTile(2, 128, 5, keeps_on=True): Cost(2.9, 1.1, 0.37),
 }
