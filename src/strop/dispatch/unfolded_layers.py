@@ -7,10 +7,10 @@ from collections import Counter
 
 from torch import nn
 
-from strop.frontend.adapted_layers import is_folded, unfolded_reason
+from strop.frontend.adapted_layers import unfolded_reason
 
 
 def unfolded_layers(module: nn.Module) -> dict[str, int]:
     """Return how many there are in a module, by reason."""
     wrapped = [part for part in module.modules() if hasattr(part, "merged_adapters")]
-    return dict(Counter(unfolded_reason(part) for part in wrapped if not is_folded(part)))
+    return dict(Counter(filter(None, map(unfolded_reason, wrapped))))

@@ -28,24 +28,11 @@ def is_folded(layer: nn.Module) -> bool:
     Variants other than DoRA, adapters with a bias on a layer without one, quantised and offloaded
     weights are none; nor is a layer whose next call takes out what peft has merged into its weight.
     """
-    kind = FOLDED.get(name_of(layer))
-    if kind is None:
-        return False
-    wrapped: Any = layer
-    base: Any = wrapped.base_layer
-    if type(base) is not kind.base or any(map(has_other_forward, (layer, base))):
-        return False
-    if (wrapped.merged_adapters and wrapped.disable_adapters) or not kind.is_exact(wrapped):
-        return False
-    own: Any = base.weight
-    tensors = [own, *kind.tensors(layer)]
-    if has_bias(layer):
-        tensors.append(base.bias)
-    return all(_is_plain(tensor, own.device) for tensor in tensors)
+    return name_of(layer) in FOLDED and not unfolded_reason(layer)
 
 
 def unfolded_reason(layer: Any) -> str:
-    """Say why no plain layer can stand for a wrapped one that is not folded."""
+    """Say why no plain layer can stand for a wrapped one, or nothing."""
     name, base = type(layer).__name__, layer.base_layer
     kind = FOLDED.get(name_of(layer))
     if kind is None:
@@ -54,15 +41,18 @@ def unfolded_reason(layer: Any) -> str:
         return f"the layer is a {type(base).__name__}"
     if any(map(has_other_forward, (layer, base))):
         return "the layer has a forward of its own"
-    if getattr(base, "groups", 1) > 1:
-        return "a convolution of groups, which its adapter does not have"
     if has_bias(layer) and base.bias is None:
         return "an adapter adds a bias to a layer that has none"
     if not kind.is_exact(layer):
-        return "a variant, padding or dilation of the adapter's own"
+        is_grouped = getattr(base, "groups", 1) > 1
+        of_groups = "a convolution of groups, which its adapter does not have"
+        return of_groups if is_grouped else "a variant, padding or dilation of the adapter's own"
     if layer.merged_adapters and layer.disable_adapters:
         return "what was merged is taken out by the next call"
-    return "its weight or a factor is quantised, or lies elsewhere"
+    own: Any = base.weight
+    tensors = [own, *kind.tensors(layer), *([base.bias] if has_bias(layer) else ())]
+    is_plain = all(_is_plain(tensor, own.device) for tensor in tensors)
+    return "" if is_plain else "its weight or a factor is quantised, or lies elsewhere"
 
 
 def has_bias(layer: Any) -> bool:
