@@ -15,6 +15,8 @@ from typing import Any
 
 import networkx as nx  # type: ignore[import-untyped]
 
+from strop.frontend.quick import replaced
+
 Side = set[Hashable]
 _SOURCE, _SINK = "a source", ("a sink",)  # no node of torch's has such a name
 
@@ -22,18 +24,17 @@ _SOURCE, _SINK = "a source", ("a sink",)  # no node of torch's has such a name
 @contextmanager
 def least_cuts() -> Iterator[None]:
     """Have ``networkx.minimum_cut`` be ours within the body."""
-    usual = nx.minimum_cut
 
-    def cut(graph: Any, source: Any, sink: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return usual(graph, source, sink, *args, **kwargs)
-        return least_cut(graph, source, sink, usual)
+    def replacement(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def cut(graph: Any, source: Any, sink: Any, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs:
+                return usual(graph, source, sink, *args, **kwargs)
+            return least_cut(graph, source, sink, usual)
 
-    nx.minimum_cut = cut
-    try:
+        return cut
+
+    with replaced(nx, "minimum_cut", replacement):
         yield
-    finally:
-        nx.minimum_cut = usual
 
 
 def least_cut(

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.sym_node import SymNode
 
 from strop.frontend.fake_tensors import Size, fake_empty, fake_view
+from strop.frontend.quick import replaced
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEVICE = torch.ops.prim.device.default
@@ -148,20 +149,19 @@ class RememberingMode(FakeTensorMode):
 def quick_devices() -> Iterator[None]:
     """Tell autograd at once on which device a fake tensor is. It asks at each step of its own, and
     each question went through both modes of the trace."""
-    usual: Callable[..., Any] = ProxyTorchDispatchMode.__torch_dispatch__
 
-    def dispatch(
-        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # as torch declares it
-        if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].device
-        return usual(self, func, types, args, kwargs)
+    def replacement(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def dispatch(
+            self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:  # as torch declares it
+            if func is _DEVICE and type(args[0]) is FakeTensor:
+                return args[0].device
+            return usual(self, func, types, args, kwargs)
 
-    ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
-    try:
+        return dispatch
+
+    with replaced(ProxyTorchDispatchMode, "__torch_dispatch__", replacement):
         yield
-    finally:
-        ProxyTorchDispatchMode.__torch_dispatch__ = usual  # type: ignore[method-assign]
 
 
 def _of_call(size: Size, sizes: dict[Any, SymInt]) -> Size:

@@ -30,7 +30,7 @@ def quick() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(without_tensor_meta())
         for name, result in _PRINTED.items():
-            stack.enter_context(_replaced(graph_compile, name, _muted(graph_compile, result)))
+            stack.enter_context(replaced(graph_compile, name, _muted(graph_compile, result)))
         yield
 
 
@@ -46,7 +46,7 @@ def without_tensor_meta() -> Iterator[None]:
 
         return extract
 
-    with _replaced(proxy_tensor, _META, replacement):
+    with replaced(proxy_tensor, _META, replacement):
         yield
 
 
@@ -86,7 +86,7 @@ def without_loading_compilers() -> Iterator[None]:
 
         return files
 
-    with _replaced(symbolic_shapes, "uninteresting_files", replacement):
+    with replaced(symbolic_shapes, "uninteresting_files", replacement):
         yield
 
 
@@ -112,12 +112,14 @@ def _muted(graph_compile: Any, result: Any) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _replaced(module: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    usual = vars(module).get(name)
+def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Put what ``replacement`` makes of a module's or class's own ``name`` in its place within the
+    body."""
+    usual = vars(owner).get(name)
     if usual is not None:  # another torch may have no such function
-        vars(module)[name] = replacement(usual)
+        setattr(owner, name, replacement(usual))
     try:
         yield
     finally:
         if usual is not None:
-            vars(module)[name] = usual
+            setattr(owner, name, usual)
