@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from strop.ir.tensor_spec import cornered
+from strop.ir.tensor_spec import at_corner, cornered
 
 Corner = tuple[int, int]  # a row and a column
 
@@ -27,8 +27,7 @@ class Place:
     corner: Corner
 
     def view(self, factor: Tensor) -> Tensor:
-        (row, column), (rows, columns) = self.corner, factor.shape
-        return self.whole[row : row + rows, column : column + columns]
+        return at_corner(self.whole, factor, self.corner)
 
 
 _PLACES = WeakIdKeyDictionary()  # of each factor: a list of Place

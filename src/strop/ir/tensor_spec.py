@@ -52,9 +52,15 @@ def cornered(
     """Return a matrix of zeros in which each part stands from its corner on: a row and a
     column."""
     whole = torch.zeros(tuple(shape), dtype=parts[0].dtype, device=parts[0].device)
-    for part, (row, column) in zip(parts, corners, strict=True):
-        whole[row:, column:][: part.shape[0], : part.shape[1]] = part.detach()
+    for part, corner in zip(parts, corners, strict=True):
+        at_corner(whole, part, corner).copy_(part.detach())
     return whole
+
+
+def at_corner(whole: Tensor, part: Tensor, corner: tuple[int, int]) -> Tensor:
+    """Return the piece of a matrix in which a part stands from a row and a column on."""
+    (row, column), (rows, columns) = corner, part.shape
+    return whole[row : row + rows, column : column + columns]
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
