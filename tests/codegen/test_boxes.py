@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tensor_maps import busy_thread
 from strop.errors import CodegenError
 from strop.ir.device import GpuTarget
 from strop.runtime.build import driver
@@ -222,22 +222,11 @@ def test_kernels_without_boxes_have_none() -> None:
 def test_maps_are_encoded_while_a_thread_is_at_work() -> None:
     """A call that gave up the interpreter's lock would wait 5 ms for it, again and again."""
     torch.cuda.init()
-    is_over = threading.Event()
-
-    def work() -> None:
-        while not is_over.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        geometry = driver._Geometry(6, 3, (64, 96), (256,), (64, 32), (1, 1), 0)
-        times = []
+    geometry = driver._Geometry(6, 3, (64, 96), (256,), (64, 32), (1, 1), 0)
+    times = []
+    with busy_thread():
         for n in range(400):
             begin = time.perf_counter()
             driver._described(geometry, (n + 1) << 21)
             times.append(time.perf_counter() - begin)
-    finally:
-        is_over.set()
-        thread.join()
     assert sum(seconds > 2e-3 for seconds in times) < 20  # a turn of the other thread is 5 ms

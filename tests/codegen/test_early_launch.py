@@ -22,22 +22,27 @@ def norms(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.softmax(x.flatten(1), 1)
 
 
+class Builder:
+    """Note which kernels are begun."""
+
+    device = H100
+
+    def __init__(self) -> None:
+        self.begun: list[KernelSource] = []
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        self.begun.extend(sources)
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_option_decides_for_all_kernels_also_those_begun_before(wanted: bool) -> None:
     traced = trace(norms, "b 32 h w", b=2, h=8, w=8)
-    begun: list[KernelSource] = []
-
-    class Builder:
-        device = H100
-
-        def begin(self, sources: Sequence[KernelSource]) -> None:
-            begun.extend(sources)
-
+    builder = Builder()
     signature = Signature(traced.returned, traced.captured.guards)
     options = Options(early_launch=wanted)
-    program = compile_graph(traced.graph, signature, "cuda", options, Builder()).program
-    assert begun
-    assert set(begun) <= set(program.sources)
+    program = compile_graph(traced.graph, signature, "cuda", options, builder).program
+    assert builder.begun
+    assert set(builder.begun) <= set(program.sources)
     assert {dict(s.constants)["EARLY"] for s in program.sources} == {int(wanted)}
 
 
@@ -50,15 +55,8 @@ def test_each_kernel_is_begun_once() -> None:
         return x
 
     traced = trace(layers, "b 32", "32 32", b=8)
-    begun: list[KernelSource] = []
-
-    class Builder:
-        device = H100
-
-        def begin(self, sources: Sequence[KernelSource]) -> None:
-            begun.extend(sources)
-
+    builder = Builder()
     signature = Signature(traced.returned, traced.captured.guards)
-    program = compile_graph(traced.graph, signature, "cuda", Options(), Builder()).program
-    assert len(program.kernel_steps) > len(begun) > 0
-    assert len(begun) == len(set(begun))
+    program = compile_graph(traced.graph, signature, "cuda", Options(), builder).program
+    assert len(program.kernel_steps) > len(builder.begun) > 0
+    assert len(builder.begun) == len(set(builder.begun))
