@@ -51,10 +51,8 @@ class RepeatedGradients(BlocksAlike):
         if not torch.is_grad_enabled() or not _is_apart(call):
             return call.forward(), Uncopied("its weights are computed, or need no gradient")
         known = _recorded_step(call)
-        if known is None:
-            return call.forward(), Uncopied(
-                UNREPEATABLE
-            )  # what was traced just now is read by nobody
+        if known is None:  # what was traced just now is read by nobody
+            return call.forward(), Uncopied(UNREPEATABLE)
         same = {node: node for node in (*known.forward.given, *known.forward.nodes)}
         return self._result(known, call, same), known
 

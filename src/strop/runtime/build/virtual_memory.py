@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from strop.errors import CodegenError
 from strop.runtime.build import driver
 
 IS_SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -117,7 +118,7 @@ class VirtualMemory:
                 driver.call(what, "cuMemRelease", handle)
             try:
                 driver.call(what, "cuMemSetAccess", at, size, byref(self._access), c_size_t(1))
-            except Exception:
+            except (CodegenError, torch.OutOfMemoryError):
                 self.take(address, size_bytes)
                 raise
 
