@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 import strop
 from strop.api import dispatchers_of
-from strop.bench.timer import synchronise, timing_of
+from strop.bench.timer import timing_of, wall_ms
 from strop.bench.wait_changes import add_lora, load_first_lora
 from strop.bench.wait_models import WaitModel
 from strop.bench.wait_scene import Scene, lora
@@ -60,20 +60,15 @@ def _step_ms(scene: Scene, steps: tuple[int, int]) -> float:
     """Return the milliseconds of a step, from the medians of pictures with few steps and with
     many."""
     few, many = steps
+    draw = {n: partial(scene.draw, num_inference_steps=n, output_type="latent") for n in steps}
     with torch.no_grad():
-        for count in (few, many):
-            scene.draw(num_inference_steps=count, output_type="latent")
-        seconds = {count: [_seconds(scene, count) for _ in range(PICTURES)] for count in steps}
-    short, long = (statistics.median(seconds[count]) for count in (few, many))
-    return 1e3 * (long - short) / (many - few)
-
-
-def _seconds(scene: Scene, steps: int) -> float:
-    synchronise(scene.device)
-    start = time.perf_counter()
-    scene.draw(num_inference_steps=steps, output_type="latent")
-    synchronise(scene.device)
-    return time.perf_counter() - start
+        for count in steps:
+            draw[count]()
+        short, long = (
+            statistics.median(wall_ms(draw[count], scene.device) for _ in range(PICTURES))
+            for count in steps
+        )
+    return (long - short) / (many - few)
 
 
 def _summary(values: Sequence[float]) -> dict[str, Any]:

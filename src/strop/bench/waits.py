@@ -14,7 +14,7 @@ import torch
 import strop
 from strop.api import dispatchers_of
 from strop.bench.infer_contenders import Deadline, Found, attempt
-from strop.bench.timer import synchronise
+from strop.bench.timer import synchronise, wall_ms
 from strop.bench.wait_changes import CHANGES, FIRST, LORA, Change
 from strop.bench.wait_models import MODELS
 from strop.bench.wait_scene import Scene
@@ -139,7 +139,9 @@ class Session:
             scene.draw(**more)
             drawn = self._now()
             done = self._done()
-            seconds = [self._seconds(more) for _ in range(self.plan.repeats)]
+            draw = partial(scene.draw, **more)
+            times = [wall_ms(draw, scene.device) for _ in range(self.plan.repeats)]
+            seconds = [round(ms / 1e3, 4) for ms in times]
         steady = min(seconds)
         found: Found = {
             "wait_s": round(max(drawn - start - steady, 0.0), 4),
@@ -157,11 +159,6 @@ class Session:
     def _now(self) -> float:
         synchronise(self.scene.device)
         return time.perf_counter()
-
-    def _seconds(self, more: Mapping[str, Any]) -> float:
-        start = self._now()
-        self.scene.draw(**more)
-        return round(self._now() - start, 4)
 
     def _done(self) -> Counts:
         """Return what was counted since the last time. Parts that join begin at nothing."""
