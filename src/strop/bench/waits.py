@@ -14,7 +14,7 @@ import torch
 import strop
 from strop.api import dispatchers_of
 from strop.bench.infer_contenders import Deadline, Found, attempt
-from strop.bench.timer import synchronise, wall_ms
+from strop.bench.timer import peak, synchronise, wall_ms
 from strop.bench.wait_changes import CHANGES, FIRST, LORA, Change
 from strop.bench.wait_models import MODELS
 from strop.bench.wait_scene import Scene
@@ -153,7 +153,7 @@ class Session:
             "done_later": self._done(),
         }
         if scene.device.type == "cuda":
-            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            found["peak_gib"] = round(peak(scene.device) / 2**30, 2)
         return found
 
     def _now(self) -> float:
