@@ -38,7 +38,6 @@ class LibraryTimes:
     linear_ops: float
     linear_bytes: float  # of results
     linear_begin_us: float
-    narrow_us: float  # more where a result has few columns: its sums are cut, and added up
     gap_us: float  # what a launch costs that cannot come early
     weight_bytes: float  # of weights that no cache holds: each pass reads them again
     weight_begin_us: float

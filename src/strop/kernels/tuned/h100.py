@@ -129,7 +129,6 @@ LIBRARY = LibraryTimes(
     linear_ops=856e6,
     linear_bytes=3.1e6,
     linear_begin_us=2.8,
-    narrow_us=3.0,  # predicted: from what adapters cost a step of SDXL, 7 us for each such launch
     gap_us=1.5,
     weight_bytes=2.6e6,
     weight_begin_us=3.0,

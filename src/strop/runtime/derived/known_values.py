@@ -2,6 +2,8 @@
 
 Nobody counts what is written through ``.data``. A GPU compares beside the work that is launched
 meanwhile. What tensors hold now is copied to scratch memory, as much at once as stays in a cache.
+Tensors without gaps are concatenated: that keeps a GPU busy, while a copy of each into its part
+of the scratch memory (``_foreach_copy_``) has programs for a fraction of it.
 """
 
 from __future__ import annotations
@@ -39,12 +41,36 @@ class KnownValues(SourceWatch):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Describe tensors that are compared at once: ``room`` for what they hold is all of ``now``."""
+    """Describe tensors that are compared at once. ``now`` is room for what they hold, and ``known``
+    what they held: those without gaps, ``dense``, then those with gaps, each with its room."""
 
-    tensors: list[Tensor]
-    room: list[Tensor]
+    dense: list[Tensor]
+    others: list[Tensor]
+    dense_room: Tensor
+    other_rooms: list[Tensor]
     now: Tensor
     known: Tensor
+
+    @staticmethod
+    def of(tensors: list[Tensor], scratch: Tensor, known: Tensor) -> Share:
+        """Describe these, and remember in ``known`` what they hold."""
+        dense = [tensor.view(-1) for tensor in tensors if tensor.is_contiguous()]
+        others = [tensor for tensor in tensors if not tensor.is_contiguous()]
+        room = scratch[: known.numel()]
+        behind = sum(tensor.numel() for tensor in dense)
+        rooms = _parts(room[behind:], others)
+        words = (memory.view(torch.int64) for memory in (room, known))
+        share = Share(dense, others, room[:behind], rooms, *words)
+        share.read()
+        share.known.copy_(share.now)
+        return share
+
+    def read(self) -> None:
+        """Copy what the tensors hold now."""
+        if self.dense:
+            torch.cat(self.dense, out=self.dense_room)
+        if self.others:
+            torch._foreach_copy_(self.other_rooms, self.others)
 
 
 class KnownGroup(SourceWatch):
@@ -57,11 +83,10 @@ class KnownGroup(SourceWatch):
         totals = [sum(tensor.numel() for tensor in some) for some in shares]
         scratch, known = (tensors[0].new_empty(size) for size in (max(totals), sum(totals)))
         self.size_bytes = scratch.nbytes + known.nbytes
-        self._shares = []
-        for some, total, kept in zip(shares, totals, known.split(totals), strict=True):
-            torch._foreach_copy_(_parts(kept, some), some)
-            now, then = (memory.view(torch.int64) for memory in (scratch[:total], kept))
-            self._shares.append(Share(some, _parts(scratch, some), now, then))
+        kept = known.split(totals)
+        self._shares = [
+            Share.of(some, scratch, own) for some, own in zip(shares, kept, strict=True)
+        ]
         self._done: torch.cuda.Event | None = None
         self._is_on_gpu = device.type == "cuda"
         if self._is_on_gpu:
@@ -81,7 +106,7 @@ class KnownGroup(SourceWatch):
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
             found = []
             for share in self._shares:
-                torch._foreach_copy_(share.room, share.tensors)
+                share.read()
                 found.append((share.now != share.known).any())
             answer = torch.stack(found).any() if len(found) > 1 else found[0]
             self._answer.copy_(answer, non_blocking=True)
@@ -102,7 +127,7 @@ class KnownGroup(SourceWatch):
 
 
 def _differs(share: Share) -> bool:
-    torch._foreach_copy_(share.room, share.tensors)
+    share.read()
     return not torch.equal(share.now, share.known)
 
 
