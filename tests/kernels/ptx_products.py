@@ -2,7 +2,8 @@
 
 A part of ``ptx_machine``. Four warps issue a product together; it runs at any time between the last
 one's issue and the first one's wait. Till then its registers are locked and what it reads of shared
-memory must stay. Known are operands in lines of 128 mixed bytes, of fp16 and bf16, with fp32 sums.
+memory must stay. Known are operands in lines of 64 and 128 mixed bytes, of fp16 and bf16, with
+fp32 sums.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.kernels.ptx_text import LANES, Imm, PtxError, Reg, Vector
 WARPS, ROWS, DEPTH = 4, 64, 16
 LOCKED = 1 << LANES  # in the place of the lanes that have written a register
 _FORM = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(bf16|f16)$")
-_SWIZZLE_128B = 1
+_LINES = {1: 128, 2: 64}  # bytes, by how lines are mixed
 
 
 @lru_cache(maxsize=4096)
@@ -33,21 +34,25 @@ def operand_units(descriptor: int, rows: int, is_across: bool) -> Array:
     sum, (DEPTH, rows / 8)."""
     start = (descriptor & 0x3FFF) * 16
     leading, stride = (descriptor >> 16 & 0x3FFF) * 16, (descriptor >> 32 & 0x3FFF) * 16
-    if descriptor >> 62 != _SWIZZLE_128B or descriptor >> 49 & 7:
-        raise PtxError(f"descriptor {descriptor:#x}: only lines of 128 mixed bytes are known")
-    if start >> 7 & 7:
+    line = _LINES.get(descriptor >> 62)
+    if line is None or descriptor >> 49 & 7:
+        raise PtxError(
+            f"descriptor {descriptor:#x}: only lines of 64 and 128 mixed bytes are known"
+        )
+    if start // line & 7:
         raise PtxError(f"an operand at {start}, which begins between groups of eight lines")
+    within = start % line
     if is_across:
-        if start & 127 or rows % 8:
+        if within or rows % 8 or line != 128:
             raise PtxError(f"an operand at {start}, which begins within a line")
         k, n = np.arange(DEPTH)[:, None], np.arange(rows // 8)[None]
         at = start + n // 8 * leading + k // 8 * stride + k % 8 * 128 + n % 8 * 16
     else:
-        if (start & 127) > 128 - 2 * DEPTH:
+        if within > line - 2 * DEPTH:
             raise PtxError(f"an operand at {start}, which ends behind its line")
         row, half = np.arange(rows)[:, None], np.arange(2)[None]
-        at = start + row // 8 * stride + row % 8 * 128 + half * 16
-    return mixed(at // UNIT)
+        at = start + row // 8 * stride + row % 8 * line + half * 16
+    return mixed(at // UNIT, line)
 
 
 def operand(memory: Any, units: Array, is_across: bool, kind: str) -> Array:

@@ -16,7 +16,7 @@ from torch import Tensor
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.tile import GATED, MOST_SHARED, NARROW, PLAIN, SUM, GemmTile, Product
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
-from strop.kernels.ptx import KINDS, LINE
+from strop.kernels.ptx import HALF, KINDS, LINE
 from strop.kernels.tuned import tuned
 from strop.runtime.run.library_calls import upsampled
 from tests.codegen.test_triton_compile import TOOLS
@@ -147,7 +147,8 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         else [min(along[1], 2)]
     )
     views = [(x.shape, x.stride(), (*case.box, LINE)), (w.shape, w.stride())]
-    views += [(t.shape, t.stride(), *own[2:]) for t, own in zip(pair, views, strict=False)]
+    further_boxes = ((*case.box, HALF),), ()
+    views += [(t.shape, t.stride(), *own) for t, own in zip(pair, further_boxes, strict=False)]
     if windows > 1:
         count, height, width = case.box
         places = wanted.view(len(x), sides[0], 2, sides[1], -1)

@@ -18,6 +18,8 @@ LINE_BYTES = 128
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 # Descriptors of operands count 16 bytes. Eight lines are 1024 bytes apart, lines are mixed by 128.
 UNIT, HIGH = 16, 64 | 1 << 30
+HALF = 32  # elements in a line of half the bytes, mixed in units of 64: eight are 512 bytes apart
+HALF_HIGH = 32 | 2 << 30
 
 _HEAD = """\
 .version 8.3

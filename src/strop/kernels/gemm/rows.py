@@ -31,7 +31,7 @@ from strop.kernels.kernel import (
     Torch,
     View,
 )
-from strop.kernels.ptx import KINDS, LINE
+from strop.kernels.ptx import HALF, KINDS, LINE
 from strop.kernels.tuned import tuned
 
 _ENDS = {
@@ -135,23 +135,25 @@ def us_of(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
     weights = 2 * depth * found.across * tile.cols * of.windows
     cost: Cost = times.tiles[kind_of(of, product.end)][tile]
     rounds = -(-found.num_tiles // times.clusters[tile.split])
-    steps = -(-_steps(of) // tile.split) - (_has_half_step(of) and tile.split == 1) / 2
+    whole, halves = _whole_steps(of), _half_steps(of)
+    steps = whole + halves / 2 if tile.split == 1 else -(-(whole + halves) // tile.split)
     us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step
     return max(us, weights / times.library.weight_bytes + times.library.weight_begin_us)
 
 
-def _steps(of: ConvShape) -> int:
-    return of.size**2 * -(-of.ins // LINE) + -(-of.further // LINE)
+def _whole_steps(of: ConvShape) -> int:
+    return of.size**2 * -(-of.ins // LINE)
 
 
-def _has_half_step(of: ConvShape) -> bool:
-    """Say whether half of the last step is behind the end, where the kernel multiplies nothing."""
-    return 0 < of.further % LINE <= LINE // 2
+def _half_steps(of: ConvShape) -> int:
+    """Count the steps over a second pair of operands, of half the depth each."""
+    return -(-of.further // HALF)
 
 
 def has_steps(tile: GemmTile, of: ConvShape) -> bool:
     """Say whether every part of a sum has some steps."""
-    return (tile.split - 1) * -(-_steps(of) // tile.split) < _steps(of)
+    steps = _whole_steps(of) + _half_steps(of)
+    return (tile.split - 1) * -(-steps // tile.split) < steps
 
 
 def is_able(product: Product, of: ConvShape) -> bool:
@@ -247,11 +249,12 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
     result = View(of.result, dense(of.result), found.results) if found.results else None
     factors, is_paired = FACTORS.get(problem.op, 2), bool(of.further)
     biases = factors + MORE[end] - 1 if MORE[end] else 1  # where there are none, none are read
-    rows = View(box=(*found.box, LINE), ones=0 if order else 2)
+    ones = 0 if order else 2
+    rows, further = (View(box=(*found.box, line), ones=ones) for line in (LINE, HALF))
     operands = (
         Operand(0, Lies.ROWS, order, view=rows),
         Operand(1, order=order, view=weights),
-        *((Operand(2, Lies.ROWS, view=rows), Operand(3, Lies.ROWS, view=View())) * is_paired),
+        *((Operand(2, Lies.ROWS, view=further), Operand(3, Lies.ROWS, view=View())) * is_paired),
         Operand(RESULT, order=order, view=result),
         Operand(biases, order=order if biases == 1 else ()),
     )

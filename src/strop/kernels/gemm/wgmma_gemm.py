@@ -7,7 +7,8 @@ fewer tiles than processors the sum is cut into parts, one for each program of a
 leaves its part, in fp32, in its own shared memory, and adds its share of the results from the parts
 of all, in their order. Where there are more, a program goes on to the next tile, whose operands
 come while the results of this one leave. Weights that no kernel before it writes are fetched
-before the wait for these.
+before the wait for these. Where the sum goes on over a second pair of operands, their lines are
+half as long: a rank of 32 is a step of half the bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from strop.kernels.gemm.epilogues import (
 from strop.kernels.gemm.tile import Product
 from strop.kernels.ptx import (
     DEPTH,
+    HALF,
+    HALF_HIGH,
     HIGH,
     KINDS,
     LINE,
@@ -69,13 +72,13 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if of.has_parts else stored(of, kind)
     text = "".join((*_begin(of), *_fetch(of), *_multiply(of, kind), *ends))
-    weights = (of.width, LINE)  # twice, where there are gates
     pixels = (0, 0, 0) if of.has_box else (1, 1, of.rows)
     count, *sides = pixels
     placed = (count, sides[0], 1, sides[1]) if of.has_four_windows else pixels
     results = () if of.has_parts else (*placed, of.unit)
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
-    pairs = ((*pixels, LINE), weights) * (2 if of.paired else 1)
+    further = ((*pixels, HALF), (of.width, HALF)) if of.paired else ()
+    pairs = ((*pixels, LINE), (of.width, LINE), *further)
     return KernelSource(
         NAME,
         "ptx",
@@ -143,7 +146,7 @@ _BEGIN = """\
     min.u32 %first, %first, %n0;
     sub.u32 %steps, %n0, %first;
     min.u32 %steps, %steps, %n1;
-{short}{barriers}"""
+{halves}{barriers}"""
 
 
 def _begin(of: Product) -> Iterator[str]:
@@ -161,7 +164,7 @@ def _begin(of: Product) -> Iterator[str]:
         places=of.size**2,
         maps=5 if of.paired else 3,
         further=_FURTHER_STEPS if of.paired else "",
-        short=_SHORT if of.paired else "",
+        halves=_HALVES if of.paired else "",
         fewer="".join(_shortened(of)),
         shares=_shares(of),
         windows=_WINDOWS if of.has_four_windows else "",
@@ -170,33 +173,22 @@ def _begin(of: Product) -> Iterator[str]:
     )
 
 
-# Registers of the second pair: which map is read from, where it begins in the sum, and how far the
-# box lies behind that.
+# Registers of the second pair: which map is read from, where it begins in the sum, how far the box
+# lies behind that, and the step that is the first of half the depth.
 _PAIR = """\
     .reg .pred %is_further;
     .reg .b64 %which;
-    .reg .b32 %edge, %depth, %short;
+    .reg .b32 %edge, %depth, %halved;
 """
 _FURTHER_STEPS = f"""\
+    mov.u32 %halved, %n0;
     mul.lo.u32 %edge, %n0, {LINE};
     ld.param.u32 %n1, [v_size1];
-    add.u32 %n1, %n1, {LINE} - 1;
-    div.u32 %n1, %n1, {LINE};
+    add.u32 %n1, %n1, {HALF} - 1;
+    div.u32 %n1, %n1, {HALF};
     add.u32 %n0, %n0, %n1;
 """
-
-
-# The last step, if half of it is behind the end of the second pair: none otherwise.
-_SHORT = f"""\
-    ld.param.u32 %n1, [v_size1];
-    sub.u32 %n1, %n1, 1;
-    and.b32 %n1, %n1, {LINE - 1};
-    setp.lt.u32 %p, %n1, {LINE // 2};
-    sub.u32 %n0, %n0, %first;
-    setp.eq.and.u32 %p, %n0, %steps, %p;
-    sub.u32 %n1, %steps, 1;
-    selp.b32 %short, %n1, -1, %p;
-"""
+_HALVES = "    sub.u32 %halved, %halved, %first;\n"
 
 
 def _more_registers(of: Product) -> str:
@@ -306,7 +298,11 @@ def _first_place(of: Product) -> str:
 
 _FIRST_OF_PAIRS = f"""\
     mul.lo.u32 %channel, %first, {LINE};
-    mul.lo.u32 %k, %first, {LINE};
+    max.s32 %n0, %halved, 0;
+    sub.u32 %n0, %n0, %halved;
+    mul.lo.u32 %n0, %n0, {LINE - HALF};
+    sub.u32 %channel, %channel, %n0;
+    mov.u32 %k, %channel;
 """
 _MOVED = """\
     and.b32 %n2, %window, 1;
@@ -344,21 +340,47 @@ def _behind(place: str, first: int) -> str:
 """
 
 
+def _onward(of: Product, place: str) -> str:
+    """Go on to the next step's channels: to half as many within the second pair."""
+    if not of.paired:
+        return f"    add.u32 {place}, {place}, {LINE};\n"
+    return f"""\
+    selp.b32 %depth, {HALF}, {LINE}, %is_further;
+    add.u32 {place}, {place}, %depth;
+"""
+
+
+def _expect(of: Product) -> str:
+    """Say how many bytes come to stage %bar of step %k."""
+    size = "%bytes" if of.has_box else of.stage
+    told = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};\n"
+    if not of.paired:
+        return told
+    return f"""\
+    setp.ge.u32 %is_further, %k, %edge;
+    selp.b32 %depth, {of.stage * HALF // LINE}, {of.stage}, %is_further;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], %depth;
+"""
+
+
 def _weights(of: Product) -> Iterator[str]:
     """Fetch the weights of step %k into stage %at; those of gates behind those of values."""
-    place = "%map1, {%k, %n5}"
+    place, lines = "%map1, {%k, %n5}", of.rows * LINE_BYTES
     if of.paired:
         yield _behind("%k", 1)
         place = "%which, {%depth, %n5}"
     for n in range(2 if of.gated else 1):
-        yield f"    add.u32 %to, %at, {(of.rows + n * of.width) * LINE_BYTES};\n"
+        behind = n * of.width * LINE_BYTES
+        yield f"    add.u32 %to, %at, {lines + behind};\n"
+        if of.paired and behind:
+            yield f"    @%is_further add.u32 %to, %at, {lines + behind * HALF // LINE};\n"
         share = "%window" if of.has_four_windows else n
         yield f"    mad.lo.u32 %n5, %outs, {share}, %col;\n"
         yield f"""\
     cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes \
 [%to], [{place}], [%bar];
 """
-    yield f"    add.u32 %k, %k, {LINE};\n"
+    yield _onward(of, "%k")
 
 
 _PIXELS = f"""\
@@ -374,12 +396,17 @@ _PIXELS = f"""\
 """
 
 
-_PIXELS_OF_PAIRS = f"""\
+def _pixels(of: Product) -> str:
+    """Fetch the box of this step's pixels, or the rows of either pair."""
+    if not of.paired:
+        return _PIXELS
+    return f"""\
 {_behind("%channel", 0)}\
     cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
 [%at], [%which, {{%depth, %left, %top, %picture}}], [%bar];
-    add.u32 %channel, %channel, {LINE};
-"""
+{_onward(of, "%channel")}"""
+
+
 _MAPS_OF_PAIRS = """\
     mov.b64 %wide, further;
     cvta.param.u64 %map3, %wide;
@@ -394,9 +421,7 @@ def _registers(of: Product, op: str, count: int) -> str:
 
 def _fetch(of: Product) -> Iterator[str]:
     """Fetch by one thread. A stage that was never used is free: its barrier is behind phase 1."""
-    size = "%bytes" if of.has_box else of.stage
-    expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};\n"
-    weights, pixels = "".join(_weights(of)), _PIXELS_OF_PAIRS if of.paired else _PIXELS
+    expect, weights, pixels = _expect(of), "".join(_weights(of)), _pixels(of)
     onward = advance(of.tile.stages, "%stage", "%phase")
     yield f"""\
     setp.lt.u32 %p, %warp, {4 * of.tile.groups};
@@ -443,20 +468,28 @@ def _step(of: Product, kind: str) -> Iterator[str]:
     """Multiply what a stage holds. Each way ends its own group of products: the assembler gives
     products that end elsewhere groups of their own, for which the next step would wait."""
     if of.paired:
-        yield "    setp.eq.u32 %p, %step, %short;\n    @%p bra half;\n"
-    yield from (*_products(of, kind, LINE // DEPTH), _COMMIT)
+        yield "    setp.ge.s32 %p, %step, %halved;\n    @%p bra half;\n"
+        yield f"    mov.u32 %high, {HIGH};\n"
+    yield from (*_products(of, kind, LINE), _COMMIT)
     if of.paired:
-        yield "    bra multiplied;\nhalf:\n"
-        yield from (*_products(of, kind, LINE // DEPTH // 2), _COMMIT, "multiplied:\n")
+        group = 0 if of.tile.apart else ROWS * 2 * HALF // UNIT
+        yield f"""\
+    bra multiplied;
+half:
+    mov.u32 %high, {HALF_HIGH};
+    mad.lo.u32 %from, %group, {group}, %low;
+"""
+        yield from (*_products(of, kind, HALF), _COMMIT, "multiplied:\n")
 
 
-def _products(of: Product, kind: str, count: int) -> Iterator[str]:
-    cols = of.tile.cols
-    for n in range(count):
+def _products(of: Product, kind: str, depth: int) -> Iterator[str]:
+    """Multiply lines of so many elements."""
+    cols, line = of.tile.cols, 2 * depth // UNIT
+    for n in range(depth // DEPTH):
         yield f"    add.u32 %low_b, %low, {of.rows * LINE_BYTES // UNIT + 2 * n};\n"
         yield "    mov.b64 %b, {%low_b, %high};\n"
         for block in range(of.blocks):
-            yield f"    add.u32 %low_a, %from, {block * ROWS * LINE_BYTES // UNIT + 2 * n};\n"
+            yield f"    add.u32 %low_a, %from, {block * ROWS * line + 2 * n};\n"
             yield "    mov.b64 %a, {%low_a, %high};\n"
             yield product(cols, kind, listed("o", cols // 2, block * cols // 2), "%a", True)
 
