@@ -28,17 +28,21 @@ class Effects:
     """Finds what traces of one copy of a module change. ``written``: the labels of all of it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = GlobalGuards(module.named_modules())
+        self._before = self._begun = GlobalGuards(module.named_modules())
         self._of_calls = set[str]()
         self.written = set[str]()
         self._kept = set[str]()
         self._seen: list[Any] = []  # what ``so_far`` has named by ids
 
+    def begin(self) -> None:
+        """Begin a forward: what others have put in the copy for it is none of its changes."""
+        self._begun = self._before.again() if self._before.have_changed() else self._before
+
     def so_far(self) -> Hashable:
-        """Return what traces have changed until now: equal where that is the same."""
-        if not self._before.have_changed():
+        """Return what the forward has changed until now: equal where that is the same."""
+        if not self._begun.have_changed():
             return ()
-        changes = [(change.label, change.now) for change in self._before.changes()]
+        changes = [(change.label, change.now) for change in self._begun.changes()]
         self._seen.append(changes)
         return tuple(
             (label, *map(id, now)) if isinstance(now, list) else (label, id(now))

@@ -9,6 +9,7 @@ by their code on disk.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -59,18 +60,27 @@ class GlobalGuards:
         self._places = [
             p for p in reach.places.values() if p.label not in ignored and p.key not in self.unread
         ]
-        self._names = identities([(place.table, place.key) for place in self._places])
         self._contents = [
             c for c in reach.contents.values() if not is_fixed(c.value) and c.label not in ignored
         ]
-        self._items = [_items(content.value) for content in self._contents]
         self._owners = list(reach.owners.values())
         self._owned = [held for _, _, held in self._owners]
+        self._objects = [*reach.modules, *(owner for _, owner, _ in self._owners)]
+        self._note()
+
+    def _note(self) -> None:
+        self._names = identities([(place.table, place.key) for place in self._places])
+        self._items = [_items(content.value) for content in self._contents]
         self._attributes = [dict(held) for held in self._owned]
         self._num_owned = sum(map(len, self._owned))
-        self._objects = [*reach.modules, *(owner for _, owner, _ in self._owners)]
         self._kinds = list(map(type, self._objects))
         self._kind_addresses = addresses(self._kinds, len(self._kinds))
+
+    def again(self) -> GlobalGuards:
+        """Return what watches the same places, from their values of now."""
+        found = copy.copy(self)
+        found._note()
+        return found
 
     def have_changed(self) -> bool:
         try:

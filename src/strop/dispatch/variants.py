@@ -426,13 +426,15 @@ class VariantStore:
             contents = Contents((args, kwargs))
             turned = state.turned.put(clone, settings[0] if settings else ())
             with foresight, turned, rows_counted(args, kwargs):
+                effects.begin()
                 result = clone.forward(*args, **kwargs)  # its own hooks run outside
             effects.look([value for value in given if isinstance(value, Tensor)])
             return with_objects(result, (args, kwargs), contents)
 
-        effects, parts, entered = Effects(clone), list(clone.modules()), {id(clone)}
+        effects, parts, entered = Effects(clone), dict(clone.named_modules()), {id(clone)}
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
-        watch = TraceWatch(effects.so_far, lambda part: entered.add(id(part)))
+        numbers = {(id(parts[path]), name) for path, name in state.turned.names}
+        watch = TraceWatch(effects.so_far, lambda part: entered.add(id(part)), numbers)
         try:
             captured = capture(
                 clone, call, shapes.specs, shapes.hints, asked.numbers, state.tables, watch

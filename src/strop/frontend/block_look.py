@@ -2,15 +2,16 @@
 
 A look holds everything that a block's forward can tell apart: the classes and plain attributes of
 its modules, the objects on them, the sizes and types of weights and arguments as expressions, which
-of these tensors are one and which share memory, and the modes of torch. What cannot be compared has
-no look.
+of these tensors are one and which share memory, and the modes of torch. Numbers that are inputs of
+the trace, such as the scale of an IP-Adapter, are data as tensors are: which of them are one tells
+blocks apart. What cannot be compared has no look.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -19,14 +20,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Node
 
-from strop.frontend.copied_nodes import node_of
+from strop.frontend.copied_nodes import node_of, node_of_number
 from strop.frontend.functional import memory_of
+from strop.frontend.numbers import as_input, numbers_in
 
 _RUN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOAD_HOOKS = tuple(name for name in vars(nn.Module()) if "state_dict" in name)
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
 _BY_VALUE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
+_WITHOUT_TENSORS = (*_BY_IDENTITY, nn.Module, torch.SymInt, torch.SymFloat, torch.SymBool)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was not made in C
 # What a key of a look is made of, in its order.
 LOOK_PARTS = (
@@ -35,26 +38,60 @@ LOOK_PARTS = (
     "its plain arguments",
     "sizes, types or layouts of its tensors",
     "which of its tensors are one",
+    "which of its numbers are one",
     "a mode of torch",
 )
 _DEPTH = 6  # of containers and objects within each other
+_NUMBER = "a number of the trace"
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Settings = Set[tuple[int, str]]  # by the ids of their modules and their names
 
 
 class _NoLookError(Exception):
     """Something cannot be compared."""
 
 
+@dataclass(slots=True)
+class _Numbers:
+    """Hold the numbers that were met on the way: those that are inputs of the trace in order, and
+    of which of them others are computed. ``is_known``: whether all are here that code may reach."""
+
+    given: list[torch.SymFloat] = field(default_factory=list)
+    computed: set[int] = field(default_factory=set)
+    is_known: bool = True
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return tuple(number for value in self.given for number in numbers_in(value.node.expr))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleLook:
+    """Hold what all modules of a block look like, weights apart, and which numbers of the trace
+    they hold."""
+
+    parts: tuple[Any, ...]
+    numbers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """Hold what a block and its arguments look like: equal ``key``, same graph. ``tensors`` are its
-    arguments and then its weights; ``nodes`` stand for them in the graph."""
+    arguments and then its weights, ``numbers`` those inputs of the trace that it holds or is given;
+    ``nodes`` and ``number_nodes`` stand for them in the graph."""
 
     key: Hashable
-    module: Hashable
+    module: ModuleLook
     tensors: tuple[Tensor, ...]
     nodes: tuple[Node, ...]
+    numbers: tuple[int, ...]
+    number_nodes: tuple[Node, ...]
     leaves: tuple[Any, ...]  # of the arguments
     spec: pytree.TreeSpec
+
+    @property
+    def given(self) -> tuple[Node, ...]:
+        return (*self.nodes, *self.number_nodes)
 
     def arguments(self, others: Mapping[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with ``others`` in the places of tensors, which they name by id."""
@@ -69,41 +106,61 @@ def holds(arguments: Any, leaves: Sequence[Any]) -> bool:
     return len(now) == len(leaves) and all(a is b for a, b in zip(now, leaves, strict=True))
 
 
-def look_at(block: nn.Module, arguments: Any, tracer: Any) -> Look | None:
-    """Return the look of a block that is about to be called, or None if it has none."""
+def look_at(block: nn.Module, arguments: Any, tracer: Any, *, is_first: bool) -> Look | None:
+    """Return the look of a block that is about to be called, or None if it has none.
+    ``is_first``: code has changed nothing so far outside of arguments, so that a block cannot meet
+    numbers there."""
     leaves, spec = pytree.tree_flatten(arguments)
-    state = list(_state(block))
+    state, met = list(_state(block)), _Numbers(is_known=is_first)
     try:
-        own = module_look(block)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = (*given, *state)
         nodes = tuple(_node(tensor, tracer) for tensor in tensors)
-        plain = tuple(None if isinstance(leaf, Tensor) else _sized(leaf) for leaf in leaves)
+        plain = tuple(None if isinstance(leaf, Tensor) else _sized(leaf, met) for leaf in leaves)
+        own = _module_look(block, met)
+        number_nodes = tuple(_number_node(number, tracer) for number in met.given)
     except _NoLookError:
         return None
-    if own is None:
+    if not met.computed.isdisjoint(met.inputs):
         return None
-    key = (own, spec, plain, tuple(map(_tensor_look, tensors)), _same(tensors, nodes), _modes())
-    return Look(key, own, tensors, nodes, tuple(leaves), spec)
+    key = (
+        own.parts,
+        spec,
+        plain,
+        tuple(map(_tensor_look, tensors)),
+        _same(tensors, nodes),
+        _first_places(met.inputs) if met.is_known else met.inputs,
+        _modes(),
+    )
+    return Look(key, own, tensors, nodes, met.inputs, number_nodes, tuple(leaves), spec)
 
 
-def module_look(block: nn.Module) -> Hashable:
-    """Return what all modules of a block look like, weights apart, or None if something cannot be
-    compared or has hooks."""
+def module_look(block: nn.Module) -> ModuleLook | None:
+    """Return the look of a block's modules, or None if something cannot be compared or has
+    hooks."""
     try:
-        return tuple(
-            (path, type(part), _attributes(part), tuple(part._parameters), tuple(part._buffers))
-            for path, part in block.named_modules(remove_duplicate=False)
-        )
+        return _module_look(block, _Numbers())
     except _NoLookError:
         return None
 
 
-def repeated(module: nn.Module, least_parts: int) -> list[nn.Module]:
+def _module_look(block: nn.Module, met: _Numbers) -> ModuleLook:
+    before = len(met.given)
+    parts = tuple(
+        (path, type(part), _attributes(part, met), tuple(part._parameters), tuple(part._buffers))
+        for path, part in block.named_modules(remove_duplicate=False)
+    )
+    return ModuleLook(parts, met.inputs[before:])
+
+
+def repeated(
+    module: nn.Module, least_parts: int, numbers: Settings = frozenset()
+) -> list[nn.Module]:
     """Return the modules in ``module`` that are built like another one, but for those with fewer
-    parts than that. One inside of another counts only where it repeats in there."""
+    parts than that. One inside of another counts only where it repeats in there. ``numbers`` are
+    the settings that will be inputs of the trace, whatever they are now."""
     builds, sizes = dict[int, int](), dict[int, int]()
-    _build(module, {}, builds, sizes)
+    _build(module, {}, builds, sizes, numbers)
     found: list[nn.Module] = []
 
     def visit(whole: nn.Module) -> None:
@@ -125,57 +182,92 @@ def repeated(module: nn.Module, least_parts: int) -> list[nn.Module]:
 
 
 def _build(
-    part: nn.Module, seen: dict[Hashable, int], builds: dict[int, int], sizes: dict[int, int]
+    part: nn.Module,
+    seen: dict[Hashable, int],
+    builds: dict[int, int],
+    sizes: dict[int, int],
+    numbers: Settings,
 ) -> int:
     """Return a number for how a module is built, the same for those built alike."""
     if id(part) not in builds:
         children = [(n, c) for n, c in part._modules.items() if c is not None]
-        inner = tuple((name, _build(child, seen, builds, sizes)) for name, child in children)
+        inner = tuple((n, _build(child, seen, builds, sizes, numbers)) for n, child in children)
         sizes[id(part)] = 1 + sum(sizes[id(child)] for _, child in children)
         state = tuple(
             None if t is None else (t.shape, t.dtype, t.requires_grad)
             for t in (*part._parameters.values(), *part._buffers.values())
         )
         try:
-            key: Hashable = (type(part), _attributes(part), inner, state)
+            key: Hashable = (type(part), _attributes(part, _Numbers(), numbers), inner, state)
         except _NoLookError:
             key = id(part)
         builds[id(part)] = seen.setdefault(key, len(seen))
     return builds[id(part)]
 
 
-def _attributes(part: nn.Module) -> Hashable:
+def _attributes(part: nn.Module, met: _Numbers, numbers: Settings = frozenset()) -> Hashable:
     own = vars(part)
     if any(own.get(name) for name in _RUN_HOOKS):
         raise _NoLookError
     return tuple(
-        (name, _frozen(value))
+        (name, _NUMBER if (id(part), name) in numbers else _frozen(value, met))
         for name, value in own.items()
         if name not in _TABLES and name not in _LOAD_HOOKS
     )
 
 
-def _frozen(value: Any, depth: int = _DEPTH) -> Hashable:
+def _frozen(value: Any, met: _Numbers, depth: int = _DEPTH) -> Hashable:
     """Return what is equal for values that code cannot tell apart, but by their identity."""
+    if type(value) in _SYMBOLIC:
+        return _frozen_number(value, met)
     if value is None or isinstance(value, _BY_VALUE):
         return type(value), repr(value) if isinstance(value, float | complex) else value
     if isinstance(value, _BY_IDENTITY):
+        met.is_known &= not (isinstance(value, FunctionType) and _may_hold(value))
         return value
     if isinstance(value, Tensor):
         return "tensor"  # is among the weights
     if isinstance(value, nn.Module) or not depth:
         raise _NoLookError
-    own = tuple((k, _frozen(v, depth - 1)) for k, v in getattr(value, "__dict__", {}).items())
+    return _frozen_parts(value, met, depth)
+
+
+def _frozen_parts(value: Any, met: _Numbers, depth: int) -> Hashable:
+    def inner(item: Any) -> Hashable:
+        return _frozen(item, met, depth - 1)
+
+    own = tuple((k, inner(v)) for k, v in getattr(value, "__dict__", {}).items())
     if isinstance(value, list | tuple):
-        return type(value), own, tuple(_frozen(item, depth - 1) for item in value)
+        return type(value), own, tuple(map(inner, value))
     if isinstance(value, set | frozenset):
-        return type(value), own, frozenset(_frozen(item, depth - 1) for item in value)
+        return type(value), own, _frozen_set(value, depth)
     if isinstance(value, dict):
-        items = ((_frozen(k, depth - 1), _frozen(v, depth - 1)) for k, v in value.items())
-        return type(value), own, tuple(items)
+        return type(value), own, tuple((inner(k), inner(v)) for k, v in value.items())
     if not all(kind is object or _is_plain_class(kind) for kind in type(value).__mro__):
         raise _NoLookError
     return type(value), own
+
+
+def _frozen_number(value: Any, met: _Numbers) -> Hashable:
+    if type(value) is not torch.SymFloat or as_input(value) is None:
+        raise _NoLookError
+    met.given.append(value)
+    return _NUMBER, torch.SymFloat
+
+
+def _frozen_set(values: Any, depth: int) -> Hashable:
+    met = _Numbers()
+    found = frozenset(_frozen(item, met, depth - 1) for item in values)
+    if met.given or not met.is_known:  # in an order of its own
+        raise _NoLookError
+    return found
+
+
+def _may_hold(function: FunctionType) -> bool:
+    """Tell whether a function may hold numbers that were not there before the trace."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    are_plain = all(value is None or isinstance(value, _BY_VALUE) for value in defaults)
+    return bool(function.__closure__ or vars(function)) or not are_plain
 
 
 def _is_plain_class(kind: type) -> bool:
@@ -202,7 +294,7 @@ def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     elif isinstance(value, dict) and depth:
         for item in value.values():
             yield from _tensors(item, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (*_BY_IDENTITY, nn.Module)):
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_TENSORS):
         yield from _tensors(vars(value), depth - 1)
 
 
@@ -212,10 +304,17 @@ def _node(tensor: Tensor, tracer: Any) -> Node:
     return node
 
 
-def _sized(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return type(leaf), leaf.node.expr
-    return _frozen(leaf)
+def _number_node(number: torch.SymFloat, tracer: Any) -> Node:
+    if (node := node_of_number(number, tracer)) is None:
+        raise _NoLookError
+    return node
+
+
+def _sized(leaf: Any, met: _Numbers) -> Hashable:
+    if type(leaf) not in _SYMBOLIC or (type(leaf) is torch.SymFloat and as_input(leaf) is not None):
+        return _frozen(leaf, met)
+    met.computed |= numbers_in(leaf.node.expr)
+    return type(leaf), leaf.node.expr
 
 
 def _tensor_look(tensor: Tensor) -> Hashable:
@@ -233,11 +332,12 @@ def _tensor_look(tensor: Tensor) -> Hashable:
 
 def _same(tensors: tuple[Tensor, ...], nodes: tuple[Node, ...]) -> Hashable:
     """Return which tensors, nodes and memories are those of an earlier tensor."""
-    found = []
-    for keys in (map(id, tensors), nodes, map(memory_of, tensors)):
-        first: dict[Any, int] = {}
-        found.append(tuple(first.setdefault(key, place) for place, key in enumerate(keys)))
-    return tuple(found)
+    return tuple(map(_first_places, (map(id, tensors), nodes, map(memory_of, tensors))))
+
+
+def _first_places(keys: Iterable[Hashable]) -> tuple[int, ...]:
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
 
 
 def _modes() -> Hashable:

@@ -49,8 +49,8 @@ class BlockReuse:
 
     def note_built_otherwise(self, block: nn.Module, repeated: nn.Module) -> None:
         """Note a block that is of the kind of a repeated one and has other settings."""
-        looks = module_look(block), module_look(repeated)
-        how = "" if None in looks else _settings(*looks)
+        looks = [look.parts for look in map(module_look, (block, repeated)) if look is not None]
+        how = _settings(*looks) if len(looks) == 2 else ""
         self.note(block, [f"{LOOK_PARTS[0]}{how}" if how else INCOMPARABLE])
 
     def note(self, block: nn.Module, reasons: Sequence[str]) -> None:

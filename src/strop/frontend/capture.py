@@ -265,7 +265,7 @@ def capture(
         origins,
         found.fixed,
         tuple(reads.asked),
-        tuple(shape_env.numbers.guards),
+        shape_env.numbers.guards,
         reads.has_gradients,
         same,
         found.specs[len(specs) :],
@@ -463,7 +463,7 @@ def _traced(
         return leaves
 
     origins: dict[str, str] = {}
-    blocks = RepeatedBlocks(module, origins, watch, reads)
+    blocks = RepeatedBlocks(module, origins, watch, reads, numbers)
     texts = python_floats() if numbers.values else nullcontext()
     with (
         no_effects(module, private=False),

@@ -7,7 +7,7 @@ of another node seem to share memory, of which all of them are only made and rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from strop.frontend.draws import draws
 from strop.frontend.fake_tensors import fake_memory, fake_view
 from strop.frontend.functional import memory_of, storage_of
+from strop.frontend.numbers import numbers_in
 
 _AS_STRIDED = torch.ops.aten.as_strided.default  # asks how an argument lies in memory
 
@@ -45,16 +46,19 @@ class RecordedNodes:
 def record(
     path: str, last: Node, given: Sequence[Node], leaves: Iterable[Any], tracer: Any
 ) -> RecordedNodes | None:
-    """Note what was added behind ``last``. Return None if it cannot be copied: it reads what was
-    not given, draws random numbers, or writes into what was given."""
+    """Note what was added behind ``last``. ``given`` are nodes of tensors and of numbers that are
+    inputs. Return None if it cannot be copied: it reads what was not given, or what Python has
+    computed of these numbers, draws random numbers, or writes into what was given."""
     nodes = _own_nodes(_nodes_behind(last, tracer))
     inside, known = set(nodes), set(given)
-    memory = {storage_of(node) for node in given}
+    numbers = {node for node in given if _is_size(node)}
+    inputs = frozenset[int]().union(*map(_numbers_of, numbers))
+    memory = {storage_of(node) for node in given if node not in numbers}
     for node in nodes:
         sources = node.all_input_nodes
         if not all(s in inside or s in known or _is_size(s) for s in sources):
             return None
-        if not _may_repeat(node, memory):
+        if not _may_repeat(node, memory) or _reads_computed(node, numbers, inputs):
             return None
     found = [_noted(leaf, inside | known, tracer) for leaf in leaves]
     if NotImplemented in found:
@@ -101,6 +105,13 @@ def node_of(tensor: Tensor, tracer: Any) -> Node | None:
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
 
+def node_of_number(number: torch.SymFloat, tracer: Any) -> Node | None:
+    """Return the node of a number that is an input, or None if it is known by no such node."""
+    slot = tracer.symnode_tracker.get(number)
+    node: Node | None = None if slot is None else slot.force().node
+    return node if node is not None and node.op == "placeholder" else None
+
+
 def last_node(tracer: Any) -> Node:
     last: Node = next(iter(reversed(tracer.graph.nodes)))
     return last
@@ -112,7 +123,9 @@ def _storages(value: Any) -> set[int]:
 
 def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]:
     """Return the fake values of copies whose memory is not that of their originals."""
-    bases: dict[int | None, Any] = {storage_of(n): now.meta.get("val") for n, now in given.items()}
+    bases: dict[int | None, Any] = {
+        storage_of(n): now.meta.get("val") for n, now in given.items() if not _is_size(n)
+    }
     seen = {storage_of(leaf) for leaf in known.leaves if isinstance(leaf, Node)}
     values: dict[Node, Any] = {}
 
@@ -159,6 +172,19 @@ def _own_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
 def _is_size(node: Node) -> bool:
     """Tell whether a node is a size or another number."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _numbers_of(node: Node) -> frozenset[int]:
+    return numbers_in(node.meta["val"].node.expr)
+
+
+def _reads_computed(node: Node, numbers: Set[Node], inputs: Set[int]) -> bool:
+    """Tell whether a node reads what is computed of these ``inputs``, for which ``numbers``
+    stand."""
+    if not inputs:
+        return False
+    others = (s for s in node.all_input_nodes if _is_size(s) and s not in numbers)
+    return any(not inputs.isdisjoint(_numbers_of(other)) for other in others)
 
 
 def _may_repeat(node: Node, given: set[int | None]) -> bool:

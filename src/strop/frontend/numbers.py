@@ -51,8 +51,12 @@ class Numbers:
 
     def __init__(self, values: Sequence[float]) -> None:
         self.values = tuple(values)
-        self.guards: dict[NumberGuard, None] = {}
+        self.asked: list[NumberGuard] = []  # in order, with those that were asked before
         self.needed: frozenset[int] = frozenset()
+
+    @property
+    def guards(self) -> tuple[NumberGuard, ...]:
+        return tuple(dict.fromkeys(self.asked))
 
     def symbol(self, env: ShapeEnv, number: int) -> Any:
         """Return a SymFloat that stands for this number."""
@@ -81,7 +85,7 @@ class Numbers:
         outcome = guard.holds(self.values)
         if not outcome:
             guard = NumberGuard(number, _OPPOSITE[name], guard.value)
-        self.guards[guard] = None
+        self.asked.append(guard)
         return sympy.true if outcome else sympy.false
 
     def need(self, e: Any) -> NoReturn:
@@ -102,6 +106,12 @@ def numbers_in(e: Any) -> frozenset[int]:
     """Return the numbers in a sympy expression."""
     symbols = getattr(e, "free_symbols", ())
     return frozenset(int(s.name[2:]) for s in symbols if symbol_is_type(s, SymT.FLOAT))
+
+
+def as_input(value: SymFloat) -> int | None:
+    """Return which number a traced value is, or None for one that is computed."""
+    e = value.node.expr
+    return next(iter(numbers_in(e)), None) if isinstance(e, sympy.Symbol) else None
 
 
 def is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,15 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from strop.frontend.block_look import Look, holds, look_at, module_look, repeated
+from strop.frontend.block_look import Look, Settings, holds, look_at, module_look, repeated
 from strop.frontend.block_reuse import CHANGES_ITSELF, BlockReuse, Uncopied
 from strop.frontend.copied_nodes import RecordedNodes, copy_nodes, last_node, record, tensor_of
 from strop.frontend.layout_reads import LayoutReads
+from strop.frontend.numbers import Numbers
+from strop.ir.program import NumberGuard
 
 _LEAST_PARTS = 3  # modules in a block, with itself: to look at a smaller one takes as long
+ASKS_OTHERWISE = "its code asks about a number, and gets another answer"
 UNREPEATABLE = "it reads or writes what it was not given, or draws random numbers"
 _unwatched = torch._C.DisableTorchFunction  # the questions are ours, not the forward's
 
@@ -37,10 +40,11 @@ _unwatched = torch._C.DisableTorchFunction  # the questions are ours, not the fo
 class TraceWatch:
     """Hold what a trace asks and tells those who have begun it: ``surroundings`` gives what code
     has changed outside of arguments and weights so far; ``entered`` hears of each module that is
-    traced, or copied."""
+    traced, or copied; ``numbers`` are the settings that are inputs of the trace."""
 
     surroundings: Callable[[], Hashable] = tuple
     entered: Callable[[nn.Module], object] = id
+    numbers: Settings = frozenset()
 
 
 UNWATCHED = TraceWatch()
@@ -63,7 +67,7 @@ class BlocksAlike(ABC):
     def __init__(self, module: nn.Module, origins: dict[str, str], watch: TraceWatch) -> None:
         self._origins, self._watch = origins, watch
         self._paths = {id(part): path for path, part in module.named_modules()}
-        self._blocks = repeated(module, _LEAST_PARTS)
+        self._blocks = repeated(module, _LEAST_PARTS, watch.numbers)
         self._kinds = {id(block): _kind_of(block) for block in self._blocks}
         self._known: dict[Hashable, Any] = {}  # Uncopied: has to run
         self.reuse = BlockReuse()
@@ -82,8 +86,9 @@ class BlocksAlike(ABC):
         """Note blocks that are no copies of repeated ones of their kind."""
         first = {self._kinds[id(block)]: block for block in reversed(self._blocks)}
         classes = {type(block) for block in self._blocks}
+        seen = {id(part) for block in self._blocks for part in block.modules()}
         for part in module.modules():
-            is_other = type(part) in classes and id(part) not in self._kinds
+            is_other = type(part) in classes and id(part) not in seen
             block = first.get(_kind_of(part)) if is_other else None
             if block is not None:
                 self.reuse.note_built_otherwise(part, block)
@@ -107,19 +112,23 @@ class BlocksAlike(ABC):
         if mode is None:  # another thread's call
             return forward(*args, **kwargs)
         with _unwatched():
-            look = look_at(block, (args, kwargs), mode.tracer)
+            around = surroundings()
+            look = look_at(block, (args, kwargs), mode.tracer, is_first=not around)
         kind = self._kinds[id(block)]
         if look is None:
             self.reuse.note_unlike(block, kind)
             return forward(*args, **kwargs)
         with _unwatched():
-            key = (look.key, self._asked(look), surroundings())
+            key = (look.key, self._asked(look), around)
         known = self._known.get(key)
         if isinstance(known, Uncopied):
             self.reuse.note(block, [known.reason])
             return forward(*args, **kwargs)
         own = functools.partial(forward, *args, **kwargs)
         call = BlockCall(self._paths[id(block)], own, forward, look, mode.tracer)
+        if known is not None and not self.suits(known, look):
+            self.reuse.note(block, [ASKS_OTHERWISE])
+            return forward(*args, **kwargs)
         if known is not None:
             self.reuse.num_copied += 1
             with _unwatched():
@@ -129,30 +138,58 @@ class BlocksAlike(ABC):
         self.reuse.note_first(block, kind, key)
         result, made = self.run_first(call)
         with _unwatched():
-            is_same = module_look(block) == look.module and key[-1] == surroundings()
+            is_same = module_look(block) == look.module and around == surroundings()
             is_same = is_same and holds((args, kwargs), look.leaves)
             self._known[key] = made if is_same else Uncopied(CHANGES_ITSELF)
         return result
+
+    def suits(self, known: Any, look: Look) -> bool:
+        """Tell whether the answers that a known block got about numbers are those of another."""
+        return True
 
     def _asked(self, look: Look) -> Hashable:
         """Return what else of arguments tells blocks apart."""
         return ()
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedBlock:
+    """Hold the nodes of a block, and what its code has asked about numbers."""
+
+    nodes: RecordedNodes
+    spec: pytree.TreeSpec
+    numbers: tuple[int, ...]
+    guards: tuple[NumberGuard, ...]
+
+    def guards_of(self, look: Look) -> Iterator[NumberGuard]:
+        """Yield what another block's code would ask about its own numbers."""
+        own = dict(zip(self.numbers, look.numbers, strict=True))
+        return (replace(guard, number=own.get(guard.number, guard.number)) for guard in self.guards)
+
+
 class RepeatedBlocks(BlocksAlike):
     """Copy the nodes of blocks that are like earlier ones, without their gradients."""
 
     def __init__(
-        self, module: nn.Module, origins: dict[str, str], watch: TraceWatch, reads: LayoutReads
+        self,
+        module: nn.Module,
+        origins: dict[str, str],
+        watch: TraceWatch,
+        reads: LayoutReads,
+        numbers: Numbers,
     ) -> None:
         super().__init__(module, origins, watch)
-        self._reads = reads
+        self._reads, self._numbers = reads, numbers
+
+    def suits(self, known: RecordedBlock, look: Look) -> bool:
+        return all(guard.holds(self._numbers.values) for guard in known.guards_of(look))
 
     def _asked(self, look: Look) -> Hashable:
         return tuple(map(self._reads.is_own, look.tensors))
 
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
         last, num_asked = last_node(call.tracer), self._reads.num_asked
+        num_guards = len(self._numbers.asked)
         result = call.forward()
         # where a value came from may decide what a question about its memory gives
         if self._reads.num_asked != num_asked:
@@ -161,12 +198,16 @@ class RepeatedBlocks(BlocksAlike):
             leaves, spec = pytree.tree_flatten(result)
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
                 return result, Uncopied("its result has a gradient")
-            found = record(call.path, last, call.look.nodes, leaves, call.tracer)
-        return result, Uncopied(UNREPEATABLE) if found is None else (found, spec)
+            found = record(call.path, last, call.look.given, leaves, call.tracer)
+        if found is None:
+            return result, Uncopied(UNREPEATABLE)
+        guards = tuple(self._numbers.asked[num_guards:])
+        return result, RecordedBlock(found, spec, call.look.numbers, guards)
 
-    def run_like(self, known: tuple[RecordedNodes, Any], call: BlockCall) -> Any:
-        recorded, spec = known
-        nodes = copy_nodes(recorded, call.look.nodes, call.path, self._origins, call.tracer)
+    def run_like(self, known: RecordedBlock, call: BlockCall) -> Any:
+        recorded = known.nodes
+        self._numbers.asked += known.guards_of(call.look)
+        nodes = copy_nodes(recorded, call.look.given, call.path, self._origins, call.tracer)
         own = dict(zip(call.look.nodes, call.look.tensors, strict=True))
 
         def leaf_of(leaf: Any) -> Any:
@@ -175,7 +216,7 @@ class RepeatedBlocks(BlocksAlike):
             node = nodes[leaf]
             return own[node] if node in own else tensor_of(node, call.tracer)
 
-        return pytree.tree_unflatten(map(leaf_of, recorded.leaves), spec)
+        return pytree.tree_unflatten(map(leaf_of, recorded.leaves), known.spec)
 
 
 def _kind_of(block: nn.Module) -> Hashable:

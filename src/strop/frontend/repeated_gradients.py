@@ -50,6 +50,8 @@ class RepeatedGradients(BlocksAlike):
     def run_first(self, call: BlockCall) -> tuple[Any, Any]:
         if not torch.is_grad_enabled() or not _is_apart(call):
             return call.forward(), Uncopied("its weights are computed, or need no gradient")
+        if call.look.numbers:
+            return call.forward(), Uncopied("it holds or is given a number that is an input")
         known = _recorded_step(call)
         if known is None:  # what was traced just now is read by nobody
             return call.forward(), Uncopied(UNREPEATABLE)
