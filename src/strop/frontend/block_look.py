@@ -23,10 +23,10 @@ from torch.fx import Node
 from strop.frontend.copied_nodes import node_of, node_of_number
 from strop.frontend.functional import memory_of
 from strop.frontend.numbers import as_input, numbers_in
+from strop.frontend.recording_hooks import HOOK_TABLES, has_hooks
 
-_RUN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOAD_HOOKS = tuple(name for name in vars(nn.Module()) if "state_dict" in name)
-_TABLES = ("_parameters", "_buffers", "_modules", "forward")
+_TABLES = ("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES)
 _BY_VALUE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
 _WITHOUT_TENSORS = (*_BY_IDENTITY, nn.Module, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -146,6 +146,8 @@ def module_look(block: nn.Module) -> ModuleLook | None:
 
 def _module_look(block: nn.Module, met: _Numbers) -> ModuleLook:
     before = len(met.given)
+    if any(has_hooks(part, is_outermost=part is block) for part in block.modules()):
+        raise _NoLookError
     parts = tuple(
         (path, type(part), _attributes(part, met), tuple(part._parameters), tuple(part._buffers))
         for path, part in block.named_modules(remove_duplicate=False)
@@ -198,6 +200,8 @@ def _build(
             for t in (*part._parameters.values(), *part._buffers.values())
         )
         try:
+            if any(has_hooks(child) for _, child in children):
+                raise _NoLookError
             key: Hashable = (type(part), _attributes(part, _Numbers(), numbers), inner, state)
         except _NoLookError:
             key = id(part)
@@ -206,12 +210,9 @@ def _build(
 
 
 def _attributes(part: nn.Module, met: _Numbers, numbers: Settings = frozenset()) -> Hashable:
-    own = vars(part)
-    if any(own.get(name) for name in _RUN_HOOKS):
-        raise _NoLookError
     return tuple(
         (name, _NUMBER if (id(part), name) in numbers else _frozen(value, met))
-        for name, value in own.items()
+        for name, value in vars(part).items()
         if name not in _TABLES and name not in _LOAD_HOOKS
     )
 
