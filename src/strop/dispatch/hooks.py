@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from strop.frontend.recording_hooks import MODULE as RECORDING
+
 _GLOBAL = (
     _global_forward_hooks,
     _global_forward_pre_hooks,
@@ -30,13 +32,10 @@ REASON = (
 )
 
 
-# Hooks that transformers leaves on a model, inert unless its own forward collects outputs: then
-# capture traces them like the rest of that forward.
-_TRACED = "transformers.utils.output_capturing"
-
-
 def is_untraced(registered: Mapping[int, Any]) -> bool:
-    return any(getattr(hook, "__module__", "") != _TRACED for hook in registered.values())
+    """Tell whether there are others than those that transformers leaves on a model, inert unless
+    its own forward collects outputs: then capture traces them like the rest of that forward."""
+    return any(getattr(hook, "__module__", "") != RECORDING for hook in registered.values())
 
 
 def has_global_hooks() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-_MODULE = "transformers.utils.output_capturing"
+MODULE = "transformers.utils.output_capturing"
 _NAME = "output_capturing_hook"
 _BEHIND = "_forward_hooks"
 _OTHERS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -36,9 +36,9 @@ def has_hooks(part: nn.Module, *, is_outermost: bool = False) -> bool:
 
 def _is_idle(hook: Any) -> bool:
     """Tell whether a hook would record what nobody has asked for."""
-    if getattr(hook, "__module__", "") != _MODULE or hook.__name__ != _NAME:
+    if getattr(hook, "__module__", "") != MODULE or hook.__name__ != _NAME:
         return False
     names = hook.__code__.co_freevars
     cells = {n: c.cell_contents for n, c in zip(names, hook.__closure__ or (), strict=True)}
-    wanted = sys.modules[_MODULE]._active_collector.get()
+    wanted = sys.modules[MODULE]._active_collector.get()
     return wanted is None or cells["key"] not in wanted
