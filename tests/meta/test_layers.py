@@ -70,6 +70,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ir.tensor_spec",
         "dispatch.adapter",
         "dispatch.dispatcher",
+        "dispatch.gc_pause",
+        "frontend.module_parts",
         "runtime.loop.denoise_loop",
         "dispatch.signature",
     ),

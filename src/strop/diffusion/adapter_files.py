@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,18 +200,33 @@ def _cut_off(file: Path, size: int) -> tuple[str, int] | None:
     return (lost[0], start + max(ends.values())) if lost else None
 
 
+@torch.no_grad()
 def check_values(source: AdapterSource) -> None:
     """Raise AdapterError for a NaN or an infinite number, which would spoil every picture."""
-    for key, tensor in _tensors_in(source.tensors or {}):
-        if not tensor.is_floating_point() or tensor.is_meta:
-            continue
-        values = tensor.float() if tensor.itemsize == 1 else tensor
+    tensors = {
+        key: tensor.float() if tensor.itemsize == 1 else tensor
+        for key, tensor in _tensors_in(source.tensors or {})
+        if tensor.is_floating_point() and not tensor.is_meta and tensor.numel()
+    }
+    if _are_finite(tensors.values()):
+        return
+    for key, values in tensors.items():
         if not bool((is_finite := torch.isfinite(values)).all()):
-            bad, count = int((~is_finite).sum()), counted(tensor.numel(), "value")
+            bad, count = int((~is_finite).sum()), counted(values.numel(), "value")
             raise AdapterError(
                 f"{source.name}: {key} is NaN or infinite in {bad} of {count}; the file is damaged,"
                 " or its training went wrong: take another one, such as an earlier checkpoint"
             )
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether all values are numbers. The least and the greatest value of a tensor say so, as
+    NaN is both where there is one; they take a tenth of the time of asking each value, and a GPU
+    answers for all tensors at once."""
+    ends = defaultdict[torch.device, list[Tensor]](list)
+    for tensor in tensors:
+        ends[tensor.device] += [end.double() for end in tensor.aminmax()]
+    return all(bool(torch.stack(found).isfinite().all()) for found in ends.values())
 
 
 def _tensors_in(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from strop.frontend.module_parts import named_parts
 from strop.wording import counted
 
 Tensors = Mapping[str, Tensor]
@@ -43,7 +44,7 @@ class FactorPair:
 
 def lora_misfit(model: nn.Module, state: Tensors, name: str) -> Misfit | None:
     """Compare a LoRA, with keys as peft has them, with the layers of a model of this name."""
-    layers = dict(model.named_modules())
+    layers = dict(named_parts(model))
     paths = [(key, _PATH.split(key, maxsplit=1)[0]) for key in state if _PATH.search(key)]
     absent = [key for key, path in paths if path not in layers]
     if paths and len(absent) == len(paths):

@@ -29,6 +29,7 @@ from strop.diffusion.adapter_files import (
 from strop.diffusion.changes import Changes, in_force, mend
 from strop.diffusion.optimised import is_optimised
 from strop.diffusion.snapshots import components_of, unchanged_on_error
+from strop.dispatch.gc_pause import collection_paused
 from strop.errors import AdapterError
 from strop.wording import counted
 
@@ -264,6 +265,7 @@ def load_checked(pipe: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return _loaded(load, pipe, getattr(type(pipe), name), args, kwargs)
 
 
+@collection_paused()  # what is loaded lives on, and compiled models leave a lot to walk over
 def _loaded(load: Load, pipe: Any, own: Own, args: tuple[Any, ...], kwargs: Given) -> Any:
     given = _arguments(functools.partial(own, pipe), args, kwargs)
     return load(pipe, own, given)
