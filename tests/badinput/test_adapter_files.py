@@ -3,12 +3,15 @@ the pipeline is as it was."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ from torch import Tensor
 import strop
 from strop.bench.pipelines.stable import STABLE, ip_adapter_state
 from strop.bench.pipelines.tiny import TinyPipeline, drawn
+from strop.diffusion.adapter_files import AdapterSource, check_values
 from strop.diffusion.adapter_loading import load_checked
+from strop.diffusion.snapshots import Snapshot
 from strop.errors import AdapterError
 from tests.diffusion.test_restored_diffusers import different, of_pipeline
 from tests.e2e import tiny
@@ -238,6 +243,60 @@ def test_what_breaks_off_in_the_midst_is_put_back(
     assert weight.requires_grad
     weight.requires_grad_(False)
     assert different(before, of_pipeline(pipe)) == []
+    subject.is_as_it_was()
+
+
+def test_containers_are_put_back_filled_or_empty() -> None:
+    """A snapshot copies those alone that hold something."""
+    pipe = CASES["sd15"].made()
+    part = pipe.unet.conv_in
+    part.notes, part.words, part.seen = {}, ["a"], {1}
+    before, held = of_pipeline(pipe), (part.notes, part.words, part.seen)
+    snapshot = Snapshot(pipe)
+    part.notes["b"], part.later = 2, []
+    part.words.append("c")
+    part.seen.clear()
+    part.register_forward_hook(lambda *_: None)
+    snapshot.put_back()
+    assert (part.notes, part.words, part.seen) == ({}, ["a"], {1})
+    assert all(map(is_, (part.notes, part.words, part.seen), held))
+    assert not part._forward_hooks
+    assert different(before, of_pipeline(pipe)) == []
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_of_each_type_are_looked_at(dtype: torch.dtype, value: float) -> None:
+    wide = torch.linspace(-3, 3, 6)
+    others = {"none": wide[:0].to(dtype), "whole": torch.arange(3), "shapes": wide.to("meta")}
+    tensors = others | {"good": wide.to(dtype, copy=True), "bad": wide.view(2, 3).t().to(dtype)}
+    check_values(AdapterSource("the file", tensors=tensors))
+    wide[4] = value
+    tensors["bad"] = wide.view(2, 3).t().to(dtype)
+    with pytest.raises(AdapterError, match=r"the file: bad is NaN or infinite in 1 of 6 values"):
+        check_values(AdapterSource("the file", tensors=tensors))
+
+
+def test_no_garbage_is_collected_amid_loading(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of new objects would have it walk over all that compiled models keep."""
+    seen, given = list[bool](), lora(targets=["conv1", "proj_in"])
+    own = type(subject.pipe.unet).load_lora_adapter
+
+    @functools.wraps(own)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        seen.append(gc.isenabled())
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(type(subject.pipe.unet), "load_lora_adapter", load)
+    subject.pipe.load_lora_weights(given, adapter_name="new")
+    assert (seen, gc.isenabled()) == ([False], True)
+    subject.pipe.delete_adapters("new")
+    subject.pipe.set_adapters(["kept"], [0.5])
     subject.is_as_it_was()
 
 
