@@ -1,7 +1,7 @@
 """Time what a user waits for behind a change: the seconds until the next picture is there.
 
     python benchmarks/waits.py [--models sd15,sdxl,flux] [--ways eager,strop,compile,hotswap]
-        [--changes size,batch,lora] [--minutes 9] [--out FILE] [--tiny]
+        [--changes size,batch,lora] [--minutes 9] [--out FILE] [--profile FOLDER] [--tiny]
 
 Each model is a whole pipeline of diffusers, at full size with random weights (fp16; Flux.1: bf16);
 a picture takes --steps steps. For each change the wait is the time of the change and of the next
@@ -19,6 +19,9 @@ model has a process of its own, with empty caches of compilers (--caches keeps t
 Time that is over costs what has not been timed by then, and nothing else: run those models, ways
 and changes again with the same --out, whose other rows stay. Compiling SDXL takes a process of
 torch.compile many minutes: give it a run of its own (--models sdxl --ways compile).
+
+--profile writes for each wait what the host did in it, to FOLDER/MODEL_WAY/CHANGE.txt: functions by
+their time, and what garbage collection took. Waits are then longer, and go to no --out.
 """
 
 from __future__ import annotations
@@ -97,9 +100,13 @@ def parsed() -> argparse.Namespace:
     add("--backend", default="inductor", help="of torch.compile (inductor)")
     add("--caches", type=Path, help="a folder for the compilers' caches, which stays")
     add("--out", type=Path, help="JSON file; rows that it has of other ways and changes stay")
+    add("--profile", type=Path, help="a folder for what the host does in each wait; not with --out")
     add("--tiny", action="store_true", help="tiny models: to try this out on a CPU")
     add("--one", nargs=4, metavar=("MODEL", "WAY", "SECONDS", "FILE"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.profile and args.out:
+        parser.error("--profile makes waits longer, so that they go to no --out")
+    return args
 
 
 def names_of(known: Any) -> Any:
@@ -167,6 +174,7 @@ def measured_apart(model: str, way: str, args: argparse.Namespace, clock: Deadli
         own = {name: str(caches / kind) for name, kind in CACHES.items()}
         file, given = folder / "rows.json", [f"--changes={','.join(args.changes)}"]
         given += [f"--{n}={getattr(args, n)}" for n in ("steps", "rank", "repeats", "backend")]
+        given += [f"--profile={args.profile / f'{model}_{way}'}"] if args.profile else []
         given += ["--tiny"] * args.tiny + ["--one", model, way, f"{clock.left():.1f}", str(file)]
         process = subprocess.Popen(
             [sys.executable, __file__, *given], env=os.environ | own, start_new_session=True
@@ -188,7 +196,7 @@ def measure_here(args: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     rows: list[Row] = []
-    for row in rows_of(model, way, plan_of(args), Deadline.of(float(seconds))):
+    for row in rows_of(model, way, plan_of(args), Deadline.of(float(seconds)), args.profile):
         rows.append(row)
         report.write_json(rows, Path(file))
         print(f"{model} {way:14} {row['change']:28} {cell(row)}", flush=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from strop.bench.infer_contenders import Deadline, Found, attempt
 from strop.bench.timer import peak, synchronise, wall_ms
 from strop.bench.wait_changes import CHANGES, FIRST, LORA, Change
 from strop.bench.wait_models import MODELS
-from strop.bench.wait_scene import Scene
+from strop.bench.wait_profile import profiled
+from strop.bench.wait_scene import Given, Scene
 from strop.runtime.build.compilers import BUILDS
 from strop.runtime.run import cuda_graphs
 
@@ -122,6 +125,7 @@ class Session:
     scene: Scene
     way: Way
     plan: WaitPlan
+    profile: Path | None = None  # the folder for a profile of each wait, if they are wanted
     is_prepared: bool = False
     counted: Counts = field(default_factory=dict)
 
@@ -129,19 +133,17 @@ class Session:
         """Return the seconds of a change, of the picture behind it and of those after that, with
         what was compiled for them."""
         scene, file = self.scene, change.file(self.scene)
-        start = self._now()
-        if not self.is_prepared:
-            prepare(scene, self.way, self.plan.backend)
-            self.is_prepared = True
-        more = change.act(scene, file) or {}
-        acted = self._now()
-        with torch.no_grad():
-            scene.draw(**more)
+        with self._profiled(change):
+            start = self._now()
+            more = self._acted(change, file)
+            acted = self._now()
+            with torch.no_grad():
+                scene.draw(**more)
             drawn = self._now()
-            done = self._done()
-            draw = partial(scene.draw, **more)
+        done, draw = self._done(), partial(scene.draw, **more)
+        with torch.no_grad():
             times = [wall_ms(draw, scene.device) for _ in range(self.plan.repeats)]
-            seconds = [round(ms / 1e3, 4) for ms in times]
+        seconds = [round(ms / 1e3, 4) for ms in times]
         steady = min(seconds)
         found: Found = {
             "wait_s": round(max(drawn - start - steady, 0.0), 4),
@@ -156,6 +158,17 @@ class Session:
             found["peak_gib"] = round(peak(scene.device) / 2**30, 2)
         return found
 
+    def _acted(self, change: Change, file: Any) -> Given:
+        if not self.is_prepared:
+            prepare(self.scene, self.way, self.plan.backend)
+            self.is_prepared = True
+        return change.act(self.scene, file) or {}
+
+    def _profiled(self, change: Change) -> AbstractContextManager[None]:
+        if self.profile is None:
+            return nullcontext()
+        return profiled(self.profile / f"{change.name.replace(' ', '_')}.txt")
+
     def _now(self) -> float:
         synchronise(self.scene.device)
         return time.perf_counter()
@@ -167,12 +180,14 @@ class Session:
         return {name: number for name, number in found.items() if number}
 
 
-def rows_of(model: str, way: str, plan: WaitPlan, clock: Deadline) -> Iterator[Found]:
+def rows_of(
+    model: str, way: str, plan: WaitPlan, clock: Deadline, profile: Path | None = None
+) -> Iterator[Found]:
     """Time the changes of a model in one way until time is over. What follows a change of its group
-    that failed is left out."""
+    that failed is left out. ``profile``: the folder for a profile of each."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scene = Scene.of(MODELS[model], device, is_tiny=plan.is_tiny, steps=plan.steps, rank=plan.rank)
-    session, failed = Session(scene, WAYS[way], plan), set[str]()
+    session, failed = Session(scene, WAYS[way], plan, profile), set[str]()
     for change in chosen(way, plan.groups):
         row: Found = {"model": model, "way": way, "change": change.name}
         if clock.left() <= 0:
