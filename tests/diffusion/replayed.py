@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -40,6 +40,7 @@ class Pool(GraphPool):
 
     def __init__(self) -> None:
         self.device, self.num_captures, self._graphs = CPU, 0, OrderedDict()
+        self._lock = nullcontext()
         self.num_replays = 0
 
     def run(
@@ -55,10 +56,6 @@ class Pool(GraphPool):
         captured = self._captured(key, inputs, specs, make, budget_bytes)
         self.num_replays += 1
         return captured.replay(inputs, stamp, moment)
-
-    def forget(self, owner: Any) -> None:
-        for key in [k for k in self._graphs if k[0] == owner]:
-            del self._graphs[key]
 
     def _capture(self, inputs: Sequence[Tensor], specs: Any, make: MakeBound) -> CapturedGraph:
         bound = make(workspace_of(CPU, 0), 0)

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -245,11 +245,14 @@ class GraphPool:
             self._streams[handle] = torch.cuda.current_stream(self.device)
         return self._streams[handle]
 
-    def forget(self, owner: Hashable) -> None:
-        """Drop the graphs whose key starts with ``owner``: their weights have moved."""
+    def forget(self, owner: Hashable, but: Collection[Hashable] = ()) -> None:
+        """Drop the graphs whose key starts with ``owner``, ``but`` some: their weights have
+        moved."""
         with self._lock:
-            for key in [k for k in self._graphs if isinstance(k, tuple) and k[0] == owner]:
-                del self._graphs[key]
+            own = [k for k in self._graphs if isinstance(k, tuple) and k[0] == owner]
+            for key in own:
+                if key not in but:
+                    del self._graphs[key]
 
     @property
     def held_bytes(self) -> int:
@@ -306,8 +309,13 @@ class GraphPool:
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
         """Return a graph that is ready to be replayed, what ``run`` gave, and how many kernels the
-        graph has."""
-        graph, results = self._record(run)
+        graph has. torch gives nothing back amid a capture of what it keeps for later: where memory
+        runs out, it does so now, and all is captured again."""
+        try:
+            graph, results = self._record(run)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            graph, results = self._record(run)
         num_kernels = _count_kernels(graph)
         graph.instantiate()
         return graph, results, num_kernels
@@ -318,9 +326,7 @@ class GraphPool:
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with self._capturing(graph):
                 results = run()
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # torch has done so unless the capture broke
@@ -333,15 +339,22 @@ class GraphPool:
             raise NoGraphError(f"the capture failed: {str(error).partition(chr(10))[0]}") from error
         return graph, results
 
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture what is launched meanwhile. torch.cuda.graph does so as well, but first waits for
+        the GPU and gives back all memory that torch keeps for later, pinned memory too, which the
+        steps behind it then have to allocate anew."""
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
     def _capture_nothing(self) -> None:
         """Capture as good as nothing. A capture that breaks leaves torch's random generator in it;
         one that works ends that."""
-        with torch.cuda.graph(
-            torch.cuda.CUDAGraph(),
-            pool=self._pool,
-            stream=self._stream,
-            capture_error_mode="thread_local",
-        ):
+        with self._capturing(torch.cuda.CUDAGraph()):
             self._one.zero_()
 
     def _trim(self, budget_bytes: int) -> None:
