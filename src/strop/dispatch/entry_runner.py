@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -15,6 +16,7 @@ from strop.dispatch.counters import Counters
 from strop.dispatch.entry import Entry
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.finite import not_finite
+from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.placed_weights import place
 from strop.dispatch.variants import library_for
@@ -68,15 +70,22 @@ class EntryRunner:
             return False
         return not (torch.cuda.is_current_stream_capturing() or graph_keep_alive.are_wanted())
 
+    def _is_about_to_capture(self, entry: Entry) -> bool:
+        """Say whether the next run will be the first from a graph, which makes a timetable of its
+        own."""
+        is_able = entry.has_graph and self._options.cuda_graphs
+        return is_able and entry.uses == 1 and entry.device.type in cuda_graphs.DEVICES
+
     def has_graph(self, entry: Entry) -> bool:
         """Say whether there is a graph of this entry, which has been captured."""
         return cuda_graphs.pool_of(entry.device).has((id(self), entry.number))
 
-    def forget(self, devices: Iterable[torch.device]) -> None:
-        """Drop the graphs of all entries on these devices."""
+    def forget(self, devices: Iterable[torch.device], but: Iterable[Entry] = ()) -> None:
+        """Drop the graphs of all entries on these devices ``but`` those of some."""
+        kept = {(id(self), entry.number) for entry in but}
         for device in devices:
             if device.type in cuda_graphs.DEVICES:
-                cuda_graphs.pool_of(device).forget(id(self))
+                cuda_graphs.pool_of(device).forget(id(self), kept)
 
     def _run_on_gpu(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
         """Run from a graph if there is one, else step by step. Where memory runs out, all graphs
@@ -119,14 +128,15 @@ class EntryRunner:
         return self._returned(entry, results, tensors)
 
     def _replay(self, entry: Entry, inputs: list[Tensor], checked_loop: int | None) -> Any:
-        results, launches = cuda_graphs.pool_of(entry.device).run(
-            (id(self), entry.number),
-            inputs,
-            entry.variant.specs,
-            lambda workspace, stream: self._bound(entry, workspace, stream),
-            self._options.graph_budget_bytes,
-            *self._where(entry, inputs, checked_loop),
-        )
+        with nullcontext() if self.has_graph(entry) else collection_paused():
+            results, launches = cuda_graphs.pool_of(entry.device).run(
+                (id(self), entry.number),
+                inputs,
+                entry.variant.specs,
+                lambda workspace, stream: self._bound(entry, workspace, stream),
+                self._options.graph_budget_bytes,
+                *self._where(entry, inputs, checked_loop),
+            )
         self._counters.replays += 1
         self._counters.launches = launches
         return self._returned(entry, results, inputs)
@@ -163,6 +173,7 @@ class EntryRunner:
             stream,
             hoist,
             in_place=not self._options.check,
+            plans=entry.variant.plans,
         )
 
     def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
@@ -185,6 +196,6 @@ class EntryRunner:
         if entry.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None, None
         stamp = stamp_of(checked_loop, [tensors[number] for number in entry.steady])
-        if entry.timestep is None:
+        if entry.timestep is None or self._is_about_to_capture(entry):
             return stamp, None
         return stamp, moment_of(self.loop.timesteps, tensors[entry.timestep], stamp)

@@ -54,6 +54,7 @@ from strop.runtime.build.background import BackgroundBuild
 from strop.runtime.build.early import EarlyBuild
 from strop.runtime.build.loader import KernelLoader, kernel_loader
 from strop.runtime.run import choices, library_warm_up
+from strop.runtime.run.shape_plan import ShapePlans
 from strop.wording import counted
 
 log = logging.getLogger("strop")
@@ -95,6 +96,7 @@ class Variant:
     rows: tuple[TensorSpec, ...] = ()  # of each table of the module, see ``Captured``
     num_copied_blocks: int = 0  # that were not traced, as they are like an earlier one
     traced_blocks: tuple[str, ...] = ()  # those that were traced once more, and why
+    plans: ShapePlans = field(default_factory=ShapePlans)  # of its program
 
     def fits(self, sizes: Sizes, state: ModuleState) -> bool:
         return self.env(sizes, state) is not None

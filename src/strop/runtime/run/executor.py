@@ -23,7 +23,7 @@ from strop.runtime.run import cpu_runs, graph_keep_alive
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.layouts import is_laid_out, laid_out
 from strop.runtime.run.link import Linked, Resources, link
-from strop.runtime.run.shape_plan import plan_shape
+from strop.runtime.run.shape_plan import ShapePlans
 from strop.runtime.run.workspace import KEPT_BYTES, Workspace
 
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
@@ -55,12 +55,15 @@ class Bound:
         *,
         in_place: bool = True,
         part: TimetablePart | None = None,
+        plans: ShapePlans | None = None,
     ) -> None:
         """Plan the program at these sizes, and build a kernel that no shape before has needed, and
         that the background has not come to. Unless ``in_place``, operands of a step are still there
-        when it has run. A ``part`` binds some steps alone, for a timetable."""
+        when it has run. A ``part`` binds some steps alone, for a timetable. ``plans``: those of
+        this program so far."""
         self.program, self.env = program, env
-        self.plan = plan_shape(program, env, kernels, hoist, part, shares=in_place)
+        self._plans = ShapePlans() if plans is None else plans
+        self.plan = self._plans.plan(program, env, kernels, hoist, part, shares=in_place)
         memory = self.plan.memory
         self.arena_bytes, self.kept_bytes = memory.arena_bytes, memory.kept_bytes
         self.call_bytes = memory.call_bytes
@@ -274,7 +277,9 @@ class Bound:
         # another run is in the middle of its own memory
         workspace = Workspace(self._workspace.device, grows=False)
         state, kernels, stream = self.state, self._resources.kernels, self._resources.stream
-        bound = Bound(self.program, env, state, kernels, workspace, stream, part=part)
+        bound = Bound(
+            self.program, env, state, kernels, workspace, stream, part=part, plans=self._plans
+        )
 
         def run() -> None:
             with workspace.lock:

@@ -3,7 +3,8 @@ data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from strop.ir.program import KernelStep, Program
@@ -19,6 +20,8 @@ from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, PLANNED_OUT
 from strop.runtime.run.memory_plan import MemoryPlan, plan_memory
 from strop.runtime.run.run_order import RunOrder, run_order
 from strop.runtime.run.sizes import Look, Sizes
+
+MOST_PLANS = 16  # of one program; SDXL's have some 2 MB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,37 @@ def plan_shape(
     return ShapePlan(
         program, sizes, order, launches, choices, early, memory, arguments, results, released
     )
+
+
+class ShapePlans:
+    """Keep the latest plans of one program. A shape is bound several times: for each stream, for
+    CUDA graphs, and again where weights lie elsewhere. Its plan is the same each time, and takes
+    the host longer than all else."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Hashable, ShapePlan] = OrderedDict()
+
+    def plan(
+        self,
+        program: Program,
+        env: Mapping[str, int],
+        kernels: KernelLoader,
+        hoist: Hoist | None,
+        part: TimetablePart | None,
+        *,
+        shares: bool,
+    ) -> ShapePlan:
+        """Return what ``plan_shape`` does."""
+        hoisted = (hoist.steady, hoist.timestep) if hoist else None
+        parted = (part.steps, tuple(part.tensors)) if part else None
+        key = tuple(env.items()), id(kernels), hoisted, parted, shares
+        found = self._plans.pop(key, None)
+        if found is None:
+            found = plan_shape(program, env, kernels, hoist, part, shares=shares)
+        self._plans[key] = found
+        if len(self._plans) > MOST_PLANS:
+            self._plans.popitem(last=False)
+        return found
 
 
 def _of_kind(program: Program, kind: str) -> list[int]:
