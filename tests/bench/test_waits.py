@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from benchmarks import waits
 from strop.bench import adapted_loops
 from strop.bench.wait_changes import CHANGES, LORA
 from strop.bench.wait_models import MODELS
+from strop.bench.wait_profile import profiled
 
 Row = dict[str, Any]
 Run = Callable[..., tuple[list[Row], str]]
@@ -85,6 +87,28 @@ def test_another_kind_of_run_is_refused(run: Run, tmp_path: Path) -> None:
         run()
 
 
+def test_waits_that_a_profile_makes_longer_go_to_no_file(run: Run, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        run("--profile=profiles")
+    assert "--profile makes waits longer" in capsys.readouterr().err
+
+
+def test_a_profile_lists_functions_and_collections(tmp_path: Path) -> None:
+    file = tmp_path / "sd15_strop" / "LoRA_unloaded.txt"
+    with profiled(file):
+        json.dumps({"a": [1, 2, 3]})
+        gc.collect()
+    text = file.read_text()
+    number = re.match(r"(\d+) garbage collections? took 0\.\d+ s", text)
+    assert number is not None
+    assert int(number[1]) >= 1
+    assert text.count("dumps") == 2, "by the time of all that it calls, and by its own"
+    before = list(gc.callbacks)
+    with pytest.raises(KeyError), profiled(file):
+        raise KeyError
+    assert gc.callbacks == before
+
+
 def test_a_cell() -> None:
     row = {"wait_s": 1.234, "steady_s": 0.5, "done": {"graph": 2, "kernel": 1, "compile_s": 7.6}}
     assert waits.cell(row) == "1.23 (2 graphs, 1 kernel, 8 s of compiling) + 0.50"
@@ -103,6 +127,9 @@ def test_strop_traces_nothing_for_loras(run: Run, model: str) -> None:
     for row in adapted:
         done = row["done"] | row["done_later"]
         assert not done.keys() & {"graph", "eager call"}, row
+    unloaded = [row["done"] for row in adapted if row["change"].endswith("unloaded")]
+    # Flux.1 reads one layer without an adapter in one piece with others that have one: it moves
+    assert [done.get("binding", 0) for done in unloaded] == [int(model == "flux"), 0]
 
 
 @pytest.mark.slow

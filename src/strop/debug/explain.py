@@ -134,7 +134,7 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         graphs=graphs,
         num_recompiles=num_recompiles(dispatcher.variants.variants),
         num_captures=dispatcher.variants.num_captures,
-        num_shapes=len(entries),
+        num_shapes=len({id(entry) for entry in entries.values()}),
         num_calls=counters.calls,
         num_eager_calls=counters.eager_calls,
         num_replays=counters.replays,

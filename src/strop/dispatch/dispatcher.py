@@ -28,6 +28,7 @@ from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.features import OFFLOADED, is_offloaded, replacement_before, take_out
 from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.known_bindings import Binding, KnownBindings
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.prepared_calls import PreparedCalls
@@ -121,6 +122,7 @@ class Dispatcher:
         )
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
+        self._known = KnownBindings()  # of earlier states of the module
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared = PreparedCalls()
@@ -265,6 +267,7 @@ class Dispatcher:
                     entry, call = self._maker.make(call)
                 except REFUSALS as refusal:
                     return refusal, None
+                entry = next(filter(entry.is_like, self._entries.values()), entry)
                 key = self._maker.key(call)
                 self._entries[key] = entry
                 return self._answer(key, entry, call, plain, is_no_grad=is_no_grad)
@@ -433,13 +436,26 @@ class Dispatcher:
 
     def _reset(self) -> None:
         """Look at the module anew, and bind everything again where weights, modules or adapters are
-        not what programs are bound to."""
+        not what programs are bound to, nor what they were bound to before."""
+        before = Binding.of(self.state, self._entries)
         if self.state.rescan():
-            self.counters.rebinds += 1
-            self.forget_shapes()
-            return
+            self._known.add(before)
+            self._known.prune(self.state)
+            self._entries = self._known.take(self.state)
+            for entry in self._entries.values():
+                if entry.placed is not None:
+                    self.state.remember(entry.placed)
+            self.counters.rebinds += not self._entries
+            self._forget_graphs(before)
         self._forget_prepared()
         self.loop.forget()  # nobody counts what may have been written meanwhile
+
+    def _forget_graphs(self, before: Binding) -> None:
+        """Drop the graphs of all entries but those that are bound to the module, or were and may be
+        again. ``before`` is what was bound to it so far."""
+        kept = [*self._entries.values(), *self._known.entries]
+        devices = {entry.device for entry in (*kept, *before.entries.values())}
+        self._runner.forget(devices, kept)
 
     def _forget_programs(self) -> None:
         """Have the next call look for its program anew: the patterns in force are others."""
@@ -447,8 +463,10 @@ class Dispatcher:
             self.forget_shapes()
 
     def forget_shapes(self) -> None:
-        self._runner.forget({entry.device for entry in self._entries.values()})
+        entries = (*self._entries.values(), *self._known.entries)
+        self._runner.forget({entry.device for entry in entries})
         self._entries.clear()
+        self._known.clear()
         self._forget_prepared()
 
     def _forget_prepared(self) -> None:
@@ -468,9 +486,12 @@ class Dispatcher:
             self.on_leave()
 
     def forget_shapes_but(self, entry: Entry) -> None:
-        keys = [k for k, e in self._entries.items() if e is entry]
-        self.forget_shapes()
-        self._entries.update(dict.fromkeys(keys, entry))
+        """Forget what is bound to weights that have been moved for this entry."""
+        before = Binding.of(self.state, self._entries)
+        self._entries = {key: own for key, own in self._entries.items() if own is entry}
+        self._known.prune(self.state)
+        self._forget_graphs(before)
+        self._forget_prepared()
 
     # running
 

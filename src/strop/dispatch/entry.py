@@ -28,3 +28,11 @@ class Entry:
     steady: tuple[int, ...] = ()  # see ``Adapter.steady``
     timestep: int | None = None  # see ``Adapter.timestep``
     is_pure: bool = False  # see ``Program``
+
+    def is_like(self, other: Entry) -> bool:
+        """Tell whether the other runs the same program at the same sizes. Calls do that differ in
+        what is converted anyway, such as timesteps of another type."""
+        own, its = (
+            (e.variant, e.device, e.env, e.steady, e.timestep, e.aliases) for e in (self, other)
+        )
+        return own[0] is its[0] and own[1:] == its[1:]

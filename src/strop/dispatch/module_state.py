@@ -112,13 +112,13 @@ class ModuleState:
     def rescan(self) -> bool:
         """Look at the module anew, and tell whether anything that a program is bound to is another.
         Often nothing is: diffusers notes with which scale adapters were fused."""
-        before, tensors = self._bound_to(), self.tensors
+        before, tensors = self.bound_to(), self.tensors
         self.scan()
-        is_other = before != self._bound_to()
+        is_other = before != self.bound_to()
         del tensors  # they live until here, so that no other gets the id of one
         return is_other
 
-    def _bound_to(self) -> tuple[Any, ...]:
+    def bound_to(self) -> tuple[Any, ...]:
         """Return what tells bound programs apart, but for arguments: the graph by its structure,
         and every tensor by its identity, its address, its sizes and its steps in memory."""
         places = [(tensor.shape, tensor.stride()) for tensor in self.tensors]
