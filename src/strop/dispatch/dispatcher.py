@@ -28,7 +28,7 @@ from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.features import OFFLOADED, is_offloaded, replacement_before, take_out
 from strop.dispatch.gc_pause import collection_paused
-from strop.dispatch.known_bindings import Binding, KnownBindings
+from strop.dispatch.known_bindings import KnownBindings, StateBinding
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.prepared_calls import PreparedCalls
@@ -437,7 +437,7 @@ class Dispatcher:
     def _reset(self) -> None:
         """Look at the module anew, and bind everything again where weights, modules or adapters are
         not what programs are bound to, nor what they were bound to before."""
-        before = Binding.of(self.state, self._entries)
+        before = StateBinding.of(self.state, self._entries)
         if self.state.rescan():
             self._known.add(before)
             self._known.prune(self.state)
@@ -450,7 +450,7 @@ class Dispatcher:
         self._forget_prepared()
         self.loop.forget()  # nobody counts what may have been written meanwhile
 
-    def _forget_graphs(self, before: Binding) -> None:
+    def _forget_graphs(self, before: StateBinding) -> None:
         """Drop the graphs of all entries but those that are bound to the module, or were and may be
         again. ``before`` is what was bound to it so far."""
         kept = [*self._entries.values(), *self._known.entries]
@@ -487,7 +487,7 @@ class Dispatcher:
 
     def forget_shapes_but(self, entry: Entry) -> None:
         """Forget what is bound to weights that have been moved for this entry."""
-        before = Binding.of(self.state, self._entries)
+        before = StateBinding.of(self.state, self._entries)
         self._entries = {key: own for key, own in self._entries.items() if own is entry}
         self._known.prune(self.state)
         self._forget_graphs(before)

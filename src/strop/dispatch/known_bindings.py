@@ -20,7 +20,7 @@ MOST_BINDINGS = 4  # earlier states of one module
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class StateBinding:
     """Hold the entries that are bound to one state of a module, and what tells that state from
     others (``ModuleState.bound_to``). Tensors live as long as this, so that no other gets the id
     of one."""
@@ -30,8 +30,8 @@ class Binding:
     entries: dict[Hashable, Entry]
 
     @staticmethod
-    def of(state: ModuleState, entries: dict[Hashable, Entry]) -> Binding:
-        return Binding(state.bound_to(), KnownMemory(state.tensors), entries)
+    def of(state: ModuleState, entries: dict[Hashable, Entry]) -> StateBinding:
+        return StateBinding(state.bound_to(), KnownMemory(state.tensors), entries)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -42,13 +42,13 @@ class KnownBindings:
     """Keep the bindings of one module to states that it has had."""
 
     def __init__(self) -> None:
-        self._bindings: list[Binding] = []
+        self._bindings: list[StateBinding] = []
 
     @property
     def entries(self) -> Iterator[Entry]:
         return (entry for binding in self._bindings for entry in binding.entries.values())
 
-    def add(self, binding: Binding) -> None:
+    def add(self, binding: StateBinding) -> None:
         """Keep what is bound to the state that the module has just left."""
         if binding.entries:
             self._bindings = [*self._bindings, binding][-MOST_BINDINGS:]
