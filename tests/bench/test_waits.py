@@ -99,7 +99,7 @@ def test_a_profile_lists_functions_and_collections(tmp_path: Path) -> None:
         json.dumps({"a": [1, 2, 3]})
         gc.collect()
     text = file.read_text()
-    number = re.match(r"(\d+) garbage collections? took 0\.\d+ s", text)
+    number = re.match(r"(\d+) garbage collections? took \d+\.\d+ s", text)
     assert number is not None
     assert int(number[1]) >= 1
     assert text.count("dumps") == 2, "by the time of all that it calls, and by its own"
