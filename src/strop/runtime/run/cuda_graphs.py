@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ class GraphPool:
         self.device = device
         self.num_captures = 0
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._renew_pool()
         self._stream = torch.cuda.Stream(device)
         self._workspace: Workspace | None = None  # of the first call's stream
         self._home = 0  # this stream
@@ -205,8 +206,13 @@ class GraphPool:
             if self._workspace is not None:
                 with self._workspace.lock:
                     self._workspace.give_back()
-            self._pool = torch.cuda.graph_pool_handle()
+            self._renew_pool()
             return count
+
+    def _renew_pool(self) -> None:
+        """Let graphs from here on have memory of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._of_pool = WeakSet[torch.cuda.CUDAGraph]()  # those that live
 
     def _workspace_for(self, stream: torch.cuda.Stream) -> Workspace:
         """Return the workspace of the caller's stream while there is one caller's stream. From the
@@ -331,7 +337,7 @@ class GraphPool:
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # torch has done so unless the capture broke
                 torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            self._pool = torch.cuda.graph_pool_handle()
+            self._renew_pool()
             if not isinstance(error, torch.OutOfMemoryError):
                 self._capture_nothing()
             if _is_out_of_memory(error):  # or torch reports what came of that: a broken capture
@@ -343,7 +349,11 @@ class GraphPool:
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture what is launched meanwhile. torch.cuda.graph does so as well, but first waits for
         the GPU and gives back all memory that torch keeps for later, pinned memory too, which the
-        steps behind it then have to allocate anew."""
+        steps behind it then have to allocate anew. As nobody gives it back, torch still knows a
+        pool whose graphs are all gone, and takes no more into it: others are in another one."""
+        if not self._of_pool:
+            self._renew_pool()
+        self._of_pool.add(graph)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
