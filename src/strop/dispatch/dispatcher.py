@@ -11,7 +11,7 @@ import contextlib
 import copy
 import threading
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -438,23 +438,26 @@ class Dispatcher:
         """Look at the module anew, and bind everything again where weights, modules or adapters are
         not what programs are bound to, nor what they were bound to before."""
         before = StateBinding.of(self.state, self._entries)
-        if self.state.rescan():
+        self.state.scan()
+        looks = self.state.bound_to()
+        # often nothing is another: diffusers notes with which scale adapters were fused
+        if looks != before.looks:
             self._known.add(before)
             self._known.prune(self.state)
-            self._entries = self._known.take(self.state)
+            self._entries = self._known.take(looks)
             for entry in self._entries.values():
                 if entry.placed is not None:
                     self.state.remember(entry.placed)
             self.counters.rebinds += not self._entries
-            self._forget_graphs(before)
+            self._forget_graphs(before.entries.values())
         self._forget_prepared()
         self.loop.forget()  # nobody counts what may have been written meanwhile
 
-    def _forget_graphs(self, before: StateBinding) -> None:
+    def _forget_graphs(self, before: Iterable[Entry]) -> None:
         """Drop the graphs of all entries but those that are bound to the module, or were and may be
-        again. ``before`` is what was bound to it so far."""
+        again. ``before`` are those that were bound to it so far."""
         kept = [*self._entries.values(), *self._known.entries]
-        devices = {entry.device for entry in (*kept, *before.entries.values())}
+        devices = {entry.device for entry in (*kept, *before)}
         self._runner.forget(devices, kept)
 
     def _forget_programs(self) -> None:
@@ -487,7 +490,7 @@ class Dispatcher:
 
     def forget_shapes_but(self, entry: Entry) -> None:
         """Forget what is bound to weights that have been moved for this entry."""
-        before = StateBinding.of(self.state, self._entries)
+        before = [*self._entries.values()]
         self._entries = {key: own for key, own in self._entries.items() if own is entry}
         self._known.prune(self.state)
         self._forget_graphs(before)

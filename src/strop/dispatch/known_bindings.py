@@ -66,9 +66,8 @@ class KnownBindings:
             if held.issuperset(map(id, binding.tensors)) and not binding.memory.differs()
         ]
 
-    def take(self, state: ModuleState) -> dict[Hashable, Entry]:
+    def take(self, looks: tuple[Any, ...]) -> dict[Hashable, Entry]:
         """Return what was bound to this very state, which is current again; else nothing."""
-        looks = state.bound_to()
         found = [binding for binding in self._bindings if binding.looks == looks]
         self._bindings = [binding for binding in self._bindings if binding.looks != looks]
         return found[-1].entries if found else {}

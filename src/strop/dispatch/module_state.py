@@ -109,15 +109,6 @@ class ModuleState:
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
         self._edges = identities(edges)
 
-    def rescan(self) -> bool:
-        """Look at the module anew, and tell whether anything that a program is bound to is another.
-        Often nothing is: diffusers notes with which scale adapters were fused."""
-        before, tensors = self.bound_to(), self.tensors
-        self.scan()
-        is_other = before != self.bound_to()
-        del tensors  # they live until here, so that no other gets the id of one
-        return is_other
-
     def bound_to(self) -> tuple[Any, ...]:
         """Return what tells bound programs apart, but for arguments: the graph by its structure,
         and every tensor by its identity, its address, its sizes and its steps in memory."""

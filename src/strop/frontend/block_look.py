@@ -29,7 +29,8 @@ _LOAD_HOOKS = tuple(name for name in vars(nn.Module()) if "state_dict" in name)
 _TABLES = ("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES)
 _BY_VALUE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
-_WITHOUT_TENSORS = (*_BY_IDENTITY, nn.Module, torch.SymInt, torch.SymFloat, torch.SymBool)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_WITHOUT_TENSORS = (*_BY_IDENTITY, nn.Module, *_SYMBOLIC)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was not made in C
 # What a key of a look is made of, in its order.
 LOOK_PARTS = (
@@ -43,7 +44,6 @@ LOOK_PARTS = (
 )
 _DEPTH = 6  # of containers and objects within each other
 _NUMBER = "a number of the trace"
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Settings = Set[tuple[int, str]]  # by the ids of their modules and their names
 
 
