@@ -1,6 +1,7 @@
 """Time two editions of Strop in turns on one machine: what a change has cost, or gained.
 
 python benchmarks/before_after.py --before FOLDER [--out FILE] [--rows P1,P3,P5-512] [--rounds 8]
+    [--measures time,host]
 
 FOLDER holds the older edition's ``src``, as ``git archive COMMIT src | tar -x -C FOLDER`` leaves
 it; the newer one is the checkout that this file lies in. Each edition is a process of its own with
@@ -10,7 +11,8 @@ newer, older, ...), so that clocks and temperature are the same for both.
 A row of ``strop bench infer`` is timed as a whole (``time``: milliseconds of a call, from a queue
 of calls between two CUDA events) and on the host (``host``: microseconds until a call of the UNet
 has come back, with the device idle before; ``loop``: the same within a denoise loop of diffusers'
-own; ``watched``: in one where a user's code may run, so that each step looks at the model). P6 is
+own; ``watched``: in one where a user's code may run, so that each step looks at the model).
+``--measures time`` leaves the host out, which takes most of the time. P6 is
 timed from ``optimize`` to the first output, in seconds, each time in a new process with an empty
 cache. A row of ``strop bench train`` is timed by the step, in milliseconds, as its contender
 "strop-shadow" does it. Timing begins when both editions have built, in the background too, what
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 EDITIONS = ("before", "after")
+MEASURES = ("time", "host")
 HOST_CALLS = 50  # in one sample of the host's time
 
 
@@ -46,6 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=8, help="pairs of samples of a row")
     parser.add_argument("--calls", type=int, default=20, help="calls of a step in one sample")
+    parser.add_argument("--measures", default=",".join(MEASURES), help=", ".join(MEASURES))
     parser.add_argument("--tiny", action="store_true", help="tiny models: to try this out")
     parser.add_argument("--out", type=Path, help="JSON file for every sample")
     args = parser.parse_args()
@@ -53,17 +57,22 @@ def main() -> None:
         parser.error(f"{args.before} has no src/strop: git archive COMMIT src | tar -x -C FOLDER")
     if args.out and args.out.is_dir():
         parser.error(f"--out {args.out} is a folder: name a file in it, such as before_after.json")
+    if unknown := set(args.measures.split(",")) - set(MEASURES):
+        parser.error(f"--measures {', '.join(sorted(unknown))}: known are {', '.join(MEASURES)}")
     newer = Path(__file__).resolve().parents[1]
     with Edition(args.before, args) as before, Edition(newer, args) as after:
-        result = compare(dict(zip(EDITIONS, (before, after), strict=True)), args)
-    if args.out:
-        part = args.out.with_suffix(".part")
-        part.write_text(json.dumps(result, indent=1))
-        part.replace(args.out)
+        for result in compare(dict(zip(EDITIONS, (before, after), strict=True)), args):
+            if args.out:
+                part = args.out.with_suffix(".part")
+                part.write_text(json.dumps(result, indent=1))
+                part.replace(args.out)
 
 
-def compare(editions: dict[str, Edition], args: argparse.Namespace) -> dict[str, Any]:
-    """All samples, by row, measure and edition; prints a line for each measure."""
+def compare(editions: dict[str, Edition], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield, after each row, all samples so far by row, measure and edition.
+
+    Prints a line for each measure.
+    """
     for edition in editions.values():
         edition.send("prepare")
     facts = {name: edition.receive() for name, edition in editions.items()}
@@ -83,14 +92,14 @@ def compare(editions: dict[str, Edition], args: argparse.Namespace) -> dict[str,
             medians = " ".join(f"{one['median'][name]:9.3f}" for name in EDITIONS)
             print(f"{row:8} {measure:9} {medians}   {middle:.4f} ({low:.4f} to {high:.4f})")
         sys.stdout.flush()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {
-        "kind": "before_after",
-        "date": now,
-        "editions": facts,
-        "rounds": args.rounds,
-        "rows": rows,
-    }
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        yield {
+            "kind": "before_after",
+            "date": now,
+            "editions": facts,
+            "rounds": args.rounds,
+            "rows": rows,
+        }
 
 
 def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
@@ -115,6 +124,7 @@ class Edition:
             "STROP_CACHE_DIR": self._cache.name,
         }
         words = [sys.executable, __file__, "--serve", args.rows, str(args.calls), str(args.tiny)]
+        words += [args.measures]
         self._process = subprocess.Popen(
             words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -143,14 +153,14 @@ class Edition:
 # within an edition's process
 
 
-def serve(names: list[str], calls: int, is_tiny: bool) -> None:
+def serve(names: list[str], calls: int, is_tiny: bool, measures: list[str]) -> None:
     """Answer "prepare", then a row's name with one sample of each of its measures."""
     answers, sys.stdout = sys.stdout, sys.stderr
     samplers: dict[str, Callable[[], dict[str, float]]] = {}
     for line in sys.stdin:
         word = line.strip()
         if word == "prepare":
-            samplers = {name: sampler(name, calls, is_tiny) for name in names}
+            samplers = {name: sampler(name, calls, is_tiny, "host" in measures) for name in names}
             settle()
             answer: Any = facts()
         else:
@@ -174,7 +184,7 @@ def facts() -> dict[str, str]:
 Sampler = Callable[[], dict[str, float]]
 
 
-def sampler(name: str, calls: int, is_tiny: bool) -> Sampler:
+def sampler(name: str, calls: int, is_tiny: bool, with_host: bool) -> Sampler:
     """Build and compile what a row needs, and return what measures it then."""
     from strop.bench.infer_rows import ROWS
 
@@ -183,7 +193,7 @@ def sampler(name: str, calls: int, is_tiny: bool) -> Sampler:
         return step_sampler(name, calls, is_tiny)
     if row.kind == "start":
         return lambda: {"start": cold_start(name, is_tiny)}
-    return call_sampler(row, calls, is_tiny)
+    return call_sampler(row, calls, is_tiny, with_host)
 
 
 def step_sampler(name: str, calls: int, is_tiny: bool) -> Sampler:
@@ -280,7 +290,7 @@ def cold(name: str, is_tiny: bool) -> None:
     print(time.perf_counter() - start)
 
 
-def call_sampler(row: Any, calls: int, is_tiny: bool) -> Sampler:
+def call_sampler(row: Any, calls: int, is_tiny: bool, with_host: bool) -> Sampler:
     """Measure calls of a module, or pictures of a pipeline."""
     import torch
 
@@ -306,8 +316,9 @@ def call_sampler(row: Any, calls: int, is_tiny: bool) -> Sampler:
     with torch.no_grad():
         for _ in range(4):
             call()
-    if row.kind == "picture":
-        return lambda: {"time": milliseconds(torch.no_grad()(call), 1)}
+    if row.kind == "picture" or not with_host:
+        count = 1 if row.kind == "picture" else calls
+        return lambda: {"time": milliseconds(torch.no_grad()(call), count)}
 
     def sample() -> dict[str, float]:
         found = {"time": milliseconds(torch.no_grad()(call), calls), "host": microseconds(call)}
@@ -367,7 +378,9 @@ def synchronize() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4] == "True")
+        serve(
+            sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4] == "True", sys.argv[5].split(",")
+        )
     elif sys.argv[1:2] == ["--cold"]:
         cold(sys.argv[2], sys.argv[3] == "True")
     else:
