@@ -35,6 +35,35 @@ def _library(function: Callable[..., Any], *arguments: str) -> Case:
     return Case(function, arguments, LIBRARY)
 
 
+def _write_interleaved(x: Tensor, y: Tensor) -> Tensor:
+    """Rotate pairs, as Wan does."""
+    one, other = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = y[..., 0::2].cos(), y[..., 1::2].sin()
+    out = torch.empty_like(x)
+    out[..., 0::2] = one * cos - other * sin
+    out[..., 1::2] = one * sin + other * cos
+    return out.type_as(x)
+
+
+def _write_halves(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[..., :3], out[..., 3:] = y * 2, z.exp()
+    return out + x
+
+
+def _write_three_ways(x: Tensor, y: Tensor) -> Tensor:
+    out = x * 2
+    for n in (2, 0, 1):
+        out[:, n::3] = y + n
+    return out
+
+
+def _write_part(x: Tensor, y: Any, where: Any) -> Tensor:
+    out = x * 2
+    out[where] = y
+    return out + 1
+
+
 VIEWS: dict[str, Case] = {
     "reshape": _kernel(lambda x: x.reshape(-1, 6) + 1, "b 4 h 6"),
     "view": _kernel(lambda x: x.view(x.shape[0], -1) * 2, "b 4 h 6"),
@@ -144,9 +173,37 @@ COPIES: dict[str, Case] = {
     "triu_of_bool": _kernel(lambda m: m.triu(), "m: b 5 5"),
     "causal_mask": _kernel(lambda x: x + torch.full((5, 5), float("-inf")).triu(1), "b 5 5"),
     "slice_scatter": _kernel(lambda x, y: torch.slice_scatter(x, y, 1, 1, 3) + 1, "b 4 h", "b 2 h"),
-    "slice_scatter_step": _library(
+    "slice_scatter_step": _kernel(
         lambda x, y: torch.slice_scatter(x, y, 1, 1, None, 2), "b 6 h", "b 3 h"
     ),
+    "slice_scatter_step_to_the_middle": _kernel(
+        lambda x, y: torch.slice_scatter(x, y * 2, 1, 1, 6, 3), "b 8 h", "b 2 h"
+    ),
+    "slice_scatter_step_unfit": _kernel(
+        lambda x, y: torch.slice_scatter(x, y * 2, 1, 0, None, 3) + 1, "b 7 h", "b 3 h"
+    ),
+    "slice_scatter_step_ragged": _kernel(
+        lambda x, y: torch.slice_scatter(x, y[:, :, : (x.shape[2] + 1) // 2], 2, 0, None, 2),
+        "b 4 h",
+        "b 4 h",
+    ),
+    "slice_scatter_step_from_ragged": _kernel(
+        lambda x, y: torch.slice_scatter(x, y[:, :, 1::2].sin(), 2, 1, None, 2), "b 4 h", "b 4 h"
+    ),
+    "write_interleaved": _kernel(_write_interleaved, "b h 6", "b h 6"),
+    "write_interleaved_symbolic": _kernel(_write_interleaved, "b 4 2*h", "b 4 2*h"),
+    "write_halves": _kernel(_write_halves, "b h 6", "b h 3", "b h 3"),
+    "write_three_ways": _kernel(_write_three_ways, "b 9 h", "b 3 h"),
+    "write_some_ways": _kernel(
+        lambda x, y: _write_part(x, y, (slice(None), slice(1, None, 3))), "b 9 h", "b 3 h"
+    ),
+    "write_corner": _kernel(
+        lambda x, y: _write_part(x, y, (slice(None), slice(1, 3), slice(0, 4, 2))), "b 4 6", "b 2 2"
+    ),
+    "write_number": _kernel(
+        lambda x: _write_part(x, 2.0, (slice(None), slice(0, None, 2))), "b 6 h"
+    ),
+    "write_row": _kernel(lambda x, y: _write_part(x, y, (slice(None), -1)), "b 4 h", "b h"),
     "select_scatter": _kernel(lambda x, y: torch.select_scatter(x, y, 1, -1), "b 4 h", "b h"),
     "diagonal_scatter": _library(
         lambda x, y: torch.diagonal_scatter(x, y, 0, 1, 2), "b 5 5", "b 5"

@@ -115,6 +115,9 @@ TRITON = (
     "avg_pool2d_same",
     "avg_pool2d_up_inside",
     "avg_pool1d_of_any_length",
+    "slice_scatter_step_ragged",
+    "write_interleaved",
+    "write_some_ways",
 )
 
 

@@ -18,8 +18,7 @@ from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.random import RANDOM_RULES
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
-from strop.frontend.views import slice_start
-from strop.ir.dims import Expr, const, product
+from strop.ir.dims import product
 from strop.ir.graph import Builder, Node
 from strop.ir.ops import compute_dtype
 
@@ -176,46 +175,6 @@ def _copy(im: Importer, fx: FxNode, destination: Any, value: Any, *_: Any) -> No
     return b.expand(b.view_as_rank(source, len(shape)), shape)
 
 
-def _slice_scatter(
-    im: Importer,
-    fx: FxNode,
-    x: Any,
-    value: Any,
-    dim: int = 0,
-    start: Any = None,
-    end: Any = None,
-    step: int = 1,
-) -> Node | None:
-    """Join what lies before, the value, and what lies behind, side by side."""
-    b, node, value = im.builder, im.node(x), im.node(value)
-    if step != 1:
-        return None
-    dim %= len(node.shape)
-    before = slice_start(im, x, dim, start)
-    return _replaced(b, node, b.cast(value, node.dtype), dim, before)
-
-
-def _select_scatter(im: Importer, fx: FxNode, x: Any, value: Any, dim: int, index: Any) -> Node:
-    b, node, value = im.builder, im.node(x), im.node(value)
-    dim %= len(node.shape)
-    place = im.size(index)
-    if place.is_const and place.value < 0:
-        place = place + node.shape[dim]
-    row = b.reshape(value, (*node.shape[:dim], 1, *node.shape[dim + 1 :]))
-    return _replaced(b, node, b.cast(row, node.dtype), dim, place)
-
-
-def _replaced(b: Builder, x: Node, value: Node, dim: int, start: Expr) -> Node:
-    end = start + value.shape[dim]
-    left = b.slice(x, dim, 0, start) if start != const(0) else None
-    rest = x.shape[dim] - end
-    right = b.slice(x, dim, end, rest) if rest != const(0) else None
-    pieces = [piece for piece in (left, value, right) if piece is not None]
-    if len(pieces) == 1:
-        return value
-    return b.make("cat", pieces, x.shape, x.dtype, dim=dim)
-
-
 def _weight_norm(im: Importer, fx: FxNode, v: Any, g: Any, dim: int = 0) -> tuple[Node, Node]:
     """Compute the weight and, for training, the norm of v over all dims but one."""
     b, direction, length = im.builder, im.node(v), im.node(g)
@@ -263,8 +222,6 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     # several spellings of one thing
     aten.copy_.default: _copy_,
     aten.copy.default: _copy,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.select_scatter.default: _select_scatter,
     # library anchors and what goes with them
     aten._weight_norm_interface.default: _weight_norm,
     aten._euclidean_dist.default: _euclidean_dist,

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from strop.frontend.creation import filled
-from strop.frontend.views import slice_start
+from strop.frontend.part_writes import PART_WRITES, joined
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node
 
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 ZERO = const(0)
-
-
-def joined(b: Builder, pieces: Sequence[Node], dim: int) -> Node:
-    """Join the pieces side by side; empty ones do not count."""
-    kept = [p for p in pieces if p.shape[dim] != ZERO] or list(pieces[:1])
-    if len(kept) == 1:
-        return kept[0]
-    shape = list(kept[0].shape)
-    shape[dim] = sum((p.shape[dim] for p in kept), start=ZERO)
-    return b.make("cat", kept, shape, kept[0].dtype, dim=dim)
 
 
 def _cat(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node:
@@ -96,41 +86,6 @@ def _roll(
     return b.reshape(node, im.shape(fx))
 
 
-def _put(b: Builder, x: Node, part: Node, dim: int, start: Expr) -> Node:
-    """Put ``part`` into x at ``start`` along ``dim``."""
-    end = start + part.shape[dim]
-    before = b.slice(x, dim, 0, start)
-    after = b.slice(x, dim, end, x.shape[dim] - end)
-    return joined(b, [before, b.cast(part, x.dtype), after], dim)
-
-
-def _slice_scatter(
-    im: Importer,
-    fx: FxNode,
-    x: FxNode,
-    part: Any,
-    dim: int = 0,
-    start: Any = None,
-    end: Any = None,
-    step: int = 1,
-) -> Node | None:
-    if step != 1:
-        return None
-    node = im.node(x)
-    dim %= len(node.shape)
-    return _put(im.builder, node, im.node(part), dim, slice_start(im, x, dim, start))
-
-
-def _select_scatter(im: Importer, fx: FxNode, x: Any, part: Any, dim: int, index: Any) -> Node:
-    node, b = im.node(x), im.builder
-    dim %= len(node.shape)
-    place = im.size(index)
-    if place.is_const and place.value < 0:
-        place = place + node.shape[dim]
-    one = [const(1) if d == dim else s for d, s in enumerate(node.shape)]
-    return _put(b, node, b.reshape(im.node(part), one), dim, place)
-
-
 def _masked_put(
     im: Importer, fx: FxNode, x: Any, indices: Sequence[Any], value: Any, accumulate: bool = False
 ) -> Node | None:
@@ -153,8 +108,7 @@ INDEXING: dict[Any, Rule] = {
     aten.constant_pad_nd.default: _pad,
     aten.roll.default: _roll,
     torch.ops.strop.roll.default: _roll,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.select_scatter.default: _select_scatter,
+    **PART_WRITES,
     aten.index_put.default: _masked_put,
     aten._unsafe_index_put.default: _masked_put,
 }
