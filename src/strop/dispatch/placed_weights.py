@@ -15,6 +15,7 @@ from torch import Tensor
 from strop.dispatch.cornered_factors import standing
 from strop.ir.ops import OPS
 from strop.ir.program import Program
+from strop.runtime.run.layouts import read_as
 
 
 class MergedWeights:
@@ -60,11 +61,11 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     read = _read_by_place(program)
     for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
         strides = tuple(stride.value for stride in spec.strides) if index in read else None
-        if strides is not None and not _steps_like(tensor, strides):
-            new = torch.empty_strided(
-                tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-            )
-            tensor.data = new.copy_(tensor.detach())
+        seen = read_as(tensor.detach(), spec.dtype)
+        if strides is not None and not _steps_like(seen, strides):
+            new = torch.empty_strided(seen.shape, strides, dtype=seen.dtype, device=seen.device)
+            new.copy_(seen)
+            tensor.data = torch.view_as_complex(new) if seen.dtype != tensor.dtype else new
     placed: list[Tensor | None] = [t.detach() for t in tensors]
     for spec in program.inputs[len(tensors) :]:
         parts = [tensors[i] for i in spec.merged]

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.complex_numbers import without_complex
 from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.draws import stands_for
@@ -148,7 +149,8 @@ def import_graph(
     """
     importer = Importer(symbols, orders=orders)
     inputs: list[Node] = []
-    nodes = list(gm.graph.nodes)
+    traced, origins = without_complex(gm, origins)
+    nodes = list(traced.nodes)
     importer.devices = _devices(nodes)
     num_placeholders = sum(fx.op == "placeholder" for fx in nodes)
     for fx in nodes:
@@ -158,7 +160,9 @@ def import_graph(
             is_small = place in small
             inputs.append(_input(importer, fx, place, place < num_state, is_small=is_small))
         elif fx.op == "get_attr":
-            if _attribute(importer, fx, getattr(gm, fx.target)):
+            kept = getattr(gm, fx.target)
+            kept = torch.view_as_real(kept) if fx.meta.get("pairs") else kept
+            if _attribute(importer, fx, kept):
                 place = num_placeholders + len(importer.constants)
                 inputs.append(_input(importer, fx, place, True))
                 importer.constants.append(fx.meta["val"])

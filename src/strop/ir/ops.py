@@ -138,6 +138,8 @@ _LOOKUPS = (  # read or write where another tensor says
     "clone",
     "unfold",
     "view.dtype",
+    "view_as_real",  # of complex numbers that a call without a rule has made,
+    "complex",  # or of which the result, or such a call, is
     "linspace",
     "logspace",
 )

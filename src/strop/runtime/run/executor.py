@@ -21,7 +21,7 @@ from strop.runtime.loop.hoisting import Hoist, Hoisted, Moment, Stamp, read_by
 from strop.runtime.loop.timetable import Timetable, TimetablePart
 from strop.runtime.run import cpu_runs, graph_keep_alive
 from strop.runtime.run.bounds_checks import BoundsChecks
-from strop.runtime.run.layouts import is_laid_out, laid_out
+from strop.runtime.run.layouts import is_laid_out, laid_out, read_as
 from strop.runtime.run.link import Linked, Resources, link
 from strop.runtime.run.shape_plan import ShapePlans
 from strop.runtime.run.workspace import KEPT_BYTES, Workspace
@@ -198,9 +198,10 @@ class Bound:
         if graph_keep_alive.are_wanted():
             lent = None if is_large else linked.memory
             graph_keep_alive.note(KeepAlive(faults, (self, lent, self._resources.zeroed)))
-        plan = self.plan
+        plan, buffers = self.plan, self.program.buffers
         strides = plan.sizes.strides
-        for number, tensor in zip(plan.arguments, inputs, strict=True):
+        for number, given in zip(plan.arguments, inputs, strict=True):
+            tensor = read_as(given, buffers[number].dtype)
             if tensor.stride() != strides[number] and not is_laid_out(tensor, strides[number]):
                 raise ShapeError(
                     f"argument {number} has strides {tensor.stride()}, the plan {strides[number]}"
@@ -252,7 +253,8 @@ class Bound:
     def holding(self, inputs: Sequence[Tensor], number: int) -> Tensor:
         """Return what a buffer holds between two parts of a run with these arguments."""
         if number in self.plan.arguments:
-            return inputs[self.plan.arguments.index(number)]
+            given = inputs[self.plan.arguments.index(number)]
+            return read_as(given, self.program.buffers[number].dtype)
         return self.contents(number)
 
     def contents(self, number: int) -> Tensor:
@@ -267,9 +269,11 @@ class Bound:
         otherwise."""
         result = []
         for number in self.plan.arguments:
-            tensor = tensors[self.program.buffers[number].index]
+            buffer = self.program.buffers[number]
+            tensor = tensors[buffer.index]
             if tensor is None:  # a size, or another number: nothing reads it
                 tensor = torch.empty(0)
+            tensor = read_as(tensor, buffer.dtype)
             result.append(laid_out(tensor, self.plan.sizes.strides[number]))
         return result
 

@@ -27,3 +27,9 @@ def laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
         return value
     copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return copy.copy_(value)
+
+
+def read_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return complex numbers as pairs of real ones, in the same memory, for who reads real ones."""
+    is_pairs = tensor.is_complex() and not dtype.is_complex
+    return torch.view_as_real(tensor) if is_pairs else tensor

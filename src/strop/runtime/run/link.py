@@ -23,7 +23,7 @@ from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.launched_calls import CallSite, Launched
 from strop.runtime.run.launches import GeneratedLaunch
-from strop.runtime.run.layouts import laid_out, reshaped
+from strop.runtime.run.layouts import laid_out, read_as, reshaped
 from strop.runtime.run.library_calls import (
     CUDA_PLANNED_OUT,
     PLANNED_OUT,
@@ -108,7 +108,8 @@ def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) 
     slots: Slots = [None] * len(plan.program.buffers)
     for number, buffer in enumerate(plan.program.buffers):
         if buffer.kind == "input" and plan.program.inputs[buffer.index].is_state:
-            slots[number] = resources.state[buffer.index]
+            weight = resources.state[buffer.index]
+            slots[number] = weight if weight is None else read_as(weight, buffer.dtype)
     for offsets, flat in ((plan.memory.buffers, memory), (plan.memory.kept, kept)):
         for number, offset in offsets.items():
             slots[number] = _view(plan, number, flat[offset:])
