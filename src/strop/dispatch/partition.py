@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.complex_numbers import take_apart
 from strop.frontend.equal_nodes import can_merge, merged
 from strop.frontend.joint import keep_less
 from strop.ir.graph import memory_order
@@ -55,6 +56,7 @@ class Joint:
         from strop.dispatch.least_cut import least_cuts  # loads networkx: for training alone
 
         self.num_results = num_fwd_outputs
+        take_apart(joint)
         keep_less(joint)
         choice = {**_CHOICE, "activation_memory_budget": max(self.budget, LEAST_BUDGET)}
         if can_merge(joint.graph):

@@ -31,11 +31,18 @@ Parts = tuple[Any, Any]
 
 def without_complex(gm: GraphModule, origins: Mapping[str, str]) -> tuple[Graph, Mapping[str, str]]:
     """Return a graph of real arithmetic, and where its nodes come from; ``gm``'s own graph if there
-    is nothing to take apart."""
-    if not any(node.op == "call_function" and is_complex(node) for node in gm.graph.nodes):
+    is nothing to take apart. Arguments that are complex numbers may be pairs of real ones in it."""
+    if not any(map(is_complex, gm.graph.nodes)):
         return gm.graph, origins
     apart = Apart(gm, origins)
+    apart.read_pairs()
     return apart.graph, apart.origins
+
+
+def take_apart(gm: GraphModule) -> None:
+    """Make the graph of ``gm`` one of real arithmetic, with the same arguments."""
+    if any(map(is_complex, gm.graph.nodes)):
+        gm.graph = Apart(gm, {}).graph
 
 
 def is_complex(node: Node) -> bool:
@@ -64,6 +71,9 @@ class Apart:
                 made.meta["val"] = node.meta["val"]
                 self._whole[node] = made
         self._drop_unread()
+
+    def read_pairs(self) -> None:
+        """Let arguments be real numbers where they are read as pairs of them alone."""
         for node in self.graph.nodes:
             self._seen_as_pairs(node)
 
@@ -88,7 +98,6 @@ class Apart:
                 self.graph.erase_node(node)
 
     def _seen_as_pairs(self, node: Node) -> None:
-        """Let an argument be one of real numbers, where it is read as pairs of them alone."""
         readers = list(node.users)
         if node.op not in ("placeholder", "get_attr") or not readers:
             return

@@ -155,6 +155,17 @@ def _angle(apart: Apart, x: Parts) -> Node:
     return apart.call(aten.atan2.default, x[1], x[0])
 
 
+def _sign(apart: Apart, x: Parts) -> Parts:
+    """Divide by the length; 0 stays 0."""
+    length = _absolute(apart, x)
+    is_zero = apart.call(aten.eq.Scalar, length, 0.0)
+    real, imaginary = (
+        apart.call(aten.masked_fill.Scalar, apart.call(aten.div.Tensor, part, length), is_zero, 0.0)
+        for part in x
+    )
+    return real, imaginary
+
+
 def _view_as_real(apart: Apart, x: Parts) -> Node:
     return apart.call(aten.stack.default, list(x), -1)
 
@@ -166,10 +177,13 @@ def _view_as_complex(apart: Apart, node: Node) -> Parts:
 
 
 def _complex(apart: Apart, node: Node) -> Parts:
-    shape = list(node.meta["val"].shape)
-    parts = (apart.whole(argument) for argument in node.args)  # type: ignore[arg-type]
-    real, imaginary = (apart.call(aten.expand.default, part, shape) for part in parts)
-    return real, imaginary
+    """Take two tensors as they are; where they broadcast, each times ones in the other's sizes."""
+    real, imaginary = (apart.whole(argument) for argument in node.args)  # type: ignore[arg-type]
+    shapes = [[str(size) for size in part.meta["val"].shape] for part in (real, imaginary)]
+    if shapes[0] == shapes[1]:
+        return real, imaginary
+    ones = [apart.call_like(x, aten.ones_like.default, x) for x in (imaginary, real)]
+    return _times(apart, real, ones[0]), _times(apart, imaginary, ones[1])
 
 
 def _polar(apart: Apart, node: Node) -> Parts:
@@ -277,6 +291,7 @@ RULES: dict[Any, Rule] = {
     aten.square.default: _unary(_square),
     aten.reciprocal.default: _unary(_reciprocal),
     aten.abs.default: _unary(_absolute),
+    aten.sgn.default: _unary(_sign),
     aten.angle.default: _unary(_angle),
     aten.eq.Tensor: _equal(aten.logical_and.default, aten.eq),
     aten.eq.Scalar: _equal(aten.logical_and.default, aten.eq),

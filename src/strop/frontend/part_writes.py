@@ -18,6 +18,7 @@ from strop.frontend.pointwise import apply
 from strop.frontend.views import slice_start
 from strop.ir.dims import Expr, const, to_expr
 from strop.ir.graph import Builder, Node
+from strop.ir.op import Kind
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
@@ -38,7 +39,14 @@ def joined(b: Builder, pieces: Sequence[Node], dim: int) -> Node:
 
 
 def stretch(b: Builder, x: Node, dim: int, start: Expr | int, length: Expr) -> Node:
-    """Take a slice; of a cat the pieces that it lies in, where sizes tell which these are."""
+    """Take a slice; of a cat the pieces that it lies in, where sizes tell which these are, and of
+    one number that is spread everywhere the number."""
+    value = x
+    while value.kind is Kind.VIEW:
+        value = value.inputs[0]
+    if value.op == "constant":
+        shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+        return b.expand(b.view_as_rank(value, len(shape)), shape)
     pieces = _pieces_within(b, x, dim, to_expr(start), length) if x.op == "cat" else None
     return b.slice(x, dim, start, length) if pieces is None else joined(b, pieces, dim)
 
