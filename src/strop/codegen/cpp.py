@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from strop.codegen import nest
+from strop.codegen import nest, pieces
 from strop.codegen.cpp_loops import Loops
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_rewrites import with_powers
@@ -24,10 +24,15 @@ BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 def emit(kernel: LoopKernel) -> Emitted:
     """Print the C++ source of a kernel, and list the sizes that it takes. This is a pure
     function."""
-    loops = Loops(with_powers(nest.simplify(kernel)))
-    with loops.faults():
-        loops.uniform_values()
-        _print_loops(loops)
+    parts = pieces.cut(kernel)
+    loops = Loops(with_powers(nest.simplify(parts[0])))
+    if len(parts) == 1:
+        _print_all(loops)
+    else:
+        for part in parts:
+            with loops.out.block(""):
+                loops = loops.followed_by(with_powers(nest.simplify(part)))
+                _print_all(loops)
     source = KernelSource(
         name=kernel.name,
         language="cpp",
@@ -37,6 +42,12 @@ def emit(kernel: LoopKernel) -> Emitted:
         scratch=tuple(loops.scratch),
     )
     return Emitted(source, tuple(loops.scalars.names))
+
+
+def _print_all(loops: Loops) -> None:
+    with loops.faults():
+        loops.uniform_values()
+        _print_loops(loops)
 
 
 def _print_loops(loops: Loops) -> None:

@@ -68,6 +68,13 @@ class Loops:
         is_heavy = any(OPS[stmt.op].is_heavy for stmt in applied)
         self.threaded_from = HEAVY_FROM if is_heavy else THREADED_FROM
 
+    def followed_by(self, kernel: LoopKernel) -> Loops:
+        """Return what prints another kernel of the same params behind this one."""
+        loops = Loops(kernel)
+        loops.out, loops.scalars = self.out, self.scalars
+        loops.scratch = self.scratch or loops.scratch
+        return loops
+
     def _count_outer_rows(self) -> int:
         """Count the row axes that split tasks: the parallel ones of COLUMN, else those of staged
         values.

@@ -50,7 +50,7 @@ class Text:
 
     @contextmanager
     def block(self, header: str) -> Iterator[None]:
-        self(header + " {")
+        self(f"{header} {{" if header else "{")
         self.depth += 1
         yield
         self.depth -= 1

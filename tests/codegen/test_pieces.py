@@ -1,0 +1,103 @@
+"""Pieces of a cat have loops of their own: what is cut, what is left of each part, and its
+results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from strop.backend import compile_graph
+from strop.codegen import pieces
+from strop.codegen.assemble import Signature
+from strop.ir.loops import Apply, Load, LoopKernel, Position
+from strop.lowering.lower import lower
+from strop.options import Options
+from tests.frontend.tracing import trace
+from tests.views.cases import Case, make
+from tests.views.running import assert_equal, optimized
+
+ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 17, "w": 1})
+
+
+def _kernels(function: Callable[..., Any], *shapes: str) -> list[LoopKernel]:
+    traced = trace(function, *shapes, b=2, h=4, w=6)
+    signature = Signature(traced.returned, traced.captured.guards)
+    compiled = compile_graph(traced.graph, signature, "cpu", Options())
+    groups = compiled.plan.groups
+    stored = {node for group in groups for node in group.stores}
+    return [lower(group, stored, compiled.graph.hints).kernel for group in groups]
+
+
+def _exps(kernel: LoopKernel) -> int:
+    return sum(isinstance(stmt, Apply) and stmt.op == "exp" for stmt in kernel.body)
+
+
+def test_each_part_computes_its_own_piece() -> None:
+    (kernel,) = _kernels(
+        lambda x, y, z: torch.cat([x.exp(), y.exp(), z.exp()], 1), "b h 8", "b w 8", "b 3 8"
+    )
+    assert _exps(kernel) == 3
+    parts = pieces.cut(kernel)
+    assert [_exps(part) for part in parts] == [1, 1, 1]
+    for part in parts:
+        assert not any(isinstance(stmt, Position) for stmt in part.body)
+        assert all(stmt.guard is None for stmt in part.body if isinstance(stmt, Load))
+    sizes = {str(axis.size) for part in parts for axis in part.rows + part.cols}
+    assert {"h", "w", "3"} <= sizes
+
+
+def test_few_pieces_that_alternate_stay_one_loop() -> None:
+    (kernel,) = _kernels(lambda x, y: torch.stack([x.exp(), y.exp()], -1), "b h", "b h")
+    assert pieces.cut(kernel) == (kernel,)
+
+
+def test_many_pieces_that_alternate_are_cut() -> None:
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x * n).exp() for n in range(9)], -1)
+
+    (kernel,) = _kernels(stacked, "b h")
+    assert [_exps(part) for part in pieces.cut(kernel)] == [1] * 9
+
+
+def test_a_cat_of_two_dims_is_cut_along_both() -> None:
+    def joined(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([x.exp(), x.sin()], 2), torch.cat([x.cos(), x * 2], 2)
+        return torch.cat(rows, 1)
+
+    (kernel,) = _kernels(joined, "b h 32")
+    assert len(pieces.cut(kernel)) == 4
+
+
+CASES: dict[str, Case] = {
+    "three lengths": Case(
+        lambda x, y, z: torch.cat([x.exp(), y * 2, z], 1), ("b h 8", "b w 8", "b 3 8")
+    ),
+    "first dim": Case(lambda x, y: torch.cat([x.exp(), y.sin()]) + 1, ("b 4 h", "w 4 h")),
+    "last dim": Case(lambda x, y: torch.cat([x.exp(), y.sin()], -1), ("b h", "b w")),
+    "two dims": Case(
+        lambda x, y: torch.cat([torch.cat([x, y], 1).exp(), torch.cat([y, x], 1)], 2),
+        ("b h 20", "b w 20"),
+    ),
+    "lookups": Case(
+        lambda w, i, j: torch.stack([w[i], w[j] * 2, w[i + 1 - 1]]), ("9 6", "i9: b h", "i9: b h")
+    ),
+    "many": Case(lambda x: torch.stack([x * n for n in range(16)], -1), ("b h",)),
+    "a slice of a cat": Case(lambda x, y: torch.cat([x.exp(), y], 1)[:, 1:-1] * 2, ("b h", "b w")),
+    "where": Case(lambda x: torch.where(torch.arange(x.shape[1]) < 3, x.exp(), x.sin()), ("b 40",)),
+    "flipped": Case(lambda x, y: torch.cat([x.exp(), y.flip(1)], 1).flip(1), ("b h 8", "b w 8")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_torch(name: str, tmp_path: Any) -> None:
+    case = CASES[name]
+    module, dispatcher = optimized(case, ENVS[0], str(tmp_path))
+    for env in ENVS:
+        generator = torch.Generator().manual_seed(len(name))
+        arguments = [make(text, env, generator) for text in case.arguments]
+        assert_equal(module(*arguments), case.function(*arguments))
+    assert not dispatcher.counters.fallbacks
+    assert dispatcher.variants.num_captures == 1
