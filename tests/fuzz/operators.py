@@ -32,6 +32,7 @@ from tests.fuzz.placing import (
 )
 from tests.fuzz.programs import ONE
 from tests.fuzz.values import Draft, Value, broadcast, is_width, widest
+from tests.fuzz.writing import rotation, strided_write
 
 # Python text -> the bound of the result from that of the operand
 SMOOTH: dict[str, Callable[[float], float]] = {
@@ -453,6 +454,8 @@ MOVES: tuple[Move, ...] = (
     lookup,
     in_place,
     in_place_pair,
+    strided_write,
+    rotation,
 )
 # what meets in one kernel: reductions, and values of the same kernel read at other places
 STITCHED: tuple[Move, ...] = (
@@ -485,4 +488,6 @@ STITCHED: tuple[Move, ...] = (
     upsample,
     pool,
     symbolic_slice,
+    strided_write,
+    rotation,
 )

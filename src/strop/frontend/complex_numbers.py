@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from strop.frontend.complex_rules import REAL_OF, RULES
+from strop.frontend.complex_rules import OF_REAL, REAL_OF, RULES
 from strop.frontend.fake_tensors import fake_empty
 from strop.frontend.functional import storage_of, views_to
 
@@ -85,10 +85,8 @@ class Apart:
             source = self._parts.get(node.args[0])  # type: ignore[arg-type]
             return source and tuple(self.call(operator.getitem, p, node.args[1]) for p in source)
         rule = RULES.get(node.target)
-        return rule(self, node) if rule and self._is_about_complex(node) else None
-
-    def _is_about_complex(self, node: Node) -> bool:
-        return is_complex(node) or any(map(is_complex, node.all_input_nodes))
+        is_about_complex = is_complex(node) or any(map(is_complex, node.all_input_nodes))
+        return rule(self, node) if rule and (is_about_complex or node.target in OF_REAL) else None
 
     def _drop_unread(self) -> None:
         """Drop what was made and nobody reads: each rule makes both parts."""
@@ -98,7 +96,7 @@ class Apart:
                 self.graph.erase_node(node)
 
     def _seen_as_pairs(self, node: Node) -> None:
-        readers = list(node.users)
+        readers = [r for r in node.users if isinstance(r.meta.get("val"), Tensor)]  # not its sizes
         if node.op not in ("placeholder", "get_attr") or not readers:
             return
         if all(r.target is aten.view_as_real.default and r.meta.get("apart") for r in readers):

@@ -193,6 +193,16 @@ def _polar(apart: Apart, node: Node) -> Parts:
     return real, imaginary
 
 
+def _power(apart: Apart, node: Node) -> Parts | None:
+    x, exponent = node.args
+    return _square(apart, apart.parts(x, _dtype(node))) if exponent == 2 else None
+
+
+def _negated(apart: Apart, node: Node) -> Node:
+    """Negate what eager marks as negated: imaginary parts of conjugated numbers."""
+    return apart.call(aten.neg.default, apart.whole(node.args[0]))  # type: ignore[arg-type]
+
+
 def _reciprocal(apart: Apart, x: Parts) -> Parts | None:
     return _quotient(apart, (1.0, 0.0), x)
 
@@ -289,6 +299,7 @@ RULES: dict[Any, Rule] = {
     aten.div.Tensor: _binary(_quotient),
     aten.div.Scalar: _binary(_quotient),
     aten.square.default: _unary(_square),
+    aten.pow.Tensor_Scalar: _power,
     aten.reciprocal.default: _unary(_reciprocal),
     aten.abs.default: _unary(_absolute),
     aten.sgn.default: _unary(_sign),
@@ -297,4 +308,6 @@ RULES: dict[Any, Rule] = {
     aten.eq.Scalar: _equal(aten.logical_and.default, aten.eq),
     aten.ne.Tensor: _equal(aten.logical_or.default, aten.ne),
     aten.ne.Scalar: _equal(aten.logical_or.default, aten.ne),
+    aten._neg_view.default: _negated,
 }
+OF_REAL = (aten._neg_view.default,)  # of real numbers, which only complex ones bring
