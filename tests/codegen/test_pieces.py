@@ -15,6 +15,9 @@ from strop.codegen.assemble import Signature
 from strop.ir.loops import Apply, Load, LoopKernel, Position
 from strop.lowering.lower import lower
 from strop.options import Options
+from strop.runtime.build.cubin import compile_cubin
+from tests.codegen.kernels import Sample
+from tests.codegen.test_model_kernels import check
 from tests.frontend.tracing import trace
 from tests.views.cases import Case, make
 from tests.views.running import assert_equal, optimized
@@ -101,3 +104,53 @@ def test_equals_torch(name: str, tmp_path: Any) -> None:
         assert_equal(module(*arguments), case.function(*arguments))
     assert not dispatcher.counters.fallbacks
     assert dispatcher.variants.num_captures == 1
+
+
+MANY: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "rows": (
+        lambda x, y, z: torch.cat([x.exp(), y * 2, z.sin(), x + 1, y.abs(), z], 1),
+        ("b h 8", "b w 8", "b 3 8"),
+    ),
+    "alternating": (lambda x: torch.stack([x * n for n in range(9)], -1), ("b h",)),
+    "whole": (lambda x, y: torch.cat([x, y.exp(), x + 1, y, x.sin(), y * 2]), ("b", "h")),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_in_triton(name: str) -> None:
+    """The kernel that calls a function for each part, in Triton's interpreter, against loop IR."""
+    function, shapes = MANY[name]
+    traced = trace(function, *shapes, **ENVS[0])
+    signature = Signature(traced.returned, traced.captured.guards)
+    compiled = compile_graph(traced.graph, signature, "cuda", Options())
+    (group,) = compiled.plan.groups
+    low = lower(group, set(group.stores), compiled.graph.hints)
+    num_parts = len(pieces.cut(low.kernel))
+    assert num_parts >= 6
+    for source in compiled.program.sources:
+        assert source.text.count("@triton.jit") == num_parts + 1
+    for env in ENVS:
+        numels = tuple(n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
+        check(Sample(low.kernel, numels, (env,)), compiled.graph.hints, 1)
+
+
+def test_compiles_for_an_h100() -> None:
+    pytest.importorskip("triton")
+    function, shapes = MANY["rows"]
+    traced = trace(function, *shapes, **ENVS[0])
+    signature = Signature(traced.returned, traced.captured.guards)
+    program = compile_graph(traced.graph, signature, "cuda", Options()).program
+    assert all(compile_cubin(source, 90).code for source in program.sources)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", MANY)
+def test_on_a_gpu(name: str, tmp_path: Any) -> None:
+    function, texts = MANY[name]
+    module, dispatcher = optimized(Case(function, texts), ENVS[0], str(tmp_path))
+    for env in ENVS:
+        generator = torch.Generator().manual_seed(1)
+        given = [make(text, env, generator).cuda() for text in texts]
+        assert_equal(module(*given), function(*given))
+    assert not dispatcher.counters.fallbacks

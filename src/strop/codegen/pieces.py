@@ -33,6 +33,8 @@ MOST_PIECES = 128  # of one kernel
 # Pieces that alternate element by element are written in steps, which costs as much as to compute
 # this many of them.
 ALTERNATING = 6
+# Fewer pieces are selected on a GPU: loads of the others are masked off, and cost next to nothing.
+FEWEST_PROGRAMS = 5
 SHORT_RUN = 16  # elements side by side of one piece
 ONE, ZERO = const(1), const(0)
 
@@ -59,6 +61,12 @@ def cut(kernel: LoopKernel) -> tuple[LoopKernel, ...]:
             if len(parts) <= MOST_PIECES:
                 return tuple(parts)
     return (kernel,)
+
+
+def cut_programs(kernel: LoopKernel) -> tuple[LoopKernel, ...]:
+    """Cut a kernel for a GPU, where each part has programs of its own."""
+    parts = cut(kernel)
+    return parts if len(parts) >= FEWEST_PROGRAMS else (kernel,)
 
 
 def _axis(kernel: LoopKernel, name: str) -> Axis:

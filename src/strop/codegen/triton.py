@@ -7,11 +7,19 @@ ids from the flat ids, on vectors, and only for axes that an index does not walk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from strop.codegen import triton_block, triton_column, triton_pointwise, triton_reduce, triton_row
+from strop.codegen import (
+    pieces,
+    triton_block,
+    triton_column,
+    triton_pieces,
+    triton_pointwise,
+    triton_reduce,
+    triton_row,
+)
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
 from strop.ir.functions import EARLY, FUNCTIONS
@@ -76,6 +84,9 @@ def _emit(
     if as_block:
         assert most is not None
         return _assemble(printer, *triton_block.block(printer, most))
+    parts = pieces.cut_programs(kernel)
+    if len(parts) > 1:
+        return _assemble_parts(printer, parts, most)
     if kernel.schedule is Schedule.POINTWISE:
         grid, num_warps = triton_pointwise.pointwise(printer, most)
         return _assemble(printer, grid, num_warps)
@@ -86,14 +97,25 @@ def _emit(
     return _assemble(printer, plan.grid, plan.num_warps, plan.scratch, plan.split)
 
 
+def _assemble_parts(printer: Printer, parts: Sequence[LoopKernel], most: int | None) -> Emitted:
+    kernel = printer.kernel
+    arguments = [f"p{i}" for i in range(len(kernel.params))]
+    arguments += ["faults"] if has_places(kernel) else []
+    made = triton_pieces.parts_of(kernel.name, parts, arguments, most)
+    printer.out, printer.scalars = made.body, made.scalars
+    return _assemble(printer, made.grid, made.num_warps, functions=made.functions.lines)
+
+
 def _assemble(
     printer: Printer,
     grid: Expr,
     num_warps: int,
     scratch: tuple[tuple[str, Scratch], ...] = (),
     split: Split | None = None,
+    functions: Sequence[str] = (),
 ) -> Emitted:
     kernel = printer.kernel
+    printed = [*functions, *printer.out.lines]
     if has_places(kernel):
         scratch = (*scratch, ("faults", BOUNDS_CHECK))
     printer.constants["EARLY"] = 1
@@ -104,7 +126,7 @@ def _assemble(
     args += [f"{name}: tl.constexpr" for name in printer.constants]
     lines = Lines(depth=0)
     lines.lines += ["import triton", "import triton.language as tl"]
-    if any("libdevice." in line for line in printer.out.lines):
+    if any("libdevice." in line for line in printed):
         lines.lines.append("from triton.language.extra import libdevice")
     lines.lines += ["", ""]
     for kind in sorted({s.kind for s in kernel.body if isinstance(s, Reduce)}):
@@ -112,8 +134,9 @@ def _assemble(
             name, body = triton_reduce.HELPERS[kind]
             lines.lines += ["@triton.jit", f"def {name}(a, b):", f"    return {body}", "", ""]
     for name, text in FUNCTIONS.items():
-        if any(f"{name}(" in line for line in printer.out.lines):
+        if any(f"{name}(" in line for line in printed):
             lines.lines += ["@triton.jit", *text.splitlines(), "", ""]
+    lines.lines += functions
     lines.lines += ["@triton.jit", f"def {kernel.name}({', '.join(args)}):", *EARLY.splitlines()]
     source = KernelSource(
         name=kernel.name,

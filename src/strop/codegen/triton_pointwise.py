@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from strop.codegen import pieces
 from strop.codegen.triton_text import (
     ALIGNED,
     Flat,
@@ -53,7 +54,8 @@ def forms(kernel: LoopKernel) -> Iterator[Form]:
     if size.is_const:
         return
     long = [axis for axis in kernel.cols if axis.size != const(1)]
-    if kernel.num_rows == const(1) and len(long) == 1 and not size.is_multiple_of(ALIGNED):
+    is_odd = kernel.num_rows == const(1) and len(long) == 1 and not size.is_multiple_of(ALIGNED)
+    if is_odd and len(pieces.cut_programs(kernel)) == 1:
         eighths = replace(long[0], size=symbol("eighths") * ALIGNED)
         cols = tuple(eighths if axis == long[0] else axis for axis in kernel.cols)
         aligned, meaning = replace(kernel, cols=cols), {"eighths": size // ALIGNED}
@@ -105,7 +107,7 @@ def _tile_ids(
 ) -> None:
     """Prints which rows and cols this program has."""
     add, text = printer.out.add, printer.scalars.text
-    add("tile = tl.program_id(0)")
+    add(f"tile = {printer.program}")
     if has_outer:
         per_outer = text(row_tiles * col_tiles)
         add(f"outer = tile // {per_outer}")

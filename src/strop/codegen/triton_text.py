@@ -237,6 +237,7 @@ class Printer:
     scalars: TritonScalars = field(default_factory=TritonScalars)
     values: MutableMapping[str, TileValue] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
+    program: str = "tl.program_id(0)"
 
     def mask(self, name: str, size: Expr, tile: int) -> dict[str, str]:
         """Return the mask of a tile dimension, printed, where tiles may stick out."""
