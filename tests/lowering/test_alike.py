@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
 from strop.fusion.planner import plan
 from strop.ir.loops import Schedule
 from strop.lowering import alike
@@ -56,8 +58,10 @@ REPEATED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", [*CASES, *REPEATED])
 def test_is_what_each_group_gives(name: str) -> None:
     function, shapes = (CASES | REPEATED)[name]
-    graph, _ = run_passes(trace(function, *shapes, dtype=torch.float16, **ENVS[0]).graph, Options())
-    fusion = plan(graph)
+    traced = trace(function, *shapes, dtype=torch.float16, **ENVS[0])
+    signature = Signature(traced.returned, traced.captured.guards)
+    compiled = compile_graph(traced.graph, signature, "cuda", Options())
+    graph, fusion = compiled.graph, compiled.plan
     stored = {node for group in fusion.groups for node in group.stores}
     lower_group = alike.lower_once(graph.hints)
     for group in fusion.groups:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.fusion.planner import plan
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
 from strop.options import Options
-from strop.passes import run as run_passes
 from tests.frontend.tracing import trace
 from tests.lowering.run_plan import run_plan
 
@@ -27,8 +27,9 @@ def check(function: Callable[..., Any], *shapes: str, module: nn.Module | None =
     """Trace in fp64 at one set of hints; run at several."""
     owner = module.double().eval() if module is not None else None
     traced = trace(owner or function, *shapes, dtype=F64, **ENVS[0])
-    graph, _ = run_passes(traced.graph, Options())
-    fusion = plan(graph)
+    signature = Signature(traced.returned, traced.captured.guards)
+    compiled = compile_graph(traced.graph, signature, "cuda", Options())
+    graph, fusion = compiled.graph, compiled.plan
     state = [t.detach() for t in owner.state_dict().values()] if owner else []
     for env in ENVS:
         generator = torch.Generator().manual_seed(7)

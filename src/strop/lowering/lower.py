@@ -68,8 +68,9 @@ def lower(
         first = values._first_index.get(node)
         values.store(node, first or whole(values.axes.fresh(node.shape)))
     values.share_loops()
+    unaligned = values.align_stores()
     values.check_reductions()
-    return _Finish(group, values, hints, generic).kernel()
+    return _Finish(group, values, hints, generic, unaligned).kernel()
 
 
 def domain_of(group: Group) -> Expr:
@@ -101,9 +102,15 @@ class _Finish:
     """Resolves axes, orders them into rows and cols, and prints drafts as statements."""
 
     def __init__(
-        self, group: Group, values: Values, hints: Mapping[str, int], generic: bool
+        self,
+        group: Group,
+        values: Values,
+        hints: Mapping[str, int],
+        generic: bool,
+        unaligned: frozenset[Node],
     ) -> None:
         self.group, self.values, self.hints, self.generic = group, values, hints, generic
+        self.unaligned = unaligned
         self.buffers: list[Node] = []
         self.params: list[Param] = []
 
@@ -124,15 +131,17 @@ class _Finish:
         return Lowered(kernel, tuple(self.buffers), offsets)
 
     def _check_sweep(self, axes: Sequence[Axis]) -> None:
-        """Raise OutOfPlaceError unless one sweep without reductions computes each element once."""
-        if self.group.schedule is not Schedule.POINTWISE:
+        """Raise OutOfPlaceError unless one sweep computes each element, and each reduction, once."""
+        is_pointwise = self.group.schedule is Schedule.POINTWISE
+        if not is_pointwise and not self.unaligned:
             return
         steps, domain = (
             size.eval(self.hints)
             for size in (product(axis.size for axis in axes), domain_of(self.group))
         )
         if steps > domain:
-            raise OutOfPlaceError(f"{steps} steps for {domain} elements", _spread(self.group))
+            values = _spread(self.group) if is_pointwise else self.unaligned
+            raise OutOfPlaceError(f"{steps} steps for {domain} elements", values)
 
     def _param(self, node: Node, *, is_output: bool) -> int:
         if node not in self.buffers:

@@ -86,6 +86,7 @@ class Values:
         self._first_index: dict[Node, NodeIndex] = {}
         self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
         self._reductions: list[tuple[str | None, list[int]]] = []  # their guards and reduced axes
+        self._stores: list[tuple[Node, NodeIndex]] = []
 
     def emit(
         self,
@@ -420,22 +421,53 @@ class Values:
             if not set(self.axes.leaves(ours)) & set(self.axes.leaves(theirs)):
                 self.axes.unify(ours, theirs)
 
+    def align_stores(self) -> frozenset[Node]:
+        """Let stores of the kernel's full size run over the axes of its reductions' loop, and
+        return those that cannot.
+
+        ``y * x.mean(-1)`` has no value that both the mean and the product read, so nothing has made
+        their axes the same: each element of y would take the mean of its row again.
+        """
+        if not self._loops:
+            return frozenset()
+        index = [a for d in self._loops[0][1] for a in d.axes]
+        kept = {*self.axes.leaves(index)} - {*self.axes.leaves(self.reduced_axes)}
+        asked = self._axes_of([name for d in self.drafts if d.kind == "reduce" for name in d.args])
+        unaligned = set[Node]()
+        for node, walk in self._stores:
+            reduced = list(dict.fromkeys(self.axes.leaves(self.reduced_axes)))
+            own = self.axes.leaves([a for d in walk for a in d.axes])
+            beside = [a for a in own if a not in kept and a not in reduced]
+            if node.numel != self._domain or not beside:
+                continue
+            missing = [a for a in reduced if a not in own]
+            # an axis that says which part of the row is reduced is no place in that row
+            is_free = asked.isdisjoint(beside) and not any(d.partial for d in walk)
+            if not is_free or not self.axes.unify(missing, beside):
+                unaligned.add(node)
+        return frozenset(unaligned)
+
     def check_reductions(self) -> None:
         """Check that all run over the same axes, those of the kernel's one loop, and that no guard
         of one asks where in that loop it is."""
         loops = {frozenset(self.axes.leaves(axes)) for _, axes in self._reductions}
         if len(loops) > 1:
             raise UnsupportedError("reductions over different axes")
-        makers = {out: draft for draft in self.drafts for out in draft.outs}
         for guard, axes in self._reductions:
-            stack, asked = [guard] if guard else [], set[int]()
-            while stack:
-                draft = makers[stack.pop()]
-                stack += draft.args
-                if draft.access is not None:
-                    asked.update(self.axes.leaves([axis for axis, _ in draft.access.strides]))
-            if asked & set(self.axes.leaves(axes)):
+            if guard and self._axes_of([guard]) & set(self.axes.leaves(axes)):
                 raise UnsupportedError("part of a reduction's own row")
+
+    def _axes_of(self, names: list[str]) -> set[int]:
+        """Return the axes that move anything from which these values are computed."""
+        makers = {out: draft for draft in self.drafts for out in draft.outs}
+        stack, seen, found = list(names), set(names), set[int]()
+        while stack:
+            draft = makers[stack.pop()]
+            if draft.access is not None:
+                found.update(self.axes.leaves([axis for axis, _ in draft.access.strides]))
+            stack += [name for name in draft.args if name not in seen]
+            seen.update(draft.args)
+        return found
 
     def _memo_axes(self, key: Any, sizes: list[Expr]) -> tuple[tuple[int, ...], ...]:
         if ("axes", key) not in self._memo:
@@ -460,6 +492,7 @@ class Values:
         return self._memo[key]  # type: ignore[return-value]
 
     def store(self, node: Node, index: NodeIndex) -> None:
+        self._stores.append((node, index))
         name = self.value(node, index)
         strides = Strides()
         for dim, size, stride in zip(index, node.shape, node.strides, strict=True):
