@@ -81,7 +81,7 @@ def compile_graph(
     first = FirstKernels(builder, target, graph.hints)
     first.calls(graph)
     # the plan says which nodes share a kernel, and what its loops are
-    fusion, kernels = _planned(graph, signature.generic, device == "cuda", first, clock)
+    fusion, kernels = _planned(graph, signature.generic, device, first, clock)
     lowered = {g: (low.kernel, low.buffers, low.offsets) for g, low in kernels.lowered.items()}
     program = assemble(graph, fusion, lowered, signature, target, tuple(kernels.stitches))
     order = lean(program)
@@ -100,7 +100,7 @@ def _refuse_types(graph: Graph) -> None:
 
 
 def _planned(
-    graph: Graph, generic: bool, on_gpu: bool, first: FirstKernels, clock: Clock
+    graph: Graph, generic: bool, device: str, first: FirstKernels, clock: Clock
 ) -> tuple[FusionPlan, LoweredPlan]:
     """Return a plan whose kernels can all be written down, and these kernels. Where indices do not
     divide, each node of the group becomes a kernel of its own, which reads its operands from
@@ -108,10 +108,10 @@ def _planned(
     apart: frozenset[Node] = frozenset()
     lower = lower_once(graph.hints, generic=generic)
     while True:
-        fusion = plan(graph, apart)
+        fusion = plan(graph, apart, device)
         clock.lap("fusion")
         kernels = LoweredPlan(graph, fusion, apart, lower, first)
-        if on_gpu and not generic:
+        if device == "cuda" and not generic:
             kernels.stitch()
         kernels.lower_all()
         clock.lap("lowering")

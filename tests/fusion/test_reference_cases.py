@@ -67,6 +67,14 @@ def standardised(x: Tensor) -> Tensor:
     return (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
 
 
+def clamped_where_infinite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """As T5's blocks keep fp16 finite, and what normalises their result."""
+    x = x + y
+    limit = torch.where(torch.isinf(x).any(), 1.0, 2.0)
+    x = torch.clamp(x, min=-limit, max=limit)
+    return x, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
 @dataclass(frozen=True)
 class Case:
     function: Callable[..., Any]
@@ -83,7 +91,7 @@ CASES: dict[str, Case] = {
     "softmax": Case(lambda x: x.softmax(-1), ROWS, (ROW,)),
     "softmax_of_40960": Case(lambda x: x.softmax(-1), ("b 40960",), (ROW,)),
     "log_softmax": Case(lambda x: x.log_softmax(-1), ROWS, (ROW,)),
-    "softmax_of_all": Case(lambda x: x.softmax(0), ("b*r*c",), (ROW,)),
+    "softmax_of_all": Case(lambda x: x.softmax(0), ("b*r*c",), (COLUMN, COLUMN, POINTWISE)),
     "softmax_across": Case(lambda x: x.softmax(1), ("b 24 r*c",), (ROW,)),
     "log_softmax_first": Case(lambda x: x.log_softmax(0), ("12 b*c",), (ROW,)),
     "layer_norm": Case(lambda x, w: F.layer_norm(x, (48,), w, w), ("b r 48", "48"), (ROW,)),
@@ -186,7 +194,42 @@ CASES: dict[str, Case] = {
         empty=False,
     ),
     "argmax_of_a_flattened_transpose": Case(
-        lambda x: x.transpose(0, 1).flatten(1).argmax(1), ("b 4 c",), (ROW,), empty=False
+        lambda x: x.transpose(0, 1).flatten(1).argmax(1), ("b 4 c",), (ROW, COLUMN), empty=False
+    ),
+    # a row's statistics beside other values of its length
+    "times_the_mean_of_another": Case(
+        lambda x, y: y * x.mean(-1, keepdim=True), ("b r c", "b r c"), (ROW,)
+    ),
+    "times_the_mean_of_another_reshaped": Case(
+        lambda x, y: (y * x.mean(-1, keepdim=True).expand(-1, 6 * 4)).view(-1, 6, 4).sin(),
+        ("b 24", "b 24"),
+        (ROW,),
+    ),
+    "plus_softmax_of_a_transpose": Case(
+        lambda x, y: y + x.transpose(1, 2).softmax(-1),
+        ("b c r", "b r c"),
+        (COLUMN, COLUMN, POINTWISE),
+    ),
+    "norm_of_a_slice": Case(
+        lambda x, y: F.layer_norm(x[:, 2:], (48,)) * y[:, None], ("b r+2 48", "b 48"), (ROW,)
+    ),
+    # too few rows to have a program each
+    "clamped_where_infinite": Case(
+        clamped_where_infinite, ("b r c", "b r c"), (COLUMN, ROW), empty=False
+    ),
+    "scaled_by_the_norm_of_all": Case(lambda x: x / x.norm(), ("b r c",), (COLUMN, POINTWISE)),
+    "standardised_over_all": Case(
+        lambda x: (x - x.mean()) / x.std(), ("b r c",), (COLUMN, POINTWISE), empty=False
+    ),
+    "largest_of_all_marked": Case(
+        lambda x, y: torch.where(x == x.amax(), y, x), ("r c", "r c"), (COLUMN, POINTWISE)
+    ),
+    "softmax_of_three_rows": Case(lambda x: x.softmax(1), ("3 r*c",), (COLUMN, COLUMN, POINTWISE)),
+    "moments_of_three_rows": Case(
+        lambda x, w: F.layer_norm(x, x.shape[1:]) * w, ("3 c r", "c r"), (COLUMN, POINTWISE)
+    ),
+    "products_of_three_rows": Case(
+        lambda x, y: ((x * y).sum((1, 2)), (x * y).amax((1, 2))), ("3 c r",) * 2, (COLUMN,)
     ),
     # where sharing a kernel would be wrong
     "sums_along_both_dims": Case(

@@ -20,6 +20,8 @@ from strop.codegen import triton as triton_text
 from strop.codegen.assemble import Target
 from strop.codegen.triton_interpreter import interpret
 from strop.dispatch import entry_runner, variants
+from strop.fusion import planner
+from strop.fusion.parallelism import Workers
 from strop.ir.device import CPU
 from strop.ir.interpret import run
 from strop.ir.loops import LoopKernel
@@ -73,6 +75,8 @@ def _from(tensor: Tensor, offset: int) -> Tensor:
 
 
 SPLITS = 2  # programs that share a column reduction
+# Rows are cut into parts at sizes of this fuzzer, as long ones are on a GPU.
+CUTTING = Workers(busy=3, wide=2, holds=6, whole=2, cuts_unknown=True)
 
 
 class _NoKernels:
@@ -109,6 +113,7 @@ def interpreted(*, triton: bool = False) -> Iterator[None]:
     library = lambda *args: _NoKernels()  # noqa: E731
     with (
         patch.dict(TARGETS, cpu=target),
+        patch.object(planner, "workers_of", lambda device: CUTTING),
         patch.dict(link.KINDS, kernel=triton_kernel if triton else interpreted_kernel),
         patch.object(entry_runner, "library_for", library),
         patch.object(variants, "library_for", library),

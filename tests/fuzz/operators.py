@@ -237,8 +237,8 @@ def cast(d: Draft) -> None:
 def reduce(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 0 and (v.is_float or v.is_exact))
     one, every = d.dim(x), set(range(x.rank))
-    # one dim, two, or those on both sides of one
-    dims = sorted(d.one_of(({one}, {one}, {one, d.dim(x)}, every - {one} or {one})))
+    # one dim, two, those on both sides of one, or all
+    dims = sorted(d.one_of(({one}, {one}, {one, d.dim(x)}, every - {one} or {one}, every)))
     keep = d.chance()
     shape = [ONE if i in dims else n for i, n in enumerate(x.shape) if keep or i not in dims]
     count = prod(widest(x.shape[i]) for i in dims)
@@ -259,6 +259,22 @@ def reduce(d: Draft) -> None:
         max(bound, 1),
         is_exact=exact and x.is_exact,
     )
+
+
+def against_all(d: Draft) -> None:
+    """A whole tensor decides about each element of one: flags, clamps, norms."""
+    x = d.pick(lambda v: v.rank > 0 and v.is_float)
+    y = d.pick(lambda v: v.rank > 0 and v.is_float)
+    text = d.one_of(
+        (
+            "torch.where(torch.isinf({1}).any(), {0} - 1, {0})",
+            "torch.where(({1} > 9).all(), {0} - 1, {0})",
+            "{0} * {1}.mean().to({0}.dtype).tanh()",
+            "{0} / ({1}.norm().to({0}.dtype) + 1)",
+            "{0} + ({1} - {1}.amax()).exp().sum().to({0}.dtype).tanh()",
+        )
+    )
+    d.like(x, text.format(x.name, y.name), bound=x.bound + 1, is_exact=False)
 
 
 # text, type of the result, bound, whether exact values give exact ones
@@ -426,6 +442,7 @@ MOVES: tuple[Move, ...] = (
     reduce,
     reduce,
     reduce,
+    against_all,
     along,
     norm,
     group_norm,
@@ -468,6 +485,7 @@ STITCHED: tuple[Move, ...] = (
     comparison,
     reduce,
     reduce,
+    against_all,
     along,
     along,
     norm,

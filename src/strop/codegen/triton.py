@@ -61,14 +61,19 @@ def _variant(form: Form, *, as_block: bool = False) -> KernelForm:
 
 
 def stitched(kernel: LoopKernel) -> tuple[KernelForm, ...]:
-    """Return forms of a ROW kernel for rows that one program holds in registers as a block."""
-    return tuple(_variant(form, as_block=True) for form in triton_block.forms(kernel))
+    """Return forms of a ROW kernel for rows that one program holds in registers: as a block, or
+    flat where they lie in one piece."""
+    short = tuple(map(_variant, triton_row.short_forms(kernel)))
+    return short + tuple(_variant(form, as_block=True) for form in triton_block.forms(kernel))
 
 
 def stitched_at(kernel: LoopKernel, sizes: Mapping[str, int]) -> KernelSource | None:
     """Return the one of them that runs at these sizes, if there is one."""
-    form = next((form for form in triton_block.forms(kernel) if form.fits(sizes)), None)
-    return _printed(form.kernel, form.most, as_block=True).source if form else None
+    for as_block, forms in ((False, triton_row.short_forms), (True, triton_block.forms)):
+        form = next((form for form in forms(kernel) if form.fits(sizes)), None)
+        if form:
+            return _printed(form.kernel, form.most, as_block=as_block).source
+    return None
 
 
 def _printed(kernel: LoopKernel, most: int | None = None, *, as_block: bool = False) -> Emitted:

@@ -72,6 +72,9 @@ class Tiling:
 TILING = Tiling(8 << 10, 4, 3, 8, 2 << 10, 64)
 TILING_OF_GROUPS = Tiling(16 << 10, 8, 3, 4, 8 << 10, 256)
 TILING_OF_GROUPS_OF_SEVERAL = Tiling(8 << 10, 8, 5, 8, 8 << 10, 256)
+# One lane has no cols to share, so its programs take two steps each, and a MB keeps half of an
+# H100's multiprocessors busy. Their states are single numbers, of which many are merged at once.
+TILING_OF_ONE = Tiling(8 << 10, 4, 3, 2, 2 << 10, 256)
 BLOCKED_COLS = 256  # of a tile when the cols are not known
 # A tile has so many cols when the cols are many and all kept: 128 bytes of fp16 a row, and enough
 # programs without cutting few rows into slabs, which costs a second pass.
@@ -145,7 +148,7 @@ class _Column:
 
     def _tiling(self) -> Tiling:
         if not self.lanes:
-            return TILING
+            return TILING_OF_ONE if self.printer.kernel.num_cols == const(1) else TILING
         return TILING_OF_GROUPS_OF_SEVERAL if len(self._loads()) > 1 else TILING_OF_GROUPS
 
     @property

@@ -20,6 +20,7 @@ from strop.codegen.triton_text import (
     Tile,
     TileValue,
     fitting,
+    is_transposing,
     is_whole,
     loads_first,
     next_power_of_two,
@@ -98,6 +99,7 @@ MAX_WAITING = 24  # elements a thread: with more, what is loaded early has no re
 # Limits of the variants for rows of unknown length: steps of 3/2 and 4/3, because idle lanes cost
 # registers and with them loads in flight (10,240 elements in a tile of 16,384: 76 us for 59).
 ALIGNED_LIMITS = tuple(sorted(k << n for n in range(5, 15) for k in (2, 3) if k << n >= 64))
+SHORT_LIMITS = (1024, 4096, 8192)  # one program reduces so many elements as fast as several do
 UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do not divide are swept
 
 
@@ -158,6 +160,12 @@ def forms(kernel: LoopKernel) -> Iterator[Form]:
         meaning = {root: size // ALIGNED}
         yield from (Form(divided, size, most, ALIGNED, meaning) for most in ALIGNED_LIMITS)
     yield from (Form(kernel, size, most) for most in UNALIGNED_LIMITS)
+
+
+def short_forms(kernel: LoopKernel) -> Iterator[Form]:
+    """Yield forms for short rows in one piece, where long ones are cut into parts."""
+    if len(kernel.cols) == 1 and not kernel.num_cols.is_const and not is_transposing(kernel):
+        yield from (Form(kernel, kernel.num_cols, most) for most in SHORT_LIMITS)
 
 
 def row(printer: Printer, strided: bool, most: int | None = None) -> tuple[Expr, int]:

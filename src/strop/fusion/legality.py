@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from strop.fusion.parallelism import GPU, Workers, is_cut
 from strop.ir.affine import base_of, lanes_fit, merge, runs_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Graph, Node
@@ -12,7 +13,6 @@ from strop.ir.loops import Schedule
 from strop.ir.ops import Kind
 
 ONE = const(1)
-MAX_WHOLE = 8192  # elements that one program reduces as fast as several do
 MAX_STRIDED = 512  # elements of a row across memory that fit on chip beside their neighbours
 MANY_ROWS = 8192  # that keep a GPU busy, 64 side by side
 MAX_SHARED = 4096  # elements of a row of two operands that one program holds
@@ -45,36 +45,37 @@ def is_fusible(node: Node) -> bool:
 Schedules = Mapping[Node, Schedule | None]
 
 
-def reduction_schedules(graph: Graph) -> Schedules:
+def reduction_schedules(graph: Graph, workers: Workers = GPU) -> Schedules:
     """Return for each reduction how the elements of its operand lie in memory asks it to run."""
     users = graph.users()
     return {
-        node: _reduction_schedule(node, users, graph.hints)
+        node: _reduction_schedule(node, users, graph.hints, workers)
         for node in graph.nodes
         if node.kind is Kind.REDUCTION
     }
 
 
 def _reduction_schedule(
-    node: Node, users: Mapping[Node, list[Node]], hints: Mapping[str, int]
+    node: Node, users: Mapping[Node, list[Node]], hints: Mapping[str, int], workers: Workers
 ) -> Schedule | None:
     """Return ROW when the reduced elements lie innermost in memory, COLUMN when kept ones lie
     inside.
 
     Where each element is needed again for a result of that size (softmax), a ROW kernel is one
-    launch instead of several, and rows side by side are as good to read as long ones. A reduction
-    of everything has one row: unless that is short it is cut like a column. Rows may lie in pieces
+    launch instead of several, and rows side by side are as good to read as long ones. Rows too few
+    to keep the device busy are cut like columns (``parallelism``). Rows may lie in pieces
     where their columns do not fit on chip, or lie nowhere: kept dims that were expanded. None when
     kept and reduced atoms alternate more often: such an operand is copied first.
     """
     found = runs_of(node.inputs[0], node.attrs["dims"], hints)
     runs = None if found is None else [run.is_reduced for run in found]
-    if runs in ([False, True], [False], []):
+    if runs in ([False], []):
         return Schedule.ROW
-    if runs == [True]:
-        count = node.inputs[0].numel
-        is_short = count.is_const and count.value <= MAX_WHOLE
-        return Schedule.ROW if is_short or _comes_back(node, users) else Schedule.COLUMN
+    if runs in ([True], [False, True]):
+        length = product(node.inputs[0].shape[d] for d in node.attrs["dims"])
+        itemsize = node.inputs[0].dtype.itemsize
+        cut = is_cut(node.numel, length, itemsize, hints, workers)
+        return Schedule.COLUMN if cut else Schedule.ROW
     if runs in ([True, False], [False, True, False]):
         count = product(node.inputs[0].shape[d] for d in node.attrs["dims"])
         is_short = count.is_const and count.value <= MAX_STRIDED
@@ -158,7 +159,8 @@ def _refuse_reduction(node: Node, draft: DraftGroup, schedules: Schedules) -> st
     schedule = schedules[node]
     if schedule is None:
         return "kept and reduced dims alternate in memory"
-    if operand.numel != draft.domain or node.inputs[0].numel != draft.domain:
+    is_member = operand in draft.nodes  # else it is read from memory, through whatever view
+    if node.inputs[0].numel != draft.domain or (is_member and operand.numel != draft.domain):
         return "reduces another number of elements"
     if draft.schedule is Schedule.POINTWISE:
         if schedule is Schedule.COLUMN and not _all_before(operand, draft):

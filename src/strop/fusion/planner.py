@@ -20,6 +20,7 @@ from strop.fusion.legality import (
     reduction_schedules,
     refusal,
 )
+from strop.fusion.parallelism import Workers, workers_of
 from strop.fusion.plan import FusionPlan, Group, Refusal
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
@@ -31,9 +32,9 @@ from strop.ir.ops import Kind
 MOST_STREAMS = 8
 
 
-def plan(graph: Graph, apart: Set[Node] = frozenset()) -> FusionPlan:
+def plan(graph: Graph, apart: Set[Node] = frozenset(), device: str = "cuda") -> FusionPlan:
     """Plan ``graph``; equal graphs give equal plans. Nodes ``apart`` share no kernel."""
-    drafts, refusals = _Grouping(graph, apart).run()
+    drafts, refusals = _Grouping(graph, apart, workers_of(device)).run()
     stored = _stored(graph, drafts, apart)
     groups = _groups(drafts, stored)
     calls = [node for node in graph.nodes if _is_call(node)]
@@ -47,14 +48,14 @@ def _is_call(node: Node) -> bool:
 class _Grouping:
     """Run the greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
 
-    def __init__(self, graph: Graph, apart: Set[Node]) -> None:
+    def __init__(self, graph: Graph, apart: Set[Node], workers: Workers) -> None:
         self.graph, self.apart = graph, apart
         self.home: dict[Node, int] = {}
         self.drafts: list[DraftGroup | None] = []  # None: a call
         self.before: list[int] = []
         self.needed = 0  # steps on which others depend
         self.refusals: list[Refusal] = []
-        self.schedules, self.users = reduction_schedules(graph), graph.users()
+        self.schedules, self.users = reduction_schedules(graph, workers), graph.users()
         self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
 
     def run(self) -> tuple[list[DraftGroup], list[Refusal]]:

@@ -35,6 +35,11 @@ MOST_EARLY_PROGRAMS = 640
 BOUNDS_CHECK = Scratch(torch.int64, const(1), zeroed=True, faults=True)
 
 
+# A split reduction runs one program a multiprocessor while slabs are short, up to four for long
+# ones: measured best at 2x4096, 1x16384 and 16x16384 rows on 132 of them.
+ROWS_PER_PROGRAM, MAX_PROGRAMS_PER_SM = 256, 4
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """Describe a reduction spread over several programs; the runtime picks ``splits`` for each
@@ -47,6 +52,15 @@ class Split:
     parallel: Expr  # independent reductions, over the scalar names
     min_rows: int
     most_rows: int = 0  # of a program alone on its multiprocessor; above, two share one (0: never)
+
+    def count(self, sizes: Mapping[str, int], sms: int) -> int:
+        """Return the programs that share each reduction on a device of so many multiprocessors."""
+        rows, parallel = self.rows.eval(sizes), self.parallel.eval(sizes)
+        is_long = 0 < self.most_rows * sms <= rows * parallel
+        programs = max(rows * parallel // ROWS_PER_PROGRAM, (1 + is_long) * sms)
+        programs = min(programs, MAX_PROGRAMS_PER_SM * sms)
+        wanted = programs // max(parallel, 1)
+        return max(1, min(wanted, -(-rows // self.min_rows)))
 
 
 @dataclass(frozen=True, slots=True)

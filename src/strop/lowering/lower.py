@@ -131,7 +131,7 @@ class _Finish:
         return Lowered(kernel, tuple(self.buffers), offsets)
 
     def _check_sweep(self, axes: Sequence[Axis]) -> None:
-        """Raise OutOfPlaceError unless one sweep computes each element, and each reduction, once."""
+        """Raise OutOfPlaceError unless one sweep computes each element and reduction once."""
         is_pointwise = self.group.schedule is Schedule.POINTWISE
         if not is_pointwise and not self.unaligned:
             return

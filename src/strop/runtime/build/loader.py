@@ -21,10 +21,6 @@ from strop.runtime.build.devices import gpu
 from strop.runtime.build.driver import View
 from strop.runtime.build.native import NativeKernels
 
-# A split reduction runs one program a multiprocessor while slabs are short, up to four for long
-# ones: measured best at 2x4096, 1x16384 and 16x16384 rows on 132 of them.
-ROWS_PER_PROGRAM, MAX_PROGRAMS_PER_SM = 256, 4
-
 
 class BoundKernel(Protocol):
     """A kernel with its arguments in place; pointers may be patched between calls."""
@@ -210,12 +206,7 @@ class CudaLoader:
         )
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
-        rows, parallel = split.rows.eval(sizes), split.parallel.eval(sizes)
-        is_long = 0 < split.most_rows * self.device.sms <= rows * parallel
-        programs = max(rows * parallel // ROWS_PER_PROGRAM, (1 + is_long) * self.device.sms)
-        programs = min(programs, MAX_PROGRAMS_PER_SM * self.device.sms)
-        wanted = programs // max(parallel, 1)
-        return max(1, min(wanted, -(-rows // split.min_rows)))
+        return split.count(sizes, self.device.sms)
 
     @property
     def counts(self) -> tuple[int, int]:
