@@ -186,7 +186,7 @@ LIMITS = Ceilings(1e12, {"float16": 1e14, "float32": 1e13})
 def cost(
     number: int, num_bytes: int, flops: int, unit: str = "float32", kind: str = "row kernel"
 ) -> StepCost:
-    return StepCost(number, f"step_{number}", kind, "", num_bytes, flops, unit, False)
+    return StepCost(number, f"step_{number}", kind, "", num_bytes, flops, unit, False, 0, 1.0)
 
 
 COSTS = [
@@ -222,6 +222,22 @@ def test_time_over_bound() -> None:
         "1 step more with nothing to do",
     ):
         assert part in text
+
+
+def test_what_is_far_above_its_bound_has_a_line() -> None:
+    """A whole tensor of 5 MB by one program, as T5's encoder once had it, beside kernels that take
+    what they have to, and one that is too short to be judged."""
+    alone = replace(cost(7, 5 * 10**6, 0), title="row_isinf", num_programs=1, occupied=1 / 132)
+    costs = [alone, replace(alone, number=8), cost(1, 10**7, 0), cost(2, 10, 10)]
+    times = replace(TIMES, steps={7: (280.0, 1), 8: (290.0, 1), 1: (29.0, 1), 2: (5.9, 1)})
+    row = profile_row({}, costs, times, LIMITS, 0)
+    assert [s.is_too_slow for s in row.steps] == [True, True, False, False]
+    assert (row.steps[0].bound_us, row.steps[0].estimated_us) == (5.0, 660.0)
+    (line,) = (text for text in roofline.profile_lines(row) if "more than" in text)
+    assert line.strip() == (
+        "more than 3 x its bound: 2x row_isinf, up to 290.0 us:"
+        " bound 5.0, estimated 660.0 by 1 program, 5.00 MB"
+    )
 
 
 def test_points_on_the_roof() -> None:

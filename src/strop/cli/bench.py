@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli import arguments, bench_infer, bench_train
+from strop.cli import arguments, bench_infer, bench_train, bench_worst
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
@@ -57,6 +57,7 @@ app = App(
 app.command("infer", epilog=bench_infer.EXAMPLES)(bench_infer.infer)
 app.command("train", epilog=bench_train.EXAMPLES)(bench_train.train)
 app.command("table")(bench_infer.table)
+app.command("worst", epilog=bench_worst.EXAMPLES)(bench_worst.worst)
 CaseArgument = Annotated[
     str,
     typer.Argument(

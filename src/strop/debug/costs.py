@@ -2,7 +2,8 @@
 a step gets.
 
 The bound is max(bytes / bandwidth, FLOPs / peak): each buffer once and in full, each operation at
-the device's peak. It says where time must go, not where it goes.
+the device's peak. It says where time must go, not where it goes. The estimate of a kernel is what
+the multiprocessors that have a program can do: one program moves 1/132 of what an H100 does.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ class Machine:
         by = "compute" if computing > moving else "bandwidth"
         return round(max(moving, computing) * 1e6, 3), by
 
+    def occupied(self, num_programs: int) -> float:
+        """Return the share of the multiprocessors that have one of so many programs; all where
+        their number is unknown, as on a CPU."""
+        return min(1.0, num_programs / self.device.sms) if num_programs and self.device.sms else 1.0
+
+    def moving_us(self, num_bytes: int, num_programs: int) -> float:
+        """Return the microseconds in which so many programs move the bytes."""
+        return num_bytes / (self.bandwidth * self.occupied(num_programs)) * 1e6
+
 
 # Bytes a second that copies reach, by the device's name. On others, they reach a share of what the
 # clock and the bus of the memory allow.
@@ -47,6 +57,13 @@ COPIES = {"H100": 2.98e12, "H200": 4.3e12}
 SHARE = 0.9
 GUESS = 100e12, 20e12  # half and single precision, of an architecture that is not in the table
 CORE_FLOPS = 48e9  # a guess: 2 x 8 lanes, fused, at 1.5 GHz under load
+SHORT_US = 2.0  # a kernel takes so long that has next to nothing to do
+TOO_SLOW = 3  # times what was expected: such a kernel gets a line of its own
+
+
+def is_too_slow(us: float, expected_us: float) -> bool:
+    """Tell whether a kernel takes, or is estimated to take, far longer than expected."""
+    return us > TOO_SLOW * max(expected_us, SHORT_US)
 
 
 def machine(device: Device) -> Machine:
@@ -74,6 +91,18 @@ def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
         _numel(r.shape, sizes) * program.buffers[r.buffer].dtype.itemsize for r in step.inputs
     )
     return read + sum(_buffer_bytes(program, n, sizes) for n in step.outputs if n >= 0)
+
+
+def num_programs(program: Program, step: Step, sizes: Sizes, sms: int) -> int:
+    """Count the programs of a kernel on a device of so many multiprocessors; 0 for a library's and
+    for functions in C++, which share their work out themselves."""
+    if not isinstance(step, KernelStep) or not program.sources[step.kernel].grid:
+        return 0
+    source = program.sources[step.kernel]
+    names = {f"s{n}": size.eval(sizes) for n, size in enumerate(step.scalars)}
+    if source.split is not None:
+        names["splits"] = source.split.count(names, sms)
+    return _numel(source.grid, names)
 
 
 def _kernel_bytes(program: Program, number: int, lookups: Expr | None, sizes: Sizes) -> int:

@@ -299,11 +299,15 @@ def _kernels(
     steps: dict[int, list[KernelStep]] = defaultdict(list)
     flops: Counter[int] = Counter()
     bound: dict[int, float] = defaultdict(float)
+    estimated: dict[int, float] = defaultdict(float)
+    programs: dict[int, list[int]] = defaultdict(list)
     for step, cost in zip(program.at(sizes), costs, strict=True):
         if isinstance(step, KernelStep):
             steps[step.kernel].append(step)
             flops[step.kernel] += cost.flops
             bound[step.kernel] += cost.bound_us
+            programs[step.kernel].append(cost.num_programs)
+            estimated[step.kernel] += able.moving_us(cost.bytes_moved, cost.num_programs)
     total = sum(cost.bound_us for cost in costs) or 1.0
     rows = []
     for number, launches in steps.items():
@@ -317,9 +321,11 @@ def _kernels(
                 operators=launches[0].ops,
                 num_launches=len(launches),
                 bytes_moved=moved,
-                estimated_us=round(moved / able.bandwidth * 1e6, 3),
+                estimated_us=round(estimated[number], 3),
                 flops=flops[number],
                 share=round(bound[number] / total, 4),
+                num_programs=min(programs[number]),
+                whole_us=round(able.moving_us(moved, 0), 3),
             )
         )
     return tuple(rows)

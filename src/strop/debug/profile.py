@@ -25,10 +25,11 @@ from strop.debug.steps import step_rows
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.signature import Skeleton, flatten, is_looked_into, rebuild
 from strop.errors import OptionError, UnsupportedError
-from strop.ir.device import CPU
+from strop.ir.device import CPU, Device
 from strop.ir.ops import OPS
 from strop.ir.program import KernelStep
 from strop.options import Options
+from strop.runtime.build.devices import gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,10 @@ def _row(subject: Subject, times: Times, limits: ceilings.Ceilings) -> ProfileRo
     return profile_row(subject.entry.env, costs, times, limits, num_not_run)
 
 
+def _described(device: torch.device) -> Device:
+    return gpu(device.index or 0) if device.type == "cuda" else CPU
+
+
 def _costs(subject: Subject) -> tuple[StepCost, ...]:
     program, env, compiled = subject.program, subject.entry.env, subject.entry.variant.compiled
     hoisted = {
@@ -158,7 +163,8 @@ def _costs(subject: Subject) -> tuple[StepCost, ...]:
         for bound in subject.entry.bounds.values()
         for n in (*bound.hoisted.steps, *bound.timetable.steps)
     }
-    rows = step_rows(program, compiled, env, machine(CPU))  # for bytes and FLOPs alone
+    able = machine(_described(subject.device))
+    rows = step_rows(program, compiled, env, able)
     costs = []
     for number, step in subject.running().items():
         row = rows[number]
@@ -170,7 +176,16 @@ def _costs(subject: Subject) -> tuple[StepCost, ...]:
         unit = ceilings.unit_of(program, step)
         costs.append(
             StepCost(
-                number, title, kind, row.origin, row.bytes_moved, row.flops, unit, number in hoisted
+                number,
+                title,
+                kind,
+                row.origin,
+                row.bytes_moved,
+                row.flops,
+                unit,
+                number in hoisted,
+                row.num_programs,
+                able.occupied(row.num_programs),
             )
         )
     return tuple(costs)

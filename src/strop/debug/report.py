@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from strop.debug.chosen import ChoiceRow
+from strop.debug.costs import is_too_slow
 from strop.debug.roofline import ProfileRow, profile_lines
 from strop.dispatch.derived_inputs import DerivedInput
 from strop.wording import counted
@@ -20,8 +21,10 @@ class KernelRow:
     """Describe one generated kernel of one graph.
 
     ``bytes_moved`` counts, over all its launches in a call, each buffer it touches once and in
-    full, at the latest shape; ``estimated_us`` is that over the bandwidth of the device. ``flops``
-    is 0 for a graph from the disk cache, and ``share`` that of the graph's bound.
+    full, at the latest shape; ``estimated_us`` is that over the bandwidth of the multiprocessors
+    that have a program, ``whole_us`` over that of the device. ``num_programs`` is the fewest of a
+    launch, 0 where that is unknown. ``flops`` is 0 for a graph from the disk cache, and ``share``
+    that of the graph's bound.
     """
 
     name: str
@@ -33,6 +36,14 @@ class KernelRow:
     estimated_us: float
     flops: int = 0
     share: float = 0.0
+    num_programs: int = 0
+    whole_us: float = 0.0
+
+    @property
+    def leaves_empty(self) -> bool:
+        """Tell whether it has too few programs for what it moves."""
+        one = max(self.num_launches, 1)
+        return is_too_slow(self.estimated_us / one, self.whole_us / one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,7 @@ class ValueRow:
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """Describe one step of a program. ``bound_us``: no implementation of it is faster
-    (debug.costs)."""
+    (debug.costs). ``estimated_us``: what its programs can do, where their number is known."""
 
     number: int
     kind: str  # "kernel", "call", or "opaque": torch runs it for want of a row
@@ -59,6 +70,8 @@ class StepRow:
     flops: int
     bound_us: float
     bound_by: str  # "bandwidth" or "compute"
+    num_programs: int = 0
+    estimated_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +329,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
             f"  {k.flops / 1e6:.2f} MFLOP"
             f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
         )
+    lines += [_empty_line(k) for k in g.kernels if k.leaves_empty]
     lines += [f"  its code fixes {text}" for text in g.fixed]
     lines += [f"  {text}" for text in _block_texts(g)]
     for op, origins in _opaque(g).items():
@@ -327,6 +341,14 @@ def _graph_lines(g: GraphRow) -> list[str]:
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
         lines.append(f"  {counted(count, 'edge', '4d')} not fused: {reason}")
     return lines
+
+
+def _empty_line(k: KernelRow) -> str:
+    return (
+        f"  {k.name} leaves the GPU empty: {counted(k.num_programs, 'program')} a launch, together"
+        f" ~{k.estimated_us:.1f} us, {k.whole_us:.1f} us by all multiprocessors"
+        f"  <- {_from(k.origins)}"
+    )
 
 
 def _block_texts(g: GraphRow) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from strop.debug.ceilings import Ceilings
+from strop.debug.costs import TOO_SLOW, is_too_slow
 from strop.wording import counted
 
 TOP = 20  # steps in the text
@@ -35,6 +36,8 @@ class StepCost:
     flops: int
     unit: str
     is_hoisted: bool  # in a denoise loop it runs once
+    num_programs: int  # 0 where unknown
+    occupied: float  # share of the multiprocessors that have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,18 @@ class TimedStep(StepCost):
 
     bound_us: float
     bound_by: str  # "memory" or "arithmetic"
+    estimated_us: float  # the bound of the multiprocessors that have a program
     num_kernels: int = 0
     us: float | None = None
     gb_per_s: float | None = None
     tflop_per_s: float | None = None
     share: float | None = None  # of the bound: 1.0 is as fast as can be
     lost_us: float | None = None  # time beyond the bound
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Tell whether it takes far longer than the device needs, by few programs or otherwise."""
+        return self.us is not None and is_too_slow(self.us, self.bound_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,12 @@ def profile_row(
 
 def _timed(cost: StepCost, found: tuple[float, int] | None, ceilings: Ceilings) -> TimedStep:
     bound, by = ceilings.bound_us(cost.bytes_moved, cost.flops, cost.unit)
-    step = TimedStep(**asdict(cost), bound_us=round(bound, 3), bound_by=by)
+    step = TimedStep(
+        **asdict(cost),
+        bound_us=round(bound, 3),
+        bound_by=by,
+        estimated_us=round(bound / cost.occupied, 3),
+    )
     if found is None:
         return step
     us, num_kernels = found
@@ -189,6 +203,7 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
             f" {s.bound_us:.1f} ({s.bound_by}), {s.share:.0%}; {s.gb_per_s:.1f} GB/s,"
             f" {s.tflop_per_s:.3g} TFLOP/s  <- {s.origin or 'the module itself'}"
         )
+    yield from _slow_lines(p)
     for name, us in p.rest:
         yield f"  {us:10.1f} us  not attributed to a step: {name}"
     if any((s.share or 0.0) > 1.0 for s in p.steps):
@@ -196,6 +211,22 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
     if p.unseen:
         numbers = ", ".join(f"{s.number} {s.title}" for s in p.unseen)
         yield f"  no kernel was attributed to {counted(len(p.unseen), 'step')}: {numbers}"
+
+
+def _slow_lines(p: ProfileRow) -> Iterator[str]:
+    """Yield a line for each kernel that is far above its bound, however little it takes in all."""
+    found: dict[str, list[TimedStep]] = {}
+    for step in p.by_loss:
+        if step.is_too_slow:
+            found.setdefault(step.title, []).append(step)
+    for title, steps in found.items():
+        worst = max(steps, key=lambda s: s.us or 0.0)
+        by = f" by {counted(worst.num_programs, 'program')}" if worst.num_programs else ""
+        yield (
+            f"  more than {TOO_SLOW} x its bound: {len(steps)}x {title}, up to {worst.us:.1f} us:"
+            f" bound {worst.bound_us:.1f}, estimated {worst.estimated_us:.1f}{by},"
+            f" {worst.bytes_moved / 1e6:.2f} MB"
+        )
 
 
 def summary(p: ProfileRow) -> str:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from strop.backend import Compiled
-from strop.debug.costs import Machine, Sizes, bytes_moved, call_flops, group_flops
+from strop.debug.costs import (
+    Machine,
+    Sizes,
+    bytes_moved,
+    call_flops,
+    group_flops,
+    num_programs,
+)
 from strop.debug.listing import buffer_text, call_text, type_text
 from strop.debug.report import StepRow, ValueRow
 from strop.fusion.plan import Group, Scheme
@@ -91,6 +98,7 @@ def step_rows(
         num_bytes = bytes_moved(program, runs, sizes) if runs is not None else 0
         flops = _flops(step, plan, sizes) if runs is not None else 0
         bound_us, by = able.bound_us(num_bytes, flops, _computed_in(program, step))
+        programs = num_programs(program, runs, sizes, able.device.sms) if runs is not None else 0
         rows.append(
             StepRow(
                 number,
@@ -103,6 +111,8 @@ def step_rows(
                 flops,
                 bound_us,
                 by,
+                programs,
+                round(max(bound_us, able.moving_us(num_bytes, programs)), 3),
             )
         )
         maker.update(dict.fromkeys(made, number))
