@@ -66,7 +66,18 @@ def _clip(dtype: torch.dtype) -> tuple[nn.Module, Callable[..., Any], tuple[Tens
     return module, lambda ids: module(ids)[0], (torch.zeros(3, 7, dtype=torch.int64),)
 
 
-BUILDERS = {"unet": _unet, "vae_decoder": _vae_decoder, "clip": _clip}
+def _t5(dtype: torch.dtype) -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...]]:
+    """In fp16 a flag of a whole tensor decides where its elements are clamped."""
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=50, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2)
+    module = T5EncoderModel(config).eval().to(dtype)
+    ids = torch.zeros(3, 7, dtype=torch.int64)
+    return module, lambda ids: module(ids)[0], (ids,)
+
+
+BUILDERS = {"unet": _unet, "vae_decoder": _vae_decoder, "clip": _clip, "t5": _t5}
 
 
 @cache

@@ -84,10 +84,12 @@ LONG: dict[str, tuple[Function, str]] = {
 }
 
 
-def compiled(function: Function, *shapes: str, dtype: torch.dtype, **hints: int) -> Compiled:
+def compiled(
+    function: Function, *shapes: str, dtype: torch.dtype, device: str = "cuda", **hints: int
+) -> Compiled:
     traced = trace(function, *shapes, dtype=dtype, **hints)
     signature = Signature(traced.returned, traced.captured.guards)
-    return compile_graph(traced.graph, signature, "cuda", Options())
+    return compile_graph(traced.graph, signature, device, Options())
 
 
 def launches(found: Compiled, sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
@@ -146,6 +148,21 @@ def test_short_tensors_are_one_launch() -> None:
 def test_many_rows_stay_one_kernel() -> None:
     found = compiled(lambda x: x.softmax(-1), "b 40960", dtype=torch.float16, b=32)
     assert [name.partition("_")[0] for name, _, _ in launches(found, {"b": 32})] == ["row"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kinds"),
+    [("1000 1000", ["column", "pointwise"]), ("100 100", ["row"]), ("64 64 1000", ["row"])],
+)
+def test_threads_of_a_cpu_share_a_long_row(shape: str, kinds: list[str]) -> None:
+    """A thread has a row of its own: a whole tensor would be one thread's work."""
+    dims = (0, 1) if shape.count(" ") == 1 else (1, 2)
+    found = compiled(
+        lambda x: x - x.mean(dims, keepdim=True), shape, dtype=torch.float32, device="cpu"
+    )
+    sources = [found.program.sources[step.kernel] for step in found.program.kernel_steps]
+    assert [source.name.partition("_")[0] for source in sources] == kinds
+    assert all("#pragma omp parallel for" in source.text for source in sources)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,50 @@ def test_cpp(name: str, rows: int):
                 assert_as_accurate_as_eager(ours, theirs, reference)
 
 
+def followed(x: Tensor) -> tuple[Tensor, ...]:
+    """Reductions of rows, and of all, whose results go back to each element."""
+    return (
+        x / torch.linalg.vector_norm(x, 2, -1, keepdim=True),
+        (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
+        x.softmax(-1),
+        x.clamp(max=x.amax() / 2),
+        torch.where(torch.isinf(x).any(), x - 1, x.sin()),
+        x.argmax(-1),
+    )
+
+
+def check_followed(x: Tensor, module: Function) -> None:
+    exact, eager = followed(x.double()), followed(x)
+    *found, places = module(x)
+    for ours, theirs, reference in zip(found, eager, exact, strict=False):
+        assert_as_accurate_as_eager(ours, theirs, reference)
+    assert torch.equal(x.gather(-1, places[:, None]), x.amax(-1, keepdim=True))
+    x[0, 77] = float("inf")
+    assert torch.equal(module(x)[4], x - 1)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_cpp_of_what_follows_a_long_row(rows: int):
+    """Threads share a row, and what each of its elements becomes after that."""
+    module = Function(followed).eval()
+    strop.optimize(module, options=Options(strict=True))
+    check_followed(data(rows, 1_234_567, mean=0.5), module)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@torch.no_grad()
+def test_what_follows_a_long_row_on_a_gpu(dtype: torch.dtype):
+    """One graph: rows that programs share, and short ones that are one launch."""
+    for shapes in (((1, 1_234_567), (1, 4000)), ((2, 10_000_000), (2, 999), (40, 777))):
+        module = Function(followed).eval()
+        strop.optimize(module, options=Options(strict=True))
+        for rows, length in shapes:
+            check_followed(data(rows, length, mean=0.5).to("cuda", dtype), module)
+
+
 def summed(schedule: Schedule, rows: int, length: int) -> Sample:
     """Sums of rows, or of columns."""
     w = Writer(F32)
