@@ -18,15 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import strop
 from strop.api import dispatchers_of
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
 from strop.debug.costs import machine
-from strop.debug.explain import explain, num_recompiles, operator_of
+from strop.debug.explain import _graph_row, explain, num_recompiles, operator_of
 from strop.debug.listing import graph_text
+from strop.debug.report import _graph_lines
+from strop.debug.steps import step_rows
 from strop.errors import OptionError
 from strop.ir.device import CPU
 from strop.ir.graph import Ref
 from strop.options import Options
 from strop.runtime.run.link import KINDS, Linking
-from tests.frontend.tracing import Function
+from tests.frontend.tracing import Function, trace
 from tests.gpus import H100
 
 # Operators that move no data or only allocate: the report lists work, not bookkeeping.
@@ -339,6 +343,36 @@ def test_costs_of_each_kind_of_call() -> None:
     }
     assert moved["attention"] == 4 * (4 * 2 * 5 * 8)
     assert moved["linear"] in (4 * (80 + 192 + 240), 4 * (80 + 192 + 24 + 240)), "bias or not"
+
+
+def test_a_kernel_of_few_programs_is_estimated_by_them() -> None:
+    """Two rows that two programs hold, beside as many bytes in many rows."""
+    able = machine(H100)
+    texts = {}
+    for shape, num_programs in (("2 40000", 2), ("2000 40", 125)):
+        traced = trace(lambda x: x.softmax(1), shape)
+        signature = Signature(traced.returned, traced.captured.guards)
+        compiled = compile_graph(traced.graph, signature, "cuda", Options())
+        graph = _graph_row(compiled.program, compiled, {}, able)
+        (kernel,), (step,) = graph.kernels, graph.steps
+        assert kernel.num_programs == step.num_programs == num_programs
+        assert kernel.bytes_moved == 640_000
+        whole_us = 640_000 / able.bandwidth * 1e6
+        assert step.bound_us == pytest.approx(whole_us, abs=0.001)
+        assert kernel.estimated_us == pytest.approx(whole_us * 132 / num_programs, abs=0.001)
+        assert step.estimated_us == pytest.approx(kernel.estimated_us, abs=0.001)
+        texts[num_programs] = "\n".join(_graph_lines(graph))
+    assert "leaves the GPU empty: 2 programs a launch, together ~14.2 us, 0.2 us by" in texts[2]
+    assert "leaves the GPU empty" not in texts[125]
+
+
+def test_programs_that_share_a_reduction_are_counted() -> None:
+    traced = trace(lambda x: x.sum(), "n", n=1 << 20)
+    signature = Signature(traced.returned, traced.captured.guards)
+    compiled = compile_graph(traced.graph, signature, "cuda", Options())
+    for length, programs in ((1000, 1), (1 << 20, 256), (1 << 26, 4 * 132)):
+        (step,) = step_rows(compiled.program, compiled, {"n": length}, machine(H100))
+        assert step.num_programs == programs
 
 
 def test_what_bounds_a_step() -> None:
