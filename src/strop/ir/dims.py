@@ -117,6 +117,20 @@ class Expr:
         """Return self / other when it is a polynomial, else None."""
         return _divided(self, other)
 
+    def divided(self, size: Expr) -> tuple[Expr, Expr]:
+        """Return a quotient and a rest: self == quotient * size + rest. As much as shows is in the
+        quotient; a rest that is constant lies in [0, size) where size is constant, too."""
+        quotient = _divided(self, size)
+        if quotient is None:
+            quotient = const(0)
+            for term in self.terms:
+                part = _expr((term,))
+                if part.is_const and size.is_const and size.value > 0:
+                    quotient = quotient + part.value // size.value
+                else:
+                    quotient = quotient + (_divided(part, size) or 0)
+        return quotient, self - quotient * size
+
     def eval(self, env: Env) -> int:
         """Evaluate the size for these values of the roots."""
         total = 0

@@ -1,13 +1,14 @@
 """Hold the iteration axes of a kernel under construction.
 
-An index is a list of axes a dim, outermost first (the iteration atoms of the design). Reading
-through a view splits axes by exact division; two ways to reach one value unify theirs. Splits
-and aliases are recorded here and applied when the kernel is complete.
+They are the iteration atoms of the design. Reading through a view splits axes by exact division
+(``positions``); two ways to reach one value unify theirs. Splits and aliases are recorded here and
+applied when the kernel is complete. A *computed* axis is no loop: it stands for an integer that the
+kernel computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const
@@ -22,6 +23,7 @@ class AxisTable:
 
     def __init__(self) -> None:
         self.size: list[Expr] = []
+        self.names: dict[int, str] = {}  # of the values that computed axes stand for
         self._parts: dict[int, tuple[int, int]] = {}
         self._alias: dict[int, int] = {}
 
@@ -29,9 +31,14 @@ class AxisTable:
         self.size.append(size)
         return len(self.size) - 1
 
-    def fresh(self, shape: Sequence[Expr]) -> tuple[tuple[int, ...], ...]:
-        """Make one new axis for each dim that is not 1."""
-        return tuple(() if size == ONE else (self.new(size),) for size in shape)
+    def computed(self, name: str, size: Expr) -> int:
+        """Return the axis that stands for a value in [0, size), or for any where nothing is read
+        that it moves."""
+        axis = next((a for a, other in self.names.items() if other == name), None)
+        if axis is None:
+            axis = self.new(size)
+            self.names[axis] = name
+        return axis
 
     def leaves(self, axes: Sequence[int]) -> list[int]:
         """Return the axes that these stand for by now."""
@@ -53,25 +60,15 @@ class AxisTable:
         self._parts[axis] = (self.new(outer), self.new(inner))
         return self._parts[axis]
 
-    def match(self, axes: Sequence[int], atoms: Sequence[tuple[Expr, Expr]]) -> Strides:
-        """Return strides by which ``axes`` walk over (size, stride) atoms of the same total
-        size."""
-        left, rest = self.leaves(axes), list(atoms)
-        strides: Strides = {}
-        while left:
-            if not rest:
-                raise UnsupportedError("an index is longer than the value it reads")
-            axis, (size, stride) = left.pop(), rest.pop()
-            if self.size[axis] != size:
-                outer = size.exact_div(self.size[axis])
-                if outer is not None:
-                    rest.append((outer, stride * self.size[axis]))
-                else:
-                    left.extend(self.split(axis, size))
-                    rest.append((size, stride))
-                    continue
-            strides[axis] = strides.get(axis, const(0)) + stride
-        return strides
+    def resolved(self, terms: Iterable[tuple[int, Expr]]) -> Strides:
+        """Return the strides of the axes that those in ``terms`` stand for by now."""
+        total: Strides = {}
+        for axis, stride in terms:
+            step = stride
+            for leaf in reversed(self.leaves([axis])):
+                total[leaf] = total.get(leaf, const(0)) + step
+                step = step * self.size[leaf]
+        return {axis: stride for axis, stride in total.items() if stride != const(0)}
 
     def unify(self, first: Sequence[int], second: Sequence[int]) -> bool:
         """Make two index lists of one value the same axes; False when they truly differ.
@@ -102,22 +99,7 @@ class AxisTable:
                 return True
         return False
 
-    def row_major(self, axes: Sequence[int]) -> Strides:
-        """Return strides that turn a list of axes into the linear position along a dim."""
-        strides: Strides = {}
-        step = ONE
-        for axis in reversed(self.leaves(axes)):
-            strides[axis] = step
-            step = step * self.size[axis]
-        return strides
-
     def index(self, offset: Expr, strides: Strides) -> Index:
         """Return a finished Index over leaf axes, named ``a<number>``."""
-        total: Strides = {}
-        for axis, stride in strides.items():
-            step = stride
-            for leaf in reversed(self.leaves([axis])):
-                total[leaf] = total.get(leaf, const(0)) + step
-                step = step * self.size[leaf]
-        kept = ((f"a{axis}", total[axis]) for axis in sorted(total) if total[axis] != const(0))
-        return Index(offset, tuple(kept))
+        total = self.resolved(strides.items())
+        return Index(offset, tuple((f"a{axis}", total[axis]) for axis in sorted(total)))

@@ -31,7 +31,7 @@ from strop.ir.loops import (
 )
 from strop.ir.ops import Kind
 from strop.lowering.generic import generic_split
-from strop.lowering.values import DraftStatement, Values, whole
+from strop.lowering.values import DraftStatement, Values
 
 MAX_COLS = 4096  # static inner axes are gathered into one inner level up to this many elements
 
@@ -66,7 +66,7 @@ def lower(
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
         first = values._first_index.get(node)
-        values.store(node, first or whole(values.axes.fresh(node.shape)))
+        values.store(node, first or values.positions.fresh(node.shape))
     values.share_loops()
     unaligned = values.align_stores()
     values.check_reductions()
@@ -163,7 +163,7 @@ class _Finish:
         assert draft.access is not None
         index = self.values.axes.index(draft.access.offset, dict(draft.access.strides))
         if draft.kind == "position":
-            return Position(out, index)
+            return Position(out, index, draft.dtype)
         if draft.kind == "load":
             strides = tuple(stride for _, stride in draft.attrs)
             lookups = tuple(zip(draft.args, strides, strict=False))

@@ -14,41 +14,23 @@ from typing import Any
 import torch
 
 from strop.errors import UnsupportedError
-from strop.ir.affine import Atom, base_of, merge, regroup, strided
+from strop.ir.affine import Atom, base_of, merge, strided
 from strop.ir.dims import Expr, const, product, to_expr
 from strop.ir.graph import Node
 from strop.ir.ops import Kind, Operands, compute_dtype
 from strop.lowering.axes import ONE, AxisTable, Strides
+from strop.lowering.positions import ZERO, Dim, NodeIndex, Positions
 
-ZERO = const(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """Hold the position along one dim: shift + step times the axes, row-major.
-
-    Through a slice or a piece of a cat the axes no longer run over the whole dim: ``partial``.
-    """
-
-    axes: tuple[int, ...]
-    shift: Expr = ZERO
-    partial: bool = False
-    step: int = 1
-
-    def moved(self, start: Expr, step: int = 1) -> Dim:
-        """Return the same elements where they lie in a dim of which this one is a part."""
-        return Dim(self.axes, start + self.shift * step, True, self.step * step)
-
-
-NodeIndex = tuple[Dim, ...]
+LIMIT = 2**31  # of positions that have 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Hold an affine index before axes are final."""
+    """Hold an affine index before axes are final, and the values that move it."""
 
     offset: Expr
     strides: tuple[tuple[int, Expr], ...]
+    lookups: tuple[tuple[str, Expr], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +46,12 @@ class DraftStatement:
     attrs: tuple[tuple[str, Any], ...] = ()
 
 
-def whole(axes: tuple[tuple[int, ...], ...]) -> NodeIndex:
-    return tuple(Dim(a) for a in axes)
-
-
 class Values:
     """Emits drafts for one group. ``inside`` holds the values that this kernel computes."""
 
     def __init__(self, stored: Set[Node], inside: Set[Node], domain: Expr) -> None:
         self.axes = AxisTable()
+        self.positions = Positions(self.axes, self._divide)
         self.drafts: list[DraftStatement] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self.reduced_axes: list[int] = []
@@ -84,7 +63,7 @@ class Values:
         self._varied = {(n.inputs[0], n.attrs["dims"]) for n in inside if n.op == "var"}
         self._memo: dict[Any, str] = {}
         self._first_index: dict[Node, NodeIndex] = {}
-        self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
+        self._loops: list[_Loop] = []  # what reductions run over
         self._reductions: list[tuple[str | None, list[int]]] = []  # their guards and reduced axes
         self._stores: list[tuple[Node, NodeIndex]] = []
 
@@ -112,13 +91,15 @@ class Values:
         return self.emit("literal", (), compute_dtype(dtype), detail=value)
 
     def value(self, node: Node, index: NodeIndex, guard: str | None = None) -> str:
-        index = self._unified(node, index)
-        key = (node, tuple((*self.axes.leaves(d.axes), d.shift, d.step) for d in index), guard)
+        pairs = zip(index, node.shape, strict=True)
+        index = tuple(Dim() if size == ONE else dim for dim, size in pairs)
+        self._unify(node, index)
+        key = (node, self.positions.key(index), guard)
         if key not in self._memo:
             self._memo[key] = self._compute(node, index, guard)
         return self._memo[key]
 
-    def _unified(self, node: Node, index: NodeIndex) -> NodeIndex:
+    def _unify(self, node: Node, index: NodeIndex) -> None:
         """Make both ways to a full-size value of this kernel, which is reached twice, the same
         axes.
 
@@ -126,12 +107,11 @@ class Values:
         divided by its sum is one row.
         """
         if node.numel != self._domain or not (self._reduces or node in self._inside):
-            return index
-        if any(d.partial for d in index):
-            return index
-        first = self._first_index.setdefault(node, index)
-        self.axes.unify([a for d in first for a in d.axes], [a for d in index for a in d.axes])
-        return index
+            return
+        ours = self.positions.runs(index, node.shape)
+        if ours is not None:
+            first = self._first_index.setdefault(node, index)
+            self.axes.unify(self.positions.runs(first, node.shape) or [], ours)
 
     def _compute(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         if node.kind is Kind.VIEW:
@@ -157,12 +137,12 @@ class Values:
         is_loaded = base in self._loaded or not _computable(base)
         # what is reduced through a view may be read beside it: both ways must meet at the base
         meets = self._reduces and base.numel == node.numel == self._domain
-        meets = meets and not any(d.partial for d in index)
+        meets = meets and self.positions.runs(index, node.shape) is not None
         if is_loaded and not meets and strided(node) is not None:
             return self._load(node, index, guard)
         source = node.inputs[0]
         if node.op == "permute":
-            pulled: list[Dim] = [Dim(())] * len(index)
+            pulled = [Dim()] * len(index)
             for position, dim in enumerate(node.attrs["dims"]):
                 pulled[dim] = index[position]
             return self.value(source, tuple(pulled), guard)
@@ -175,80 +155,42 @@ class Values:
             return self.value(source, tuple(dims), guard)
         if node.op == "diagonal":
             return self.value(source, _uncrossed(node, index), guard)
-        return self.value(source, self._reshaped(node, source, index), guard)
-
-    def _reshaped(self, node: Node, source: Node, index: NodeIndex) -> NodeIndex:
-        """Deal the axes of ``node``'s dims out to the dims of ``source``."""
-        if any(d.partial for d in index):
-            return self._reshaped_around_partial(node, source, index)
-        flat = [a for d in index for a in d.axes]
-        return tuple(self._dealt(node, flat, source.shape))
-
-    def _dealt(self, node: Node, flat: list[int], shape: Sequence[Expr]) -> list[Dim]:
-        """Deal out row-major axes as positions along dims of these sizes."""
-        atoms = [(self.axes.size[a], ONE) for a in self.axes.leaves(flat)]
-        groups = regroup(atoms, shape)
-        if groups is None:
-            raise UnsupportedError(f"{node}: index does not divide into {list(map(str, shape))}")
-        dims: list[Dim] = []
-        rest = self.axes.leaves(flat)
-        for group in reversed(groups):
-            dim: list[int] = []
-            for size, _ in reversed(group):
-                axis = rest.pop()
-                if self.axes.size[axis] != size:
-                    outer, axis = self.axes.split(axis, size)
-                    rest.append(outer)
-                dim.insert(0, axis)
-            dims.insert(0, Dim(tuple(dim)))
-        return dims
-
-    def _reshaped_around_partial(self, node: Node, source: Node, index: NodeIndex) -> NodeIndex:
-        """Keep partial dims whole; the dims between them are dealt out on their own."""
-        dims: list[Dim] = []
-        start = 0
-        for part in _stretches(index, node.shape):
-            end = _matching_end([node.shape[i] for i in part], source.shape, start)
-            if end is None:
-                raise UnsupportedError(
-                    f"{node}: a reshape across a slice that is computed in this kernel"
-                )
-            sizes = source.shape[start:end]
-            if index[part[0]].partial and sum(size != ONE for size in sizes) > 1:
-                raise UnsupportedError(f"{node}: a reshape splits a slice computed in this kernel")
-            if index[part[0]].partial:
-                dims += [Dim(()) if size == ONE else index[part[0]] for size in sizes]
-            else:
-                dims += self._dealt(node, [a for i in part for a in index[i].axes], sizes)
-            start = end
-        return (*dims, *[Dim(())] * (len(source.shape) - start))
+        pulled_back = self.positions.reshaped(index, node.shape, source.shape)
+        return self.value(source, pulled_back, guard)
 
     def _load(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         view = strided(node)
         if view is None:
             raise UnsupportedError(f"{node} is not affine over its base")
-        access = self._access(node, view.offset, list(zip(index, view.dims, strict=True)))
-        args = (guard,) if guard else ()
-        return self.emit("load", args, compute_dtype(node.dtype), access, view.base)
+        access = self._access(view.offset, list(zip(index, view.dims, strict=True)))
+        return self._emit_load(node, access, view.base, (), guard)
 
-    def _access(
-        self, node: Node, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]
-    ) -> Access:
+    def _emit_load(
+        self,
+        node: Node,
+        access: Access,
+        base: Node,
+        lookups: tuple[tuple[str, Expr], ...],
+        guard: str | None,
+    ) -> str:
+        lookups = (*lookups, *access.lookups)
+        args = tuple(name for name, _ in lookups) + ((guard,) if guard else ())
+        return self.emit("load", args, compute_dtype(node.dtype), access, base, lookups)
+
+    def _access(self, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]) -> Access:
         """Compute the place in memory from positions along dims and the atoms of these dims."""
-        strides = Strides()
+        strides, lookups = Strides(), list[tuple[str, Expr]]()
         for dim, atoms in walked:
             merged = merge(atoms)
-            if not dim.partial:
-                steps = self.axes.match(dim.axes, merged)
-            elif len(merged) > 1:
-                raise UnsupportedError(f"{node}: part of a dim that has several strides")
-            else:
-                stride = merged[0][1] if merged else ONE
-                steps = {a: s * stride for a, s in self._walk(dim).items()}
-                offset = offset + dim.shift * stride
-            for axis, step in steps.items():
-                strides[axis] = strides.get(axis, ZERO) + step
-        return Access(offset, tuple(strides.items()))
+            parts = self.positions.dealt(dim, [size for size, _ in merged])
+            for part, (_, stride) in zip(parts, merged, strict=True):
+                offset = offset + part.shift * stride
+                for axis, step in self.axes.resolved(part.terms).items():
+                    if axis in self.axes.names:
+                        lookups.append((self.axes.names[axis], step * stride))
+                    else:
+                        strides[axis] = strides.get(axis, ZERO) + step * stride
+        return Access(offset, tuple(strides.items()), tuple(lookups))
 
     def _take(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         """Print a load that values move; the source is in memory."""
@@ -270,9 +212,8 @@ class Values:
                 place = self._place(self.convert(place, torch.int64), size, node, guard)
             lookups.append((place, merged[0][1] if merged else ZERO))
             guard = self._not_empty(size, guard)
-        args = tuple(name for name, _ in lookups) + ((guard,) if guard else ())
-        access = self._access(source, view.offset, walked)
-        return self.emit("load", args, compute_dtype(node.dtype), access, view.base, tuple(lookups))
+        access = self._access(view.offset, walked)
+        return self._emit_load(node, access, view.base, tuple(lookups), guard)
 
     def _place(self, value: str, size: Expr, node: Node, guard: str | None) -> str:
         args = (value, guard) if guard else (value,)
@@ -296,18 +237,41 @@ class Values:
             place = self.convert(self._position(dim), compute_dtype(node.dtype))
             scaled = self._binary("mul", place, self.literal(step, node.dtype), node.dtype)
             return self._binary("add", scaled, self.literal(start, node.dtype), node.dtype)
-        strides = {a: s * to_expr(step) for a, s in self._walk(dim).items()}
-        offset = to_expr(start) + dim.shift * to_expr(step)
-        access = Access(offset, tuple(strides.items()))
-        position = self.emit("position", (), torch.int64, access)
-        return self.convert(position, compute_dtype(node.dtype))
+        return self.convert(
+            self._position(dim.moved(to_expr(start), step)), compute_dtype(node.dtype)
+        )
 
-    def _position(self, dim: Dim) -> str:
-        access = Access(dim.shift, tuple(self._walk(dim).items()))
-        return self.emit("position", (), torch.int64, access)
+    def _position(self, dim: Dim, dtype: torch.dtype = torch.int64) -> str:
+        """Return the value of a position."""
+        resolved = self.axes.resolved(dim.terms)
+        names = self.axes.names
+        walk = tuple((axis, stride) for axis, stride in resolved.items() if axis not in names)
+        total = self.emit("position", (), dtype, Access(dim.shift, walk))
+        for axis, stride in resolved.items():
+            if axis in names:
+                value = self.convert(names[axis], dtype)
+                if stride != ONE:
+                    factor = self.literal(stride.value if stride.is_const else stride, dtype)
+                    value = self._binary("mul", value, factor, dtype)
+                total = self._binary("add", total, value, dtype)
+        return total
 
-    def _walk(self, dim: Dim) -> Strides:
-        return {a: s * dim.step for a, s in self.axes.row_major(dim.axes).items()}
+    def _divide(self, dim: Dim, size: Expr, total: Expr) -> tuple[str, str]:
+        """Print a division of a position in [0, total): where nothing is read it may be
+        negative."""
+        key = ("division", self.positions.key((dim,)), size)
+        if key not in self._memo:
+            self._memo[key] = self._quotient_and_remainder(dim, size, total)  # type: ignore[assignment]
+        return self._memo[key]  # type: ignore[return-value]
+
+    def _quotient_and_remainder(self, dim: Dim, size: Expr, total: Expr) -> tuple[str, str]:
+        is_short = total.is_const and total.value < LIMIT
+        dtype = torch.int32 if is_short else torch.int64
+        place = self._position(dim, dtype)
+        divisor = self.literal(size.value if size.is_const else size, dtype)
+        quotient = self.emit("apply", (place, divisor), dtype, detail="div_trunc_int")
+        remainder = self.emit("apply", (place, divisor), dtype, detail="fmod_int")
+        return quotient, remainder
 
     def _binary(self, op: str, x: str, y: str, dtype: torch.dtype) -> str:
         attrs = (("alpha", 1),) if op == "add" else ()
@@ -374,15 +338,19 @@ class Values:
         """Print a reduction; reductions of one shape over the same dims share their loop, whatever
         they read."""
         x, dims = node.inputs[0], node.attrs["dims"]
-        key = (x.shape, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
+        kept = tuple(Dim() if d in dims else dim for d, dim in enumerate(index))
+        kept_shape = [ONE if d in dims else size for d, size in enumerate(x.shape)]
+        is_whole = self.positions.runs(kept, kept_shape) is not None
+        key = (x.shape, dims, self.positions.key(kept))
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
-        if not any(d.partial for i, d in enumerate(index) if i not in dims):
+        if is_whole:
             guard = None  # all elements count, wherever in its row the result is wanted
-        self._reductions.append((guard, [a for axes in fresh for a in axes]))
+        axes = [axis for dim in fresh for axis, _ in dim.terms]
+        self._reductions.append((guard, axes))
         inner = list(index)
-        for d, axes in zip(dims, fresh, strict=True):
-            inner[d] = Dim(axes)
-        self._loops.append((x.shape, tuple(inner)))
+        for d, dim in zip(dims, fresh, strict=True):
+            inner[d] = dim
+        self._loops.append(_Loop(x.shape, dims, tuple(inner), axes))
         arg = self.convert(self.value(x, tuple(inner), guard), compute_dtype(node.dtype))
         if (x, dims) in self._varied and node.op in ("mean", "var"):
             mean, var = self._moments(arg, node.dtype)
@@ -413,12 +381,15 @@ class Values:
 
     def share_loops(self) -> None:
         """Let reductions of one shape that have no axis in common by now run over the same axes."""
-        for shape, index in self._loops[1:]:
-            first_shape, first = self._loops[0]
-            ours, theirs = ([a for d in i for a in d.axes] for i in (first, index))
-            if shape != first_shape or any(d.partial for d in (*first, *index)):
+        for loop in self._loops[1:]:
+            first = self._loops[0]
+            if loop.shape != first.shape:
                 continue
-            if not set(self.axes.leaves(ours)) & set(self.axes.leaves(theirs)):
+            ours, theirs = (self.positions.runs(at.index, at.shape) for at in (first, loop))
+            if ours is None or theirs is None:  # other rows of it
+                if loop.dims == first.dims:
+                    self.axes.unify(first.axes, loop.axes)
+            elif not set(ours) & set(theirs):
                 self.axes.unify(ours, theirs)
 
     def align_stores(self) -> frozenset[Node]:
@@ -430,19 +401,19 @@ class Values:
         """
         if not self._loops:
             return frozenset()
-        index = [a for d in self._loops[0][1] for a in d.axes]
-        kept = {*self.axes.leaves(index)} - {*self.axes.leaves(self.reduced_axes)}
+        kept = {*self._moved_by(self._loops[0].index)} - {*self.axes.leaves(self.reduced_axes)}
         asked = self._axes_of([name for d in self.drafts if d.kind == "reduce" for name in d.args])
         unaligned = set[Node]()
         for node, walk in self._stores:
             reduced = list(dict.fromkeys(self.axes.leaves(self.reduced_axes)))
-            own = self.axes.leaves([a for d in walk for a in d.axes])
+            whole = self.positions.runs(walk, node.shape)
+            own = self._moved_by(walk) if whole is None else whole
             beside = [a for a in own if a not in kept and a not in reduced]
             if node.numel != self._domain or not beside:
                 continue
             missing = [a for a in reduced if a not in own]
             # an axis that says which part of the row is reduced is no place in that row
-            is_free = asked.isdisjoint(beside) and not any(d.partial for d in walk)
+            is_free = whole is not None and asked.isdisjoint(beside)
             if not is_free or not self.axes.unify(missing, beside):
                 unaligned.add(node)
         return frozenset(unaligned)
@@ -457,6 +428,10 @@ class Values:
             if guard and self._axes_of([guard]) & set(self.axes.leaves(axes)):
                 raise UnsupportedError("part of a reduction's own row")
 
+    def _moved_by(self, index: NodeIndex) -> list[int]:
+        """Return the axes that move a position, as they are by now."""
+        return [axis for dim in index for axis in self.axes.resolved(dim.terms)]
+
     def _axes_of(self, names: list[str]) -> set[int]:
         """Return the axes that move anything from which these values are computed."""
         makers = {out: draft for draft in self.drafts for out in draft.outs}
@@ -469,11 +444,11 @@ class Values:
             seen.update(draft.args)
         return found
 
-    def _memo_axes(self, key: Any, sizes: list[Expr]) -> tuple[tuple[int, ...], ...]:
+    def _memo_axes(self, key: Any, sizes: list[Expr]) -> NodeIndex:
         if ("axes", key) not in self._memo:
-            fresh = self.axes.fresh(sizes)
+            fresh = self.positions.fresh(sizes)
             self._memo["axes", key] = fresh  # type: ignore[assignment]
-            self.reduced_axes += [a for axes in fresh for a in axes]
+            self.reduced_axes += [axis for dim in fresh for axis, _ in dim.terms]
         return self._memo["axes", key]  # type: ignore[return-value]
 
     def _moments(self, arg: str, dtype: torch.dtype) -> tuple[str, str]:
@@ -494,34 +469,23 @@ class Values:
     def store(self, node: Node, index: NodeIndex) -> None:
         self._stores.append((node, index))
         name = self.value(node, index)
-        strides = Strides()
-        for dim, size, stride in zip(index, node.shape, node.strides, strict=True):
-            strides |= self.axes.match(dim.axes, [(size, stride)])
-        access = Access(ZERO, tuple(strides.items()))
+        walked = [
+            (dim, ((size, stride),))
+            for dim, size, stride in zip(index, node.shape, node.strides, strict=True)
+        ]
+        access = self._access(ZERO, walked)
+        assert not access.lookups, f"{node}: stored where a value says"
         self.drafts.append(DraftStatement("store", (), (name,), node.dtype, access, node))
 
 
-def _stretches(index: NodeIndex, shape: Sequence[Expr]) -> list[list[int]]:
-    """Split dims larger than 1 into runs: each partial dim alone, whole ones together."""
-    runs: list[list[int]] = []
-    for i, (dim, size) in enumerate(zip(index, shape, strict=True)):
-        if size == ONE:
-            continue
-        if runs and not dim.partial and not index[runs[-1][0]].partial:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """Hold what one reduction runs over: the dims ``dims`` of a value, read at ``index``."""
 
-
-def _matching_end(sizes: Sequence[Expr], shape: Sequence[Expr], start: int) -> int | None:
-    """Return where the dims of ``shape`` from ``start`` on multiply up to these sizes."""
-    wanted, found = product(sizes), ONE
-    for end in range(start, len(shape)):
-        found = found * shape[end]
-        if found == wanted:
-            return end + 1
-    return None
+    shape: tuple[Expr, ...]
+    dims: tuple[int, ...]
+    index: NodeIndex
+    axes: list[int]  # of the reduced dims
 
 
 def _computable(node: Node) -> bool:
@@ -540,4 +504,4 @@ def _aligned(operand: Node, node: Node, index: NodeIndex) -> NodeIndex:
     """Align the operand's index under broadcasting: dims of size 1 do not move."""
     skipped = len(node.shape) - len(operand.shape)
     pairs = zip(index[skipped:], operand.shape, node.shape[skipped:], strict=True)
-    return tuple(Dim(()) if own == ONE and full != ONE else d for d, own, full in pairs)
+    return tuple(Dim() if own == ONE and full != ONE else d for d, own, full in pairs)
