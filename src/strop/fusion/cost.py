@@ -10,6 +10,7 @@ from strop.ir.ops import OPS, Kind
 
 MAX_RECOMPUTED_NODES = 12
 MAX_GROWTH = 4  # how much larger than the value a domain may be that recomputes it ...
+HEAVY_SHARE = 4  # a value is heavy if one in so many of its elements is a call of exp or the like
 SMALL = 65536  # ... unless the value has so few elements that its operands stay in cache
 
 
@@ -40,7 +41,8 @@ def is_cheaper_again(
         return True  # computed once, elsewhere
     if len(members) > MAX_RECOMPUTED_NODES:
         return False
-    is_heavy = any(OPS[m.op].is_heavy and m.numel.eval(hints) * 2 >= elements for m in members)
+    heavy = sum(m.numel.eval(hints) for m in members if OPS[m.op].is_heavy)  # the pieces of a cat
+    is_heavy = heavy * HEAVY_SHARE >= elements
     if growth > MAX_GROWTH and (is_heavy or large) and elements > SMALL:
         return False
     return num_consumers == 1 or (large <= 1 and not is_heavy)

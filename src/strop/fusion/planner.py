@@ -25,7 +25,7 @@ from strop.fusion.plan import FusionPlan, Group, Refusal
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 
 # Large values that a kernel reads before no further reduction of the same loop joins it. SD1.5's
 # gradients had kernels of 30, whose tiles of one row spilled 3 KB a thread.
@@ -56,6 +56,7 @@ class _Grouping:
         self.needed = 0  # steps on which others depend
         self.refusals: list[Refusal] = []
         self.schedules, self.users = reduction_schedules(graph, workers), graph.users()
+        self.readers, self.results = _all_readers(graph), frozenset(map(base_of, graph.outputs))
         self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
 
     def run(self) -> tuple[list[DraftGroup], list[Refusal]]:
@@ -123,7 +124,7 @@ class _Grouping:
                 self.refusals.append(Refusal(producer, node, "indices do not divide"))
                 continue
             reason = refusal(node, draft, self.schedules)
-            if reason is None and self._makes_cycle(node, step):
+            if reason is None and self._makes_cycle(node, step) and not self._absorb(node, step):
                 reason = "another operand depends on this kernel"
             if reason is None:
                 join(node, draft, self.schedules)
@@ -151,6 +152,34 @@ class _Grouping:
         found = (self.home.get(base_of(i), step) for i in node.inputs)
         return any(s != step and self.before[s] & bit for s in found)
 
+    def _absorb(self, node: Node, step: int) -> bool:
+        """Move into the kernel what lies between it and ``node``, if that is no more than pieces of
+        what ``node`` puts together: halves of a rotation, which are smaller than the kernel's sweep
+        and opened a kernel each."""
+        draft, bit = self.drafts[step], 1 << step
+        assert draft is not None
+        between, stack, members = set[int](), [node], {node}
+        while stack:
+            for base in map(base_of, stack.pop().inputs):
+                at = self.home.get(base, step)
+                if at == step or at in between or not self.before[at] & bit:
+                    continue
+                piece = self.drafts[at]
+                if piece is None or not _is_light(piece) or draft.schedule is Schedule.COLUMN:
+                    return False
+                between.add(at)
+                members.update(piece.nodes)
+                stack += piece.nodes
+        pieces = members - {node}
+        if pieces & self.results or any(not members.issuperset(self.readers[m]) for m in pieces):
+            return False
+        for at in between:
+            self.drafts[at] = None
+        for member in sorted(pieces, key=lambda m: m.serial):
+            join(member, draft, self.schedules)
+            self._enter(member, step)
+        return True
+
     def _enter(self, node: Node, step: int) -> None:
         """Record where ``node`` lives; whatever depends on ``step`` inherits its new operands."""
         self.home[node] = step
@@ -166,6 +195,13 @@ class _Grouping:
             for other in range(len(self.before)) if self.needed & bit else ():
                 if self.before[other] & bit:
                     self.before[other] |= added
+
+
+def _is_light(draft: DraftGroup) -> bool:
+    """Tell whether a draft is arithmetic that costs next to nothing for elements that want another
+    piece."""
+    is_pointwise = draft.schedule is Schedule.POINTWISE
+    return is_pointwise and not any(OPS[node.op].is_heavy for node in draft.nodes)
 
 
 def computed_by(group: Group, stored: Set[Node]) -> frozenset[Node]:
@@ -229,6 +265,16 @@ def _ends(
             if reader.domain.eval(hints) <= draft.domain.eval(hints):
                 ends[id(draft)] = ends.get(id(reader), reader)
     return ends
+
+
+def _all_readers(graph: Graph) -> dict[Node, set[Node]]:
+    """Return what reads each value, through views."""
+    readers: dict[Node, set[Node]] = defaultdict(set)
+    for node in graph.nodes:
+        if node.kind is not Kind.VIEW:
+            for operand in node.inputs:
+                readers[base_of(operand)].add(node)
+    return readers
 
 
 def _readers(graph: Graph) -> dict[Node, list[Node]]:
