@@ -31,8 +31,9 @@ from tests.fuzz.placing import (
     upsample,
 )
 from tests.fuzz.programs import ONE
+from tests.fuzz.rotating import regrouped, rotation, windows
 from tests.fuzz.values import Draft, Value, broadcast, is_width, widest
-from tests.fuzz.writing import rotation, strided_write
+from tests.fuzz.writing import complex_rotation, strided_write
 
 # Python text -> the bound of the result from that of the operand
 SMOOTH: dict[str, Callable[[float], float]] = {
@@ -465,6 +466,9 @@ MOVES: tuple[Move, ...] = (
     upsample,
     pool,
     shuffle,
+    rotation,
+    windows,
+    regrouped,
     linear,
     matmul,
     conv,
@@ -472,7 +476,7 @@ MOVES: tuple[Move, ...] = (
     in_place,
     in_place_pair,
     strided_write,
-    rotation,
+    complex_rotation,
 )
 # what meets in one kernel: reductions, and values of the same kernel read at other places
 STITCHED: tuple[Move, ...] = (
@@ -507,5 +511,9 @@ STITCHED: tuple[Move, ...] = (
     pool,
     symbolic_slice,
     strided_write,
+    complex_rotation,
     rotation,
+    rotation,
+    windows,
+    regrouped,
 )

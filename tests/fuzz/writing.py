@@ -27,7 +27,7 @@ ROTATIONS = (
 )
 
 
-def rotation(d: Draft) -> None:
+def complex_rotation(d: Draft) -> None:
     """Turn pairs of neighbours as complex numbers."""
     x = d.pick(lambda v: v.rank > 0 and v.is_float and v.shape[-1].is_multiple_of(2))
     pairs = f"{x.name}.to(f32).clone(memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))"

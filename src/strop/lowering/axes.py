@@ -24,6 +24,7 @@ class AxisTable:
     def __init__(self) -> None:
         self.size: list[Expr] = []
         self.names: dict[int, str] = {}  # of the values that computed axes stand for
+        self.loops: set[int] = set()  # of reductions, which mean nothing outside of these
         self._parts: dict[int, tuple[int, int]] = {}
         self._alias: dict[int, int] = {}
 
@@ -58,6 +59,8 @@ class AxisTable:
         if outer is None:
             raise UnsupportedError(f"an axis of {self.size[axis]} does not split by {inner}")
         self._parts[axis] = (self.new(outer), self.new(inner))
+        if axis in self.loops:
+            self.loops.update(self._parts[axis])
         return self._parts[axis]
 
     def resolved(self, terms: Iterable[tuple[int, Expr]]) -> Strides:

@@ -65,8 +65,7 @@ def lower(
     domain = domain_of(group)
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
-        first = values._first_index.get(node)
-        values.store(node, first or values.positions.fresh(node.shape))
+        values.store(node)
     values.share_loops()
     unaligned = values.align_stores()
     values.check_reductions()
@@ -132,15 +131,14 @@ class _Finish:
 
     def _check_sweep(self, axes: Sequence[Axis]) -> None:
         """Raise OutOfPlaceError unless one sweep computes each element and reduction once."""
-        is_pointwise = self.group.schedule is Schedule.POINTWISE
-        if not is_pointwise and not self.unaligned:
+        if self.group.schedule is Schedule.COLUMN and not self.unaligned:
             return
         steps, domain = (
             size.eval(self.hints)
             for size in (product(axis.size for axis in axes), domain_of(self.group))
         )
         if steps > domain:
-            values = _spread(self.group) if is_pointwise else self.unaligned
+            values = self.unaligned or _spread(self.group)
             raise OutOfPlaceError(f"{steps} steps for {domain} elements", values)
 
     def _param(self, node: Node, *, is_output: bool) -> int:

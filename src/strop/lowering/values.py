@@ -63,6 +63,8 @@ class Values:
         self._varied = {(n.inputs[0], n.attrs["dims"]) for n in inside if n.op == "var"}
         self._memo: dict[Any, str] = {}
         self._first_index: dict[Node, NodeIndex] = {}
+        self._stored_axes: list[int] | None = None
+        self._both_of: dict[str, tuple[str, str]] = {}  # guards of two tests
         self._loops: list[_Loop] = []  # what reductions run over
         self._reductions: list[tuple[str | None, list[int]]] = []  # their guards and reduced axes
         self._stores: list[tuple[Node, NodeIndex]] = []
@@ -112,6 +114,22 @@ class Values:
         if ours is not None:
             first = self._first_index.setdefault(node, index)
             self.axes.unify(self.positions.runs(first, node.shape) or [], ours)
+        elif self._reduces:
+            self._unify_loop(node, index)
+
+    def _unify_loop(self, node: Node, index: NodeIndex) -> None:
+        """Make the loop over a row that lies elsewhere, in what is rolled, say, the axes by which
+        its elements are read one by one."""
+        runs = [self.positions.run(dim, size) for dim, size in zip(index, node.shape, strict=True)]
+        others = (dim if run is None else Dim() for dim, run in zip(index, runs, strict=True))
+        key = ("row", node, self.positions.key(tuple(others)))
+        first: list[list[int] | None] = self._memo.setdefault(key, runs)  # type: ignore[assignment,arg-type]
+        for before, now in zip(first, runs, strict=True):
+            a, b = (self.axes.leaves(run or []) for run in (before, now))
+            if self.axes.loops.issuperset(b):
+                self.axes.unify(a, b)
+            elif self.axes.loops.issuperset(a):
+                self.axes.unify(b, a)
 
     def _compute(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         if node.kind is Kind.VIEW:
@@ -306,6 +324,8 @@ class Values:
         starts = [ZERO]
         for piece in node.inputs:
             starts.append(starts[-1] + piece.shape[dim])
+        if _is_reordered(node):
+            return self._reordered(node, index, starts, position, guard)
         result = ""
         for piece, start, end in reversed(list(zip(node.inputs, starts, starts[1:], strict=False))):
             inside = self._between(position, start, end, starts[-1])
@@ -317,6 +337,30 @@ class Values:
                 name = self.emit("apply", (inside, name, result), node.dtype, detail="where")
             result = name
         return result
+
+    def _reordered(
+        self,
+        node: Node,
+        index: NodeIndex,
+        starts: Sequence[Expr],
+        position: str,
+        guard: str | None,
+    ) -> str:
+        """Read one value at a place that is selected: rolled, it is computed once."""
+        dim, source = node.attrs["dim"], node.inputs[0].inputs[0]
+        places = list(zip(node.inputs, starts, starts[1:], strict=False))
+        shift = ""
+        for piece, start, end in reversed(places):
+            offset = piece.attrs["start"] - start
+            name = self.literal(offset.value if offset.is_const else offset, torch.int64)
+            if shift:
+                inside = self._between(position, start, end, starts[-1])
+                name = self.emit("apply", (inside, name, shift), torch.int64, detail="where")
+            shift = name
+        place = self._binary("add", position, shift, torch.int64)
+        dims = list(index)
+        dims[dim] = self.positions.computed(place, source.shape[dim])
+        return self.value(source, tuple(dims), guard)
 
     def _between(self, position: str, start: Expr, end: Expr, total: Expr) -> str:
         bounds = [("ge", start)] if start != ZERO else []
@@ -332,7 +376,20 @@ class Values:
     def _both(self, test: str, other: str | None) -> str:
         if other is None:
             return test
-        return self.emit("apply", (test, other), torch.bool, detail="logical_and")
+        both = self.emit("apply", (test, other), torch.bool, detail="logical_and")
+        self._both_of[both] = test, other
+        return both
+
+    def _about(self, guard: str, axes: Set[int]) -> str | None:
+        """Return what a guard asks about these axes: the others say where in its row a reduced
+        value is wanted."""
+        if guard not in self._both_of:
+            return guard if self._axes_behind([guard]) & axes else None
+        test, other = self._both_of[guard]
+        kept, rest = self._about(test, axes), self._about(other, axes)
+        if (kept, rest) == (test, other):
+            return guard
+        return self._both(kept, rest) if kept else rest
 
     def _reduce(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         """Print a reduction; reductions of one shape over the same dims share their loop, whatever
@@ -345,6 +402,8 @@ class Values:
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
         if is_whole:
             guard = None  # all elements count, wherever in its row the result is wanted
+        elif guard:
+            guard = self._about(guard, set().union(*map(self._axes_of, kept)))
         axes = [axis for dim in fresh for axis, _ in dim.terms]
         self._reductions.append((guard, axes))
         inner = list(index)
@@ -391,6 +450,21 @@ class Values:
                     self.axes.unify(first.axes, loop.axes)
             elif not set(ours) & set(theirs):
                 self.axes.unify(ours, theirs)
+        for loop in self._loops:
+            self._share_sweep(loop)
+
+    def _share_sweep(self, loop: _Loop) -> None:
+        """Let a loop over what nothing else reads here run over the elements of its row that the
+        kernel writes."""
+        looped = self.axes.leaves(loop.axes)
+        if self._stored_axes is None or not self.axes.loops.issuperset(looped):
+            return
+        dims = [dim for d, dim in enumerate(loop.index) if d not in loop.dims]
+        kept = {axis for dim in dims for axis in self._axes_of(dim)}
+        rest = [axis for axis in self.axes.leaves(self._stored_axes) if axis not in kept]
+        sizes = self.axes.size
+        if product(sizes[axis] for axis in rest) == product(sizes[axis] for axis in looped):
+            self.axes.unify(rest, looped)
 
     def align_stores(self) -> frozenset[Node]:
         """Let stores of the kernel's full size run over the axes of its reductions' loop, and
@@ -401,13 +475,15 @@ class Values:
         """
         if not self._loops:
             return frozenset()
-        kept = {*self._moved_by(self._loops[0].index)} - {*self.axes.leaves(self.reduced_axes)}
-        asked = self._axes_of([name for d in self.drafts if d.kind == "reduce" for name in d.args])
+        moving = set[int]().union(*map(self._axes_of, self._loops[0].index))
+        kept = moving - {*self.axes.leaves(self.reduced_axes)}
+        read = [name for draft in self.drafts if draft.kind == "reduce" for name in draft.args]
+        asked = self._axes_behind(read)
         unaligned = set[Node]()
         for node, walk in self._stores:
             reduced = list(dict.fromkeys(self.axes.leaves(self.reduced_axes)))
             whole = self.positions.runs(walk, node.shape)
-            own = self._moved_by(walk) if whole is None else whole
+            own = list(set().union(*map(self._axes_of, walk))) if whole is None else whole
             beside = [a for a in own if a not in kept and a not in reduced]
             if node.numel != self._domain or not beside:
                 continue
@@ -425,21 +501,24 @@ class Values:
         if len(loops) > 1:
             raise UnsupportedError("reductions over different axes")
         for guard, axes in self._reductions:
-            if guard and self._axes_of([guard]) & set(self.axes.leaves(axes)):
+            if guard and self._axes_behind([guard]) & set(self.axes.leaves(axes)):
                 raise UnsupportedError("part of a reduction's own row")
 
-    def _moved_by(self, index: NodeIndex) -> list[int]:
-        """Return the axes that move a position, as they are by now."""
-        return [axis for dim in index for axis in self.axes.resolved(dim.terms)]
+    def _axes_of(self, dim: Dim) -> set[int]:
+        """Return the axes that move a position, those behind its computed axes among them."""
+        found, names = set[int](), self.axes.names
+        for axis in self.axes.resolved(dim.terms):
+            found |= self._axes_behind([names[axis]]) if axis in names else {axis}
+        return found
 
-    def _axes_of(self, names: list[str]) -> set[int]:
-        """Return the axes that move anything from which these values are computed."""
+    def _axes_behind(self, names: list[str]) -> set[int]:
+        """Return the axes that these values depend on."""
         makers = {out: draft for draft in self.drafts for out in draft.outs}
         stack, seen, found = list(names), set(names), set[int]()
         while stack:
             draft = makers[stack.pop()]
             if draft.access is not None:
-                found.update(self.axes.leaves([axis for axis, _ in draft.access.strides]))
+                found.update(self.axes.resolved(draft.access.strides))
             stack += [name for name in draft.args if name not in seen]
             seen.update(draft.args)
         return found
@@ -448,7 +527,9 @@ class Values:
         if ("axes", key) not in self._memo:
             fresh = self.positions.fresh(sizes)
             self._memo["axes", key] = fresh  # type: ignore[assignment]
-            self.reduced_axes += [axis for dim in fresh for axis, _ in dim.terms]
+            axes = [axis for dim in fresh for axis, _ in dim.terms]
+            self.reduced_axes += axes
+            self.axes.loops.update(axes)
         return self._memo["axes", key]  # type: ignore[return-value]
 
     def _moments(self, arg: str, dtype: torch.dtype) -> tuple[str, str]:
@@ -466,9 +547,19 @@ class Values:
             self._memo[key] = names  # type: ignore[assignment]
         return self._memo[key]  # type: ignore[return-value]
 
-    def store(self, node: Node, index: NodeIndex) -> None:
+    def store(self, node: Node) -> None:
+        """Print a store of all elements. Where no other value says in which order, it is that of
+        what was stored before: one sweep stores both."""
+        index = self._first_index.get(node)
+        if index is None:
+            index = self.positions.fresh(node.shape)
+            axes = self.positions.runs(index, node.shape)
+            if self._stored_axes is not None and axes is not None and node.numel == self._domain:
+                self.axes.unify(self._stored_axes, axes)
         self._stores.append((node, index))
         name = self.value(node, index)
+        if node.numel == self._domain and self._stored_axes is None:
+            self._stored_axes = self.positions.runs(index, node.shape)
         walked = [
             (dim, ((size, stride),))
             for dim, size, stride in zip(index, node.shape, node.strides, strict=True)
@@ -486,6 +577,25 @@ class _Loop:
     dims: tuple[int, ...]
     index: NodeIndex
     axes: list[int]  # of the reduced dims
+
+
+def _is_reordered(cat: Node) -> bool:
+    """Tell whether a cat puts pieces of one value that is computed here into another order.
+
+    Along the last dim, pieces are better read under guards, whose neighbours lie side by side.
+    """
+    dim, first = cat.attrs["dim"], cat.inputs[0]
+    return (
+        dim < len(cat.shape) - 1
+        and all(
+            piece.op == "slice"
+            and piece.inputs[0] is first.inputs[0]
+            and piece.attrs["dim"] == dim
+            and piece.attrs["step"] == 1
+            for piece in cat.inputs
+        )
+        and _computable(base_of(first))
+    )
 
 
 def _computable(node: Node) -> bool:
