@@ -80,6 +80,8 @@ class _Grouping:
         Kernels with reductions first: other operands can be computed again there.
         """
         found = self._producers(node)
+        if node.op == "cat":
+            found += self._behind(found)
         found.sort(key=lambda pair: self._is_pointwise(pair[0]))
         if node.kind is Kind.REDUCTION:
             loop = loop_of(node, self.graph.hints) or node
@@ -92,6 +94,13 @@ class _Grouping:
         if self.schedules.get(node) is Schedule.ROW:
             found.sort(key=lambda pair: self._is_for(node, pair[0]))
         return found
+
+    def _behind(self, pieces: Iterable[tuple[int, Node]]) -> list[tuple[int, Node]]:
+        """Return steps that compute what these pieces are cut from."""
+        steps = {step for step, _ in pieces}
+        drafts = [draft for step in steps if (draft := self.drafts[step]) and _is_light(draft)]
+        found = {pair for d in drafts for member in d.nodes for pair in self._producers(member)}
+        return sorted((p for p in found if p[0] not in steps), key=lambda p: (-p[0], p[1].serial))
 
     def _is_for(self, node: Node, step: int) -> bool:
         """Tell whether a step only computes what ``node`` reads, and will be where that is."""

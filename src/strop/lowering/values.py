@@ -547,15 +547,22 @@ class Values:
             self._memo[key] = names  # type: ignore[assignment]
         return self._memo[key]  # type: ignore[return-value]
 
+    def _alike(self, node: Node) -> NodeIndex:
+        """Return an index of what nothing here reads as a whole: one sweep does for all."""
+        if node.numel != self._domain:
+            return self.positions.fresh(node.shape)
+        for other, index in self._first_index.items():
+            if other.shape == node.shape:
+                return index
+        index = self.positions.fresh(node.shape)
+        axes = self.positions.runs(index, node.shape)
+        if self._stored_axes is not None and axes is not None:
+            self.axes.unify(self._stored_axes, axes)
+        return index
+
     def store(self, node: Node) -> None:
-        """Print a store of all elements. Where no other value says in which order, it is that of
-        what was stored before: one sweep stores both."""
-        index = self._first_index.get(node)
-        if index is None:
-            index = self.positions.fresh(node.shape)
-            axes = self.positions.runs(index, node.shape)
-            if self._stored_axes is not None and axes is not None and node.numel == self._domain:
-                self.axes.unify(self._stored_axes, axes)
+        """Print a store of all elements, in the order in which others are read or stored here."""
+        index = self._first_index.get(node) or self._alike(node)
         self._stores.append((node, index))
         name = self.value(node, index)
         if node.numel == self._domain and self._stored_axes is None:
