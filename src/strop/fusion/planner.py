@@ -166,7 +166,8 @@ class _Grouping:
         what ``node`` puts together: halves of a rotation, which are smaller than the kernel's sweep
         and opened a kernel each."""
         draft, bit = self.drafts[step], 1 << step
-        assert draft is not None
+        if draft is None or node.op != "cat":
+            return False
         between, stack, members = set[int](), [node], {node}
         while stack:
             for base in map(base_of, stack.pop().inputs):
