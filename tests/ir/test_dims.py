@@ -71,6 +71,14 @@ def test_exact_division_is_exact(x: Expr, y: Expr):
     assert quotient is None or quotient * y == x
 
 
+@given(EXPRS, EXPRS)
+def test_a_quotient_and_its_rest_are_the_whole(x: Expr, y: Expr):
+    quotient, rest = x.divided(y)
+    assert quotient * y + rest == x
+    if x.is_const and y.is_const and y.value > 0:
+        assert 0 <= rest.value < y.value
+
+
 def test_sums_divide_by_sums():
     h, w = symbol("h"), symbol("w")
     assert ((h + 2) * (w + 3)).exact_div(w + 3) == h + 2
