@@ -139,7 +139,7 @@ class Positions:
     def _split_term(
         self, axis: int, stride: Expr, size: Expr, outer: Strides, inner: Strides
     ) -> None:
-        """Share one term out to quotient and remainder."""
+        """Add one term to the quotient, to the remainder, or split to both."""
         quotient = stride.exact_div(size)
         if quotient is not None:
             outer[axis] = quotient
