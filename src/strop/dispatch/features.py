@@ -56,7 +56,7 @@ def feature_of(module: nn.Module) -> str:
             if name.startswith(start):
                 return f"{feature} is on: {advice}"
     for function in _functions(module.__dict__.get("forward")):
-        root = function.__module__.partition(".")[0]
+        root = (function.__module__ or "").partition(".")[0]  # generated code is of no module
         if root in PACKAGES:
             feature, advice = PACKAGES[root]
             return f"{feature} is in front of its forward: {advice}"

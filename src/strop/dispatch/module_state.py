@@ -6,12 +6,13 @@ them, and what else the code reads (``global_guards``). It takes the host some 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from strop.dispatch.adapted_weights import AdaptedWeights
 from strop.dispatch.features import replaced_part
@@ -24,7 +25,7 @@ from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure, state_places
-from strop.frontend.module_parts import named_parts, own_attributes
+from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
 from strop.frontend.tables import table_names
 from strop.options import Options
@@ -97,7 +98,7 @@ class ModuleState:
 
     def _scan_modules(self) -> None:
         """Look at hooks, and at what each module holds by name."""
-        edges: list[tuple[dict[str, Any], str]] = []
+        edges: list[tuple[Mapping[str, Any], str]] = []
         self.hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         for owner in self.modules:
@@ -107,6 +108,8 @@ class ModuleState:
                 self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
+            if isinstance(owner, GraphModule):  # its recompile() gives its class another one
+                edges.append((vars(type(owner)), "forward"))
         self._edges = identities(edges)
 
     def bound_to(self) -> tuple[Any, ...]:
@@ -128,6 +131,7 @@ class ModuleState:
         weights, edges = self._weights, self._edges
         flags = [part.__dict__ for part in self.train_sensitive]
         owned, own = self._owned, self.module.__dict__
+        has_mode = not is_exported(self.module)
         num_owned = sum(map(len, owned))
         parts, is_alone = self.module._modules, len(owned) == 2
         tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
@@ -136,7 +140,7 @@ class ModuleState:
         def is_unchanged() -> bool:
             try:
                 return not (
-                    own["training"]
+                    (has_mode and own["training"])
                     or (flags and any(map(_TRAINING, flags)))
                     or (tensors and not weights.hold())
                     or (edges.values and not edges.hold())
@@ -275,6 +279,7 @@ class ModuleState:
                 type(m),
                 type(m.__dict__.get("processor")),
                 repr(sorted(self.settings(path, m).items())),
+                graph_text(m),
             )
             for path, m in self.parts
         )

@@ -25,6 +25,7 @@ import strop
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.signature import Shapes, Skeleton
 from strop.errors import CacheError
+from strop.frontend.module_parts import graph_text
 from strop.frontend.stable_text import qualified, text_of, text_of_config
 from strop.ir.program import NumberGuard
 from strop.ir.serialize import from_json, to_json
@@ -57,7 +58,7 @@ def key_of(
         settings = _settings(state, path, part)
         shown = "" if path in tables else part.extra_repr()  # which has their rows
         parts.append(f"{path}:{qualified(type(part))}:{shown}:{settings}")
-        parts.append(f"{qualified(type(processor))}")
+        parts += [f"{qualified(type(processor))}", graph_text(part)]
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
     parts += sorted(sources)
     parts.append(_config(module, state))

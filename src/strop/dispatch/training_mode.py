@@ -8,6 +8,8 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
+from strop.frontend.module_parts import is_exported
+
 
 def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the parts whose result depends on their own flag ``training``.
@@ -24,6 +26,8 @@ def is_in_training(modules: Sequence[nn.Module], sensitive: Sequence[nn.Module])
 
     A wrapper that was made around parts in evaluation is in training mode by name alone.
     """
+    if is_exported(modules[0]):
+        return False
     if any(part.training for part in sensitive):
         return True
     return modules[0].training and all(part.training for part in modules)

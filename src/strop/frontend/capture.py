@@ -51,7 +51,7 @@ from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.low_rank_layers import stand_in
-from strop.frontend.module_parts import has_other_forward, own_attributes
+from strop.frontend.module_parts import graph_module_like, has_other_forward, own_attributes
 from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
@@ -202,6 +202,7 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         own = part.__dict__.get("forward")
         if getattr(own, "is_strop", False):
             memo[id(own)] = None  # dispatchers stay with the original
+    _copy_graph_modules(module, memo)
     clone = copy.deepcopy(module, memo)
     for hooks in _HOOKS & vars(clone).keys():  # the module's own, which run around its forward
         vars(clone)[hooks].clear()
@@ -209,6 +210,17 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if "forward" in part.__dict__ and part.__dict__["forward"] is None:
             del part.__dict__["forward"]
     return clone
+
+
+def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put copies of all modules of torch.fx into ``memo``, which share their graphs."""
+    for part in reversed(list(module.modules())):  # what is inside of another comes first
+        if isinstance(part, GraphModule):
+            memo[id(part)] = made = graph_module_like(part)
+            children = part._modules.items()
+            made._modules = {name: copy.deepcopy(child, memo) for name, child in children}
+            if getattr(vars(made).get("forward"), "is_strop", False):
+                del vars(made)["forward"]
 
 
 def capture(

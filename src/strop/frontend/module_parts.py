@@ -7,6 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
+
+from strop.frontend.stable_text import text_of
 
 
 def named_parts(
@@ -35,10 +38,17 @@ def named_parts(
 def has_other_forward(module: nn.Module) -> bool:
     """Tell whether somebody has put a function of their own in the place of the class's forward."""
     own = module.__dict__.get("forward")
-    if own is None or getattr(own, "is_strop", False):
+    if own is None or getattr(own, "is_strop", False) or is_exported(module):
         return False
     is_bound = getattr(own, "__self__", None) is module  # as hooks leave it when they are removed
     return not (is_bound and getattr(own, "__func__", None) is type(module).forward)
+
+
+def is_exported(module: nn.Module) -> bool:
+    """Tell whether torch.export has made this: a program, or the part of it that checks sizes,
+    which has a function for a forward. What mode it was in is part of its graph, and its flag
+    ``training``, which nobody can set, says nothing."""
+    return any(kind.__module__ == "torch.export._unlift" for kind in type(module).__mro__)
 
 
 # Hooks, weights, parts: what is no setting of a module, two thirds of its attributes.
@@ -48,3 +58,24 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the attributes of a module but for those that every module has."""
     return [item for item in vars(module).items() if item[0] not in OF_EVERY_MODULE]
+
+
+def graph_module_like(module: GraphModule) -> GraphModule:
+    """Return a module of the same class, whose code and graph it shares, with tables of its own. A
+    deep copy would copy the graph, and print its code anew."""
+    made: GraphModule = object.__new__(type(module))
+    for name, value in vars(module).items():
+        vars(made)[name] = value.copy() if isinstance(value, dict) else value
+    return made
+
+
+def graph_text(module: nn.Module) -> str:
+    """Write out what a module of torch.fx computes, which its class does not tell: its code, the
+    functions that the code names, and how arguments and results are nested."""
+    if not isinstance(module, GraphModule):
+        return ""
+    forward = type(module).forward
+    named = {n: v for n, v in forward.__globals__.items() if n in forward.__code__.co_names}
+    functions = [f"{name}={text_of(value)}" for name, value in sorted(named.items())]
+    nesting = [str(vars(module).get(name)) for name in ("_in_spec", "_out_spec")]
+    return "\n".join([module.code, *functions, *nesting])
