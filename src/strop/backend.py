@@ -122,6 +122,6 @@ def _planned(
 
 def dynamo_backend(gm: Any, example_inputs: Any, **options: Any) -> Any:
     """This is the entry point for ``torch.compile(model, backend="strop")``."""
-    from strop.dispatch.dynamo import compile_dynamo
+    from strop.dispatch.torch_compile import serve_dynamo
 
-    return compile_dynamo(gm, example_inputs, **options)
+    return serve_dynamo(gm, example_inputs, **options)

@@ -135,4 +135,4 @@ def test_torch_compile_is_checked(
     )
     with torch.no_grad():
         compiled(torch.randn(3, 16))
-    assert "check of dynamo: step" in caplog.text
+    assert "check of Model: step" in caplog.text

@@ -88,7 +88,7 @@ def test_graphs_of_torch_compile_are_dumped(tmp_path: Path, cache: Path) -> None
     with torch.no_grad():
         compiled(torch.randn(3, 16))
     (folder,) = tmp_path.iterdir()
-    assert folder.name == "000_dynamo"
+    assert folder.name == "000_Model"
     assert (folder / "program.json").is_file()
 
 

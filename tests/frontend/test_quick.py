@@ -11,7 +11,7 @@ from torch import nn
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx.experimental import proxy_tensor
 
-from strop.dispatch.dynamo import AOT_LOG
+from strop.dispatch.dynamo import AOT_LOG, compile_dynamo
 from strop.frontend import quick
 from strop.frontend.quick import without_tensor_meta
 
@@ -41,7 +41,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def train_once() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).train()
     known = len(AOT_LOG.records)
-    torch.compile(module, backend="strop")(torch.randn(3, 4)).sum().backward()
+    torch.compile(module, backend=compile_dynamo)(torch.randn(3, 4)).sum().backward()
     assert {record.role for record in AOT_LOG.records[known:]} == {"forward", "backward"}
 
 

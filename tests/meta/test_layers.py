@@ -140,7 +140,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 # (file, what it imports) -> why the rule above does not fit it.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("backend", "dispatch.dynamo"): "the entry point that torch knows; imported at the call",
+    ("backend", "dispatch.torch_compile"): "the entry point that torch knows; imported at the call",
     ("__init__", "dispatch.gc_pause"): "imports are quicker while no garbage is collected",
     ("dispatch.stored_variants", "__init__"): "__version__, a part of the key on disk",
     (

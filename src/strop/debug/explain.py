@@ -27,7 +27,7 @@ from strop.debug.report import (
 )
 from strop.debug.steps import step_rows
 from strop.dispatch.derived_inputs import ServedModule, derived_inputs
-from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
 from strop.dispatch.entry import Entry
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.unfolded_layers import unfolded_layers
@@ -56,9 +56,14 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
 
     An optimised module or pipeline is reported as it stands; with arguments it is called first.
     Any other module or pipeline is optimised, called and restored, and a plain function of
-    tensors compiled, for the report alone: then the graph after each pass is in it too. Raises
-    OptionError if there is nothing to run and nothing ran.
+    tensors compiled, for the report alone: then the graph after each pass is in it too. For what
+    torch.compile has returned, or has put into a module, it reports all that came through
+    torch.compile in this process. Raises OptionError if there is nothing to run and nothing ran.
     """
+    if _is_compiled(obj):
+        from strop.debug.compiled import explain_compiled  # it describes graphs by what is here
+
+        return explain_compiled(obj, args, kwargs)
     if not isinstance(obj, nn.Module) and not hasattr(obj, "components"):
         return _explain_function(obj, args, kwargs)
     was_optimised = bool(dispatchers_of(obj))
@@ -77,6 +82,16 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
     finally:
         if not was_optimised:
             restore(obj)
+
+
+def _is_compiled(obj: Any) -> bool:
+    """Tell whether torch.compile has made this, or a part of it."""
+    if not isinstance(obj, nn.Module):
+        return hasattr(obj, "_torchdynamo_orig_callable")
+    if hasattr(obj, "_orig_mod"):
+        return True
+    parts = [part for part in obj.modules() if part._compiled_call_impl is not None]
+    return any(dispatcher_of(part) is None for part in parts)
 
 
 class _Called(nn.Module):
@@ -109,26 +124,40 @@ def _explain_function(
 
 
 def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
-    graphs = [variant for d in dispatchers.values() for variant in d.variants.all]
+    able, on_gpu = machine_of(list(dispatchers.values()))
+    components = tuple(component_row(n, d, able) for n, d in dispatchers.items())
+    return report_on(components, able, on_gpu)
+
+
+def machine_of(dispatchers: Sequence[Dispatcher]) -> tuple[Machine, torch.device | None]:
+    """Return what the graphs of these run on, and the GPU among it."""
+    graphs = [variant for d in dispatchers for variant in d.variants.all]
     devices = {spec.device for graph in graphs for spec in graph.specs}
-    on_gpu = next((d for d in devices if d.type == "cuda"), None)
-    arch = next((d.options.arch for d in dispatchers.values()), 0)
-    device = gpu(torch.device(on_gpu).index or 0).as_arch(arch) if on_gpu else CPU
-    able = machine(device)
-    components = tuple(_component(n, d, able) for n, d in dispatchers.items())
+    on_gpu = next((torch.device(d) for d in devices if d.type == "cuda"), None)
+    arch = next((d.options.arch for d in dispatchers), 0)
+    return machine(gpu(on_gpu.index or 0).as_arch(arch) if on_gpu else CPU), on_gpu
+
+
+def report_on(
+    components: tuple[ComponentRow, ...],
+    able: Machine,
+    on_gpu: torch.device | None,
+    notes: tuple[str, ...] = (),
+) -> Report:
+    """Return the report with these components, and what holds for all of them."""
     has_all = all(graph.texts for c in components for graph in c.graphs)
-    held = growing_memory.held_bytes(torch.device(on_gpu)) if on_gpu else 0
+    held = growing_memory.held_bytes(on_gpu) if on_gpu else 0
     beside = (f"{UNCOUNTED}: {held / 1e6:.2f} MB of {on_gpu}",) if held else ()
-    notes = (*bounds_checks.unreported(), *beside, *(() if has_all else (UNRECORDED,)))
-    return Report(components, device.name, able.bandwidth, notes)
+    notes += (*bounds_checks.unreported(), *beside, *(() if has_all else (UNRECORDED,)))
+    return Report(components, able.device.name, able.bandwidth, notes)
 
 
-def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:
+def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:
     counters, entries = dispatcher.counters, dispatcher._entries
     latest = _latest(dispatcher)
     graphs = tuple(_graph(v, latest, able) for v in dispatcher.variants.all)
     log = getattr(dispatcher, "log", None)  # of a TrainingDispatcher
-    graphs += tuple(_trained(record, able) for record in log.records) if log else ()
+    graphs += tuple(trained_row(record, able) for record in log.records) if log else ()
     return ComponentRow(
         name=name,
         graphs=graphs,
@@ -139,7 +168,7 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         num_eager_calls=counters.eager_calls,
         num_replays=counters.replays,
         num_rebinds=counters.rebinds,
-        num_launches=counters.launches + (_trained_launches(log) if log else 0),
+        num_launches=counters.launches + (trained_launches(log) if log else 0),
         fallbacks={**counters.fallbacks, **(log.fallbacks if log else {})},
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),
@@ -152,14 +181,14 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
     )
 
 
-def _trained_launches(log: AotLog) -> int:
+def trained_launches(log: AotLog) -> int:
     """Count the launches of one step at the latest shapes: of each role, the newest graph that has
     run."""
     latest = {r.role: r.runner.latest for r in log.records if r.runner and r.runner.latest}
     return sum(bound.num_launches for bound in latest.values())
 
 
-def _trained(record: AotRecord, able: Machine) -> GraphRow:
+def trained_row(record: AotRecord, able: Machine) -> GraphRow:
     """Describe a graph that came through torch.compile."""
     compiled, bound = record.compiled, record.runner.latest if record.runner else None
     row = _graph_row(

@@ -83,8 +83,10 @@ class Dispatcher:
         adapter: Adapter | None = None,
         loop: DenoiseLoop | None = None,
         component: nn.Module | None = None,
+        variants: VariantStore | None = None,
     ) -> None:
-        """``component`` is what the module is a part of, which hooks move as a whole."""
+        """``component`` is what the module is a part of, which hooks move as a whole. ``variants``
+        are those of other modules of the same structure."""
         self.module, self.options = module, options
         self.component = component or module
         self.name = name or type(module).__name__
@@ -101,7 +103,7 @@ class Dispatcher:
         cpu_fast_path.reserve_entrance(module)
         self.state = ModuleState(module, options, folds_adapters=self.folds_adapters)
         self.turned = Turned()
-        self.variants = VariantStore(module, options, self.name)
+        self.variants = variants or VariantStore(module, options, self.name)
         self._fallbacks = Fallbacks(self.name, self.counters)
         self._maker = EntryMaker(
             self.state,
@@ -204,6 +206,23 @@ class Dispatcher:
             except UnsupportedError as error:
                 refusal = error
         return self._run_refused(refusal, call, *given)
+
+    def make_ready(self, *args: Any) -> None:
+        """Have a program for such a call before there is one. Raises one of REFUSALS where there
+        can be none."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._check_state()
+            if reason := self._unfit():
+                raise UnsupportedError(reason)
+            tensors: list[Tensor] = []
+            beside = Beside()
+            skeleton = self.turned.flattened((args, {}), tensors, beside)
+            call = GivenCall(skeleton, tensors, skeleton, beside)
+            key = self._maker.key(call)
+            if key not in self._entries:
+                self._entries[key], _ = self._maker.make(call)
+            if reason := self._entries[key].variant.misfit(tensors, is_no_grad=True):
+                raise UnsupportedError(reason)
 
     def _normalised(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -65,10 +66,14 @@ class AotRecord:
 
 @dataclass
 class AotLog:
-    """This lists what was compiled through torch.compile, in this process or for one module."""
+    """This lists what was compiled through torch.compile, in this process or for one module.
+    ``served`` are the graphs that Strop traced again itself, as long as somebody calls them, and
+    ``through_aot`` counts why others went through AOTAutograd."""
 
     records: list[AotRecord] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    served: WeakSet[Any] = field(default_factory=WeakSet)
+    through_aot: dict[str, int] = field(default_factory=dict)
 
 
 AOT_LOG = AotLog()
@@ -91,9 +96,6 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     """Compile what Dynamo hands over, as its backend. ``options={...}`` of torch.compile are fields
     of strop.Options."""
     record_in = given.pop("record_in", None)
-    mode = given.pop("mode", None)
-    if mode not in (None, "default"):
-        log.warning("torch.compile(mode=%r) is for Inductor and changes nothing here", mode)
     options = given.get("options")
     if not isinstance(options, Options):
         options = Options.from_environment(**(options or given))

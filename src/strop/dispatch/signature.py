@@ -269,7 +269,7 @@ def _shapes(tensors: Sequence[Tensor], batch: str, batch_of_one: str = "") -> Sh
     specs = []
     for number, t in enumerate(tensors):
         sizes = [str(size) for size in t.shape]
-        for dim in _symbolic_dims(t):
+        for dim in symbolic_dims(t):
             shared = "" if dim else batch or (batch_of_one if t.shape[0] == 1 else "")
             if t.shape[dim] == 0 or (t.shape[dim] == 1 and not shared):
                 continue
@@ -306,7 +306,8 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
+def symbolic_dims(t: Tensor) -> tuple[int, ...]:
+    """Return which dims are sizes as a rule, see ``default_shapes``."""
     if t.dim() in (4, 5):
         return (0, *range(2, t.dim()))
     if t.dim() in (2, 3):

@@ -54,8 +54,18 @@ Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; N
 @contextmanager
 def shape_rules() -> Iterator[None]:
     """Put the shape rules in force, for one thread at a time: traces take turns."""
+    try:
+        with operator_rules(), _orders_of_larger_sizes():
+            yield
+    finally:
+        _ORDERS.clear()  # a trace of Dynamo's may be around this one
+
+
+@contextmanager
+def operator_rules() -> Iterator[None]:
+    """Put those of operators alone in force: torch answers all questions about memory itself."""
     usual, fast = fake_impls.op_implementations_dict, fake_impls.get_fast_op_impls()
-    _ORDERS.clear()
+    _ORDERS.clear()  # symbols of another trace have the same names
     with (
         _replaced(
             usual, {operator: _first(rule, usual.get(operator)) for operator, rule in RULES.items()}
@@ -67,7 +77,6 @@ def shape_rules() -> Iterator[None]:
                 for operator, rule in FAST_RULES.items()
             },
         ),
-        _orders_of_larger_sizes(),
     ):
         yield
 

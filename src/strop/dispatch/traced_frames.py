@@ -1,0 +1,123 @@
+"""Have Dynamo trace a frame twice at most: once as it is, then for all sizes.
+
+Dynamo takes sizes for constants at first, and when a call brings another one opens that size alone:
+batch, height and width would be a trace each, and a square picture one more, as equal sizes are one
+symbol to it. Where a graph of a frame is ours, its next trace opens all of them, each for itself.
+
+The clock tells how long Dynamo took around our own work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, auto_unset, get_code_state
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_metrics_context
+from torch.fx.experimental import _config as shapes_config
+
+from strop.dispatch.signature import symbolic_dims
+from strop.frontend.capture import ONE_AT_A_TIME
+from strop.frontend.shape_rules import operator_rules
+
+
+@dataclass
+class DynamoClock:
+    """Say how often Dynamo traced for us, and the seconds that this took, with and without ours."""
+
+    num_traces: int = 0
+    seconds: float = 0.0  # of all
+    own_seconds: float = 0.0  # of Strop's part in it
+
+    @property
+    def dynamo_seconds(self) -> float:
+        return self.seconds - self.own_seconds
+
+
+class TracedFrames:
+    """This is told when Dynamo begins and ends a trace, and which traces were for us."""
+
+    def __init__(self) -> None:
+        self.clock = DynamoClock()
+        self._ours: set[str] = set()  # frames by torch's number, as in "3/0"
+        self._started_ns, self._own_seconds = 0, 0.0
+        self._settings: ExitStack | None = None  # while a frame of ours is traced again
+        self._register()
+
+    def _register(self) -> None:
+        """Listen to Dynamo. Its reset() forgets who listens, and counts frames anew."""
+        if self._begin not in callback_handler.start_callbacks:
+            self._ours.clear()
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+
+    def note(self, seconds: float) -> None:
+        """Note that the trace that runs is for us, and how long our part has taken."""
+        self._register()
+        self._own_seconds += seconds
+        self._started_ns = get_metrics_context()._start_time_ns
+        number = torch._guards.CompileContext.current_compile_id()
+        if number is not None:
+            self._ours.add(_frame(str(number)))
+
+    def _begin(self, told: CallbackArgs) -> None:
+        self._own_seconds = 0.0
+        if (
+            told.callback_trigger is CallbackTrigger.DYNAMO
+            and _frame(told.compile_id) in self._ours
+        ):
+            self._settings = _settings()
+
+    def _end(self, told: CallbackArgs) -> None:
+        settings, self._settings = self._settings, None
+        if settings is not None:
+            settings.close()
+        if self._own_seconds:
+            self.clock.num_traces += 1
+            self.clock.seconds += (time.time_ns() - self._started_ns) / 1e9
+            self.clock.own_seconds += self._own_seconds
+            self._own_seconds = 0.0
+
+
+def _settings() -> ExitStack:
+    """Set torch so that equal sizes are symbols of their own, and that symbols cost little: by our
+    rules for shapes, and without a cache, which looks for them longer than to work them out
+    takes."""
+    stack = ExitStack()
+    stack.enter_context(ONE_AT_A_TIME)
+    shapes: Any = shapes_config  # has a patch at run time
+    stack.enter_context(shapes.patch(use_duck_shape=False))
+    stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
+    stack.enter_context(operator_rules())
+    return stack
+
+
+def _frame(compile_id: str) -> str:
+    return compile_id.partition("/")[0]
+
+
+def open_sizes(tensors: Mapping[str, Tensor]) -> None:
+    """Have the next trace of the frame that is being traced take the sizes of these tensors, which
+    are known by their sources, for symbols. Those that code fixes are fixed in that trace."""
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    named = (code.co_filename, code.co_firstlineno, code.co_name)
+    for known, state in get_code_state().items():
+        if (known.filename, known.firstlineno, known.name) != named:
+            continue
+        for source, tensor in tensors.items():
+            entry: Any = state.automatic_dynamic.get(source)
+            if entry is None or not isinstance(entry.size, tuple):
+                continue
+            size: list[Any] = [auto_unset] * tensor.dim()
+            for dim in symbolic_dims(tensor):
+                if tensor.shape[dim] > 1:
+                    size[dim] = auto_dynamic
+            state.automatic_dynamic[source] |= FrameStateSizeEntry.make_size(tuple(size))
