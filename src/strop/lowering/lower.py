@@ -30,8 +30,9 @@ from strop.ir.loops import (
     outs_of,
 )
 from strop.ir.ops import Kind
+from strop.lowering.drafts import DraftStatement
 from strop.lowering.generic import generic_split
-from strop.lowering.values import DraftStatement, Values
+from strop.lowering.values import Values
 
 MAX_COLS = 4096  # static inner axes are gathered into one inner level up to this many elements
 
@@ -66,9 +67,9 @@ def lower(
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
         values.store(node)
-    values.share_loops()
-    unaligned = values.align_stores()
-    values.check_reductions()
+    values.sweep.share_loops()
+    unaligned = values.sweep.align_stores()
+    values.sweep.check_reductions()
     return _Finish(group, values, hints, generic, unaligned).kernel()
 
 
@@ -114,8 +115,8 @@ class _Finish:
         self.params: list[Param] = []
 
     def kernel(self) -> Lowered:
-        stmts = _deduplicated([self._stmt(d) for d in self.values.drafts])
-        reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.reduced_axes)}
+        stmts = _deduplicated([self._stmt(d) for d in self.values.drafts.all])
+        reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.sweep.reduced_axes)}
         axes = self._ordered_axes(stmts, reduced)
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
         schedule = self.group.schedule
