@@ -137,3 +137,42 @@ def test_a_list_among_the_arguments_grows_at_every_call(tmp_path: Path) -> None:
     assert len(found) == CALLS
     torch.testing.assert_close(results, [x + n for n, x in enumerate(found, 1)])
     assert "changes a list among its arguments" in next(iter(module.forward.counters.fallbacks))
+
+
+class Windowed(nn.Module):
+    """Sets its window and its shift where a picture is no larger, as Swin does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.shift = 4, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        if min(x.shape[1:]) <= self.window:
+            self.shift, self.window = 0, min(x.shape[1:])
+        rows, columns = (size // self.window for size in x.shape[1:])
+        x = x.roll(-self.shift, 1)[:, : rows * self.window, : columns * self.window]
+        return x.reshape(-1, rows, self.window, columns, self.window).transpose(2, 3).exp()
+
+
+def test_an_attribute_is_set_to_the_number_that_it_is(tmp_path: Path) -> None:
+    """The first small picture changes the module and stays in eager; the next have graphs."""
+    module, eager = Windowed().eval(), Windowed().eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    sizes = (
+        (2, 8, 8),
+        (2, 4, 4),
+        (3, 4, 4),
+        (1, 4, 8),
+        (5, 12, 8),
+        (2, 3, 9),
+        (1, 3, 9),
+        (3, 4, 4),
+    )
+    for size in sizes:
+        x = torch.randn(*size)
+        torch.testing.assert_close(module(x), eager(x))
+        assert (module.window, module.shift) == (eager.window, eager.shift), size
+    assert module.forward.counters.fallbacks == {
+        "it sets shift of a Windowed": 1,
+        "it sets window of a Windowed": 1,
+    }

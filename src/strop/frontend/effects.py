@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from strop.errors import CaptureError
+from strop.frontend.quick import replaced
 
 _OWN = frozenset(vars(nn.Module()))  # of every module: hooks, weights
 _SIMPLE = (bool, int, float, str, type(None))
@@ -36,7 +37,7 @@ def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
     draws = random.getstate(), np.random.get_state()
     before = [(part, _settings(part, private)) for part in module.modules()]
     try:
-        with _no_seeding():
+        with _no_seeding(), replaced(nn.Module, "__setattr__", _setting_numbers):
             yield
     finally:
         has_drawn = draws[0] != random.getstate() or repr(draws[1]) != repr(np.random.get_state())
@@ -49,6 +50,21 @@ def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
         changed = [name for name in now.keys() | known.keys() if now.get(name) != known.get(name)]
         if changed:
             raise CaptureError(f"it sets {', '.join(sorted(changed))} of a {type(part).__name__}")
+
+
+def _setting_numbers(own: Callable[..., None]) -> Callable[..., None]:
+    """Let a module's attribute stay the number that it is where it is set to a size that equals it.
+
+    Swin sets its window to the smaller side where that is no larger: a side that has a symbol is
+    guarded to be what the attribute says, and a call at another side finds another graph.
+    """
+
+    def set_attribute(part: nn.Module, name: str, value: Any) -> None:
+        kept = vars(part).get(name)
+        is_size = isinstance(value, torch.SymInt) and type(kept) is int
+        own(part, name, kept if is_size and bool(value == kept) else value)
+
+    return set_attribute
 
 
 _SEEDS = "it seeds torch's generator in its forward: seed it before the call"
