@@ -176,3 +176,27 @@ def test_an_attribute_is_set_to_the_number_that_it_is(tmp_path: Path) -> None:
         "it sets shift of a Windowed": 1,
         "it sets window of a Windowed": 1,
     }
+
+
+def test_a_call_that_changes_nothing_any_more_is_traced_again(tmp_path: Path) -> None:
+    """But once, as a call that leaves all as it was may have another reason to be refused."""
+    module, eager = Windowed().eval(), Windowed().eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    for _ in range(5):
+        x = torch.randn(2, 4, 4)
+        torch.testing.assert_close(module(x), eager(x))
+    counts = strop.explain(module).summary()
+    assert counts["fallbacks"] == {"Windowed: it sets shift of a Windowed": 2}
+    assert (counts["num_graphs"], counts["num_captures"]) == (1, 2)
+
+    def keeps_number(self: Effects, x: Tensor) -> Tensor:
+        self.number, self.table = 7, {"last": 1}
+        return x * 2
+
+    other = Effects(keeps_number).eval()
+    strop.optimize(other, options=Options(cache_dir=str(tmp_path)))
+    for _ in range(6):
+        other(torch.ones(4))
+    counts = strop.explain(other).summary()
+    assert sum(counts["fallbacks"].values()) == 6
+    assert counts["num_captures"] <= 2

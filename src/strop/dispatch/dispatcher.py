@@ -32,6 +32,7 @@ from strop.dispatch.known_bindings import KnownBindings, StateBinding
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.prepared_calls import PreparedCalls
+from strop.dispatch.refused_calls import RefusedCalls
 from strop.dispatch.signature import (
     NUM_ARGUMENTS,
     Beside,
@@ -128,7 +129,7 @@ class Dispatcher:
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared = PreparedCalls()
-        self._refused: dict[Hashable, StropError] = {}  # calls that change what they read
+        self._refused = RefusedCalls()
         self._checked_loop = 0
         self._lock = threading.RLock()
         registry.watch(self._forget_programs)
@@ -340,7 +341,7 @@ class Dispatcher:
         return self.state.effective.refresh(call.beside.lora_scale)
 
     def _still_refused(self, key: Hashable) -> StropError | None:
-        refusal = self._refused.get(key)
+        refusal = self._refused.reason(key)
         return None if refusal is None or self.state.has_new_cause() else refusal
 
     def _run_ahead(self, entry: Entry, tensors: list[Tensor]) -> Any:
@@ -406,9 +407,9 @@ class Dispatcher:
         if self.options.strict:
             raise refusal
         self._fallbacks.note_eager(str(refusal))
-        self.state.note_effects()
+        left = self.state.note_effects()
         if self.state.effects:
-            self._refused[self._maker.key(call)] = refusal
+            self._refused.note(self._maker.key(call), refusal, left)
         return result
 
     # weights
@@ -494,7 +495,7 @@ class Dispatcher:
     def _forget_prepared(self) -> None:
         """Forget what holds until the next look alone: short ways, and refusals."""
         self._prepared.clear()
-        self._refused.clear()
+        self._refused.forget()
         self.short = cpu_fast_path.untaken
 
     def leave(self) -> None:

@@ -206,10 +206,14 @@ class ModuleState:
         stand for those with adapters."""
         return clone_structure(self.module, self.effective.tables)
 
-    def note_effects(self) -> None:
-        """Note what a call in eager has just changed of its surroundings as its own doing."""
-        if self.global_guards.have_changed():
-            self.effects |= {change.label for change in self.global_guards.changes()}
+    def note_effects(self) -> tuple[tuple[str, Any], ...]:
+        """Note what a call in eager has just changed of its surroundings as its own doing, and
+        return all of it, by its names."""
+        if not self.global_guards.have_changed():
+            return ()
+        changes = self.global_guards.changes()
+        self.effects |= {change.label for change in changes}
+        return tuple((change.label, change.now) for change in changes)
 
     def has_new_cause(self) -> bool:
         """Say whether anything but what the module itself changes is another than at the last
