@@ -19,7 +19,7 @@ from strop.bench import (
     infer_variants,
     report,
 )
-from strop.bench.infer_contenders import Deadline, Plan, attempt, in_order
+from strop.bench.infer_contenders import DTYPES, Deadline, Plan, attempt, in_order
 from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
 from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
@@ -56,7 +56,7 @@ def test_random_shapes_are_legal(row: Any, is_tiny: bool) -> None:
     shapes = draws.some(12, 0)
     assert shapes == draws.some(12, 0) != draws.some(12, 1)
     assert len(set(shapes)) == min(12, draws.most)
-    grid = {"sd-vae": 8}.get(row.model, 16 if is_tiny else 64)
+    grid = {"sd-vae": 8, "wan": 16, "wan-81": 16}.get(row.model, 16 if is_tiny else 64)
     assert all(side % grid == 0 for size, _ in shapes for side in size)
     assert all(side % grid == 0 for side in row.size)
 
@@ -201,7 +201,7 @@ def test_a_contender_that_fails_or_hangs() -> None:
 def test_a_slow_peer_leaves_time_to_measure(left: float, limit: float | None) -> None:
     """It is cut early enough for that, or does not begin where it would be cut for sure."""
     (row,) = chosen_rows(["P1"], tiny=True)
-    case = row.case(TINY.torch_dtype)
+    case = row.case(DTYPES[TINY.dtype_of(row)])
     reason, limit_s = infer_measure._terms("inductor-tuned", case, TINY, Deadline.of(left))
     if limit is None:
         assert "left of the budget, it takes 300" in reason

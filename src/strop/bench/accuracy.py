@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from strop.bench import peers
 from strop.bench.cases import BenchCase
@@ -33,6 +35,25 @@ def full_precision() -> Iterator[None]:
         cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
+class Widened(TorchFunctionMode):
+    """Compute in a wider type with weights that stay as they are: each operation reads a copy of
+    those that it needs. For models of which a GPU holds no second copy."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self._wide, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _wide(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return self.dtype if value in REFERENCE else value
+        is_narrow = isinstance(value, Tensor) and value.dtype in REFERENCE
+        return value.to(self.dtype) if is_narrow else value
+
+
 def run(workload: Workload, given: Mapping[str, Any]) -> Tensor:
     with torch.no_grad():
         return workload.call(workload.target, given).clone()
@@ -44,14 +65,14 @@ def references(case: BenchCase, device: torch.device) -> list[tuple[Tensor, Tens
 
     Eager is that of the peers, channels-last: libraries round differently in another layout.
     """
-    workload = peers.prepared(peers.peer_named("eager"), case, device)
+    workload = peers.prepared(peers.peer_named("eager"), case.build(device))
     eager = [run(workload, workload.inputs(*shape)) for shape in case.shapes]
     higher = REFERENCE[case.dtype]
-    workload.target.to(higher)
-    exact = []
-    with full_precision():
-        for shape in case.shapes:
-            exact.append(run(workload, _cast(workload.inputs(*shape), higher)))
+    if not case.is_large:
+        workload.target.to(higher)
+    given = [_cast(workload.inputs(*shape), higher) for shape in case.shapes]
+    with full_precision(), Widened(higher) if case.is_large else nullcontext():
+        exact = [run(workload, each) for each in given]
     return list(zip(eager, exact, strict=True))
 
 

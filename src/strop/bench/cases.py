@@ -30,6 +30,7 @@ class BenchCase:
     batches: tuple[int, ...]
     dtype: torch.dtype = torch.float16
     kind: str = "step"
+    is_large: bool = False  # contenders have the same weights
 
     def build(self, device: torch.device) -> Workload:
         return self.builder(device, self.dtype)

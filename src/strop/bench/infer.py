@@ -22,6 +22,7 @@ ORDER = ("rows", "start", "random", "switches")  # the most important first
 TAIL_S = 3.0  # of a process, to write down what it has
 LEAST_S = 10.0  # that it takes to say anything
 Step = Callable[[str, int], None]
+Note = Callable[[dict[str, Any]], None]
 
 
 def run(
@@ -33,12 +34,14 @@ def run(
     earlier: Path | None = None,
     is_apart: bool = True,
     step: Step = lambda text, done: None,
+    note: Note = lambda result: None,
 ) -> list[dict[str, Any]]:
     """Measure ``rows``; one JSON file a row in the folder ``out``, if any, and the same returned.
 
     What the budget does not allow is in there by name, with the reason. Slow peers that were not
     asked for come from the newest file in ``earlier`` of the same row, device and versions.
-    ``step`` hears what is being measured, and how much is done. Not ``is_apart``: everything runs
+    ``step`` hears what is being measured, and how much is done; ``note`` of each row's result so
+    far. Not ``is_apart``: everything runs
     in this process.
     """
     for name in plan.peers:
@@ -60,6 +63,7 @@ def run(
                 result = found.setdefault(row.name, _empty(row, plan, described))
                 _put(result, task["do"], answer, is_first=row is group[0])
                 _finish(result, plan, out, earlier)
+                note(result)
     return list(found.values())
 
 
@@ -152,13 +156,15 @@ def _empty(row: InferRow, plan: Plan, described: dict[str, Any]) -> dict[str, An
         "unit": row.unit,
         "must": row.must,
         "stretch": row.stretch,
+        "must_share": row.must_share,
+        "stretch_share": row.stretch_share,
         "model": row.model,
         "size": row.size,
         "batch": row.batch,
         "steps": row.steps,
         "is_tiny": row.is_tiny,
         "calls": plan.calls,
-        "dtype": plan.dtype,
+        "dtype": plan.dtype_of(row),
         "environment": described,
         "contenders": {},
     }
@@ -181,7 +187,7 @@ def earlier_peers(result: dict[str, Any], folder: Path) -> dict[str, Found]:
     slow = {peer.name for peer in peers.PEERS if peer.is_slow}
     kept = ("first_s",) if result["measures"] == "start" else None  # of the same model's step
     found: dict[str, Found] = {}
-    for path in sorted(folder.glob("P*.json"), reverse=True):
+    for path in sorted(folder.glob("[PD][0-9]*.json"), reverse=True):
         old = json.loads(path.read_text())
         if not _is_comparable(old, result):
             continue

@@ -3,13 +3,14 @@ hold."""
 
 from __future__ import annotations
 
+import copy
 import re
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ class Plan:
     """Say what to measure and for how long; plain data, which goes to a process as JSON."""
 
     device: str = "cuda"
-    dtype: str = "fp16"
+    dtype: str = ""  # that of the row, or fp32 on a CPU
     peers: tuple[str, ...] = DEFAULT_PEERS
     samples: int = 20
     calls: int = LOOP_CALLS
     random: int = 0
+    random_peer: str = ""  # eager in a CUDA graph where there may be one
     seed: int = 0
     ablate: bool = False
     variants: bool = False
@@ -52,9 +54,8 @@ class Plan:
     def where(self) -> torch.device:
         return torch.device(self.device)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def dtype_of(self, row: InferRow) -> str:
+        return self.dtype or (row.dtype if self.where.type == "cuda" else "fp32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +170,12 @@ class Field:
     device: torch.device
     options: strop.Options
     built: dict[str, Contender] = field(default_factory=dict)
+    first: Workload | None = None  # whose weights all have, where the case is large
 
     @staticmethod
     def of(row: InferRow, plan: Plan, cache: str) -> Field:
         options = strop.Options.from_environment(cache_dir=cache)
-        return Field(row.case(plan.torch_dtype), plan.where, options)
+        return Field(row.case(DTYPES[plan.dtype_of(row)]), plan.where, options)
 
     @property
     def target(self) -> Any:
@@ -198,9 +200,16 @@ class Field:
                 dispatcher.variants.wait()
 
     def _workload(self, name: str) -> Workload:
-        if name == "strop":
-            return self.case.build(self.device)
-        return peers.prepared(peers.peer_named(name), self.case, self.device)
+        workload = self._shared() if self.case.is_large else self.case.build(self.device)
+        return workload if name == "strop" else peers.prepared(peers.peer_named(name), workload)
+
+    def _shared(self) -> Workload:
+        """Return a model of its own with the weights of the first one."""
+        if self.first is None:
+            self.first = self.case.build(self.device)
+        weights: list[Tensor] = [*self.first.target.parameters(), *self.first.target.buffers()]
+        same = {id(weight): weight for weight in weights}
+        return replace(self.first, target=copy.deepcopy(self.first.target, same))
 
     def start(self, name: str, size: Size, batch: int) -> tuple[timer.Call, Found, list[Tensor]]:
         """Make a contender's call at a shape and run it twice; return the call, what both cost, and

@@ -16,6 +16,7 @@ from strop.bench import accuracy, environment, peers, timer
 from strop.bench import compile as compile_bench
 from strop.bench.cases import BenchCase
 from strop.bench.infer_contenders import (
+    DTYPES,
     Deadline,
     Field,
     Found,
@@ -163,8 +164,9 @@ def _profile(
 def measure_start(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Found:
     """Measure the seconds from ``optimize`` to the first result with an empty cache, and where they
     went."""
+    case = row.case(DTYPES[plan.dtype_of(row)])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        found = compile_bench.measure_here(row.case(plan.torch_dtype), plan.where, cache, 1)
+        found = compile_bench.measure_here(case, plan.where, cache, 1)
     first_s = found["first_s"]
     # what the background has done so far is nothing that anybody waited for
     stages = {name: s for name, s in found["stages_s"].items() if name != "kernels_later"}

@@ -5,15 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from strop.bench import models
 from strop.bench.cases import BenchCase
 from strop.bench.models import Build, Size
+from strop.bench.network_models import NETWORKS, NetworkModel
+from strop.bench.transformer_models import TRANSFORMERS
 from strop.errors import OptionError
 
 TINY_SCALE = 8  # how many times smaller the sides of a tiny row are
+TINY_STEP = 16  # of which they are multiples
+SPEED_BATCHES = (1, 8, 32)
 TINY_STEPS = 2
 
 
@@ -24,30 +29,46 @@ class Draws:
     batches: range
     sides: range
     most: int = 1000  # shapes that are worth their time
+    rows: range | None = None  # heights, where they are others than widths
 
     def some(self, count: int, seed: int) -> list[tuple[Size, int]]:
         """Draw ``count`` different shapes, the same for the same seed."""
         source, found = random.Random(seed), dict[tuple[Size, int], None]()
         count = min(count, self.most)
         while len(found) < count:
-            size = (source.choice(self.sides), source.choice(self.sides))
+            size = (source.choice(self.rows or self.sides), source.choice(self.sides))
             found[size, source.choice(self.batches)] = None
         return list(found)
 
 
 @dataclass(frozen=True, slots=True)
 class InferModel:
-    """Describe a model, which ``full`` and ``tiny`` build for a number of denoising steps."""
+    """Describe a model, which ``full`` and ``tiny`` build for a number of denoising steps.
+
+    ``is_large``: a GPU has no room for weights of each contender, so they have the same ones.
+    ``tiny_size`` stands where a tiny model has a size of its own.
+    """
 
     full: Callable[[int], Build]
     tiny: Callable[[int], Build]
     draws: Draws
     tiny_draws: Draws
     kind: str = "step"  # of BenchCase
+    is_large: bool = False
+    tiny_size: Size | None = None
 
 
 def _sides(low: int, high: int, step: int) -> range:
     return range(low, high + 1, step)
+
+
+def _always(build: Build, steps: int) -> Build:
+    return build
+
+
+def _drawn(size: Size) -> Draws:
+    """Draw batches of inputs of one size: networks check it."""
+    return Draws(range(1, 33), range(size[1], size[1] + 1), rows=range(size[0], size[0] + 1))
 
 
 _SD15 = (models.SD15_UNET, models.SD_VAE, models.CLIP_L)
@@ -92,6 +113,26 @@ MODELS: dict[str, InferModel] = {
         _TINY_PICTURES,
         kind="pipe",
     ),
+    **{
+        name: InferModel(
+            partial(_always, full),
+            partial(_always, tiny),
+            Draws(range(1, 3), _sides(512, 1280, 64)),
+            Draws(range(1, 3), _sides(64, 160, 16)),
+            is_large=name in ("flux", "qwen-image"),
+        )
+        for name, (full, tiny) in TRANSFORMERS.items()
+    },
+    **{
+        network.name: InferModel(
+            partial(_always, network.full),
+            partial(_always, network.tiny),
+            _drawn(network.size),
+            _drawn(network.tiny_size),
+            tiny_size=network.tiny_size,
+        )
+        for network in NETWORKS
+    },
     "sdxl-pipe": InferModel(
         lambda steps: models.sdxl_pipeline_workload(
             models.SDXL_UNET, models.SD_VAE, _BOTH_CLIPS, steps
@@ -110,8 +151,8 @@ MODELS: dict[str, InferModel] = {
 class InferRow:
     """Describe a row. ``kind``: "step" is timed in ms and "picture" in s a call; "start" is the
     seconds of a cold compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch``
-    are in that unit. ``cost_s`` is what Strop and eager need on a GPU, once the model has been
-    compiled."""
+    are in that unit, or shares of what Inductor takes in a CUDA graph. ``cost_s`` is what Strop and
+    eager need on a GPU, once the model has been compiled. ``dtype`` is that on a GPU."""
 
     name: str
     title: str
@@ -124,11 +165,15 @@ class InferRow:
     cost_s: float
     steps: int = 0
     is_tiny: bool = False
+    dtype: str = "fp16"
+    must_share: float | None = None
+    stretch_share: float | None = None
 
     def case(self, dtype: torch.dtype) -> BenchCase:
         model = MODELS[self.model]
         builder = (model.tiny if self.is_tiny else model.full)(self.steps)
-        return BenchCase(self.name, builder, (self.size,), (self.batch,), dtype, model.kind)
+        shape = (self.size,), (self.batch,)
+        return BenchCase(self.name, builder, *shape, dtype, model.kind, model.is_large)
 
     @property
     def draws(self) -> Draws:
@@ -142,14 +187,21 @@ class InferRow:
     def tiny(self) -> InferRow:
         """Return the same row with tiny widths, a small size and few steps; its speed says
         nothing."""
-        height, width = (side // TINY_SCALE for side in self.size)
+        height, width = (-(-side // TINY_SCALE // TINY_STEP) * TINY_STEP for side in self.size)
         return replace(
-            self, size=(height, width), steps=min(self.steps, TINY_STEPS), cost_s=0.0, is_tiny=True
+            self,
+            size=MODELS[self.model].tiny_size or (height, width),
+            steps=min(self.steps, TINY_STEPS),
+            cost_s=0.0,
+            is_tiny=True,
         )
 
 
 def _square(side: int) -> Size:
     return (side, side)
+
+
+_480P, _WAN = (480, 832), (0.92, 0.85)  # height and width; shares of Inductor in a CUDA graph
 
 
 ROWS: tuple[InferRow, ...] = (
@@ -225,21 +277,62 @@ ROWS: tuple[InferRow, ...] = (
         20,
         steps=4,
     ),
+    *(
+        InferRow(
+            name, title, "step", model, size, batch, must, stretch, cost, 0, False, "bf16", *shares
+        )
+        for name, title, model, size, batch, must, stretch, cost, shares in (
+            ("D1", "Flux.1 step 1024²", "flux", _square(1024), 1, 120, 110, 60, ()),
+            ("D1w", "Wan 2.1 1.3B step, 480p, 33 frames", "wan", _480P, 1, None, None, 60, _WAN),
+            (
+                *("D1w-81", "Wan 2.1 1.3B step, 480p, 81 frames", "wan-81"),
+                *(_480P, 1, None, None, 90, _WAN),
+            ),
+            (
+                *("D1q", "Qwen-Image step 1024²", "qwen-image"),
+                *(_square(1024), 1, None, None, 90, (0.88, 0.82)),
+            ),
+            ("D1s", "SD3 medium step 1024²", "sd3-medium", _square(1024), 2, 33, 30, 40, ()),
+            ("D1s35", "SD3.5 medium step 1024²", "sd3.5-medium", _square(1024), 2, 42, 38, 40, ()),
+        )
+    ),
 )
+
+
+def _speed_row(network: NetworkModel, batch: int) -> InferRow:
+    return InferRow(
+        f"D7-{network.name}-b{batch}",
+        f"{network.name}, batch {batch}",
+        "step",
+        network.name,
+        network.size,
+        batch,
+        None,
+        None,
+        15.0,
+        dtype=network.dtype,
+        must_share=1.02,
+        stretch_share=0.90,
+    )
+
+
+# of ``strop bench models --speed``; ``strop bench infer`` knows them by name
+SPEED_ROWS = tuple(_speed_row(network, batch) for network in NETWORKS for batch in SPEED_BATCHES)
 
 
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, ...]:
     """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
-    all rows."""
-    known = {row.name.lower(): {row.name} for row in ROWS}
-    for row in ROWS:
+    all rows but those of ``SPEED_ROWS``."""
+    every = (*ROWS, *SPEED_ROWS)
+    known = {row.name.lower(): {row.name} for row in every}
+    for row in every:
         known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
     unknown = [name for name in names if name.lower() not in known]
     if unknown:
-        listed = ", ".join(row.name for row in ROWS)
+        listed = ", ".join((*(row.name for row in ROWS), "D7-<network>-b<batch>"))
         raise OptionError(f"no row {', '.join(unknown)}; there are {listed}")
     wanted = set().union(*(known[name.lower()] for name in names)) or {row.name for row in ROWS}
-    found = (row for row in ROWS if row.name in wanted)
+    found = (row for row in every if row.name in wanted)
     return tuple(row.tiny() if tiny else row for row in found)
 
 

@@ -62,7 +62,8 @@ def measure_random(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Fo
     Where the plan wants ``variants``, the row without each of ``CHOOSING`` is beside it.
     """
     device = plan.where
-    peer = "eager-graph" if device.type == "cuda" and row.kind == "step" else "eager"
+    usual = "eager-graph" if device.type == "cuda" and row.kind == "step" else "eager"
+    peer = plan.random_peer or usual
     row = replace(row, steps=min(row.steps, MAX_STEPS))
     result: Found = {
         "peer": peer,

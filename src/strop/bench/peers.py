@@ -47,12 +47,23 @@ class Peer:
 
 
 def _channels_last(module: nn.Module) -> None:
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for weight in module.parameters():
+        if weight.dim() == 4:  # not those of a convolution over frames
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def _compiled(module: nn.Module, **how: Any) -> None:
     _channels_last(module)
     module.forward = torch.compile(module.forward, **how)
+
+
+def _compiled_blocks(module: nn.Module) -> None:
+    """As diffusers recommends it for transformers."""
+    _channels_last(module)
+    compile_blocks: Any = getattr(module, "compile_repeated_blocks", None)
+    if not callable(compile_blocks) or not getattr(module, "_repeated_blocks", None):
+        raise OptionError(f"{type(module).__name__} does not say which of its blocks repeat")
+    compile_blocks(fullgraph=True, dynamic=False)
 
 
 def _naive(module: nn.Module) -> None:
@@ -75,6 +86,10 @@ PEERS: tuple[Peer, ...] = (
     Peer("eager-naive", _naive, "naive"),
     Peer("inductor", _STATIC, "inductor", first_s=80, limit_s=300),
     Peer("inductor-graph", _STATIC, "inductor", by_graph=True, first_s=80, limit_s=300),
+    Peer("inductor-blocks", _compiled_blocks, "blocks", first_s=40, limit_s=200),
+    Peer(
+        "inductor-blocks-graph", _compiled_blocks, "blocks", by_graph=True, first_s=40, limit_s=200
+    ),
     Peer("inductor-dynamic", partial(_compiled, dynamic=True), "dynamic", first_s=120, limit_s=400),
     Peer(
         "inductor-tuned",
@@ -100,9 +115,8 @@ def hot_modules(target: Any) -> list[nn.Module]:
     return [target.unet, target.vae.decoder]
 
 
-def prepared(peer: Peer, case: BenchCase, device: torch.device) -> Workload:
+def prepared(peer: Peer, workload: Workload) -> Workload:
     """Return a fresh model, set up for this peer."""
-    workload = case.build(device)
     for module in hot_modules(workload.target):
         peer.prepare(module)
     return workload

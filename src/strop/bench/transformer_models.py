@@ -1,8 +1,9 @@
-"""Build the diffusion transformers that benchmarks time, with random weights: Flux.1, Wan 2.1."""
+"""Build the diffusion transformers that benchmarks time, with random weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,39 @@ TINY_WAN: dict[str, Any] = {
     "text_dim": 16,
     "freq_dim": 16,
 }
+QWEN: dict[str, Any] = {}  # diffusers' defaults are Qwen-Image
+TINY_QWEN: dict[str, Any] = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 4, 8),
+}
+SD3: dict[str, Any] = {
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "caption_projection_dim": 1536,
+    "pos_embed_max_size": 192,
+}
+SD35: dict[str, Any] = SD3 | {
+    "pos_embed_max_size": 384,
+    "dual_attention_layers": tuple(range(13)),
+    "qk_norm": "rms_norm",
+}
+TINY_SD3: dict[str, Any] = {
+    "sample_size": 16,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "caption_projection_dim": 32,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+    "pos_embed_max_size": 16,
+}
+TINY_SD35: dict[str, Any] = TINY_SD3 | {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
 _PIXELS_PER_TOKEN = 16  # a side
-_FLUX_TEXT, _WAN_TEXT, _WAN_FRAMES = 512, 512, 9  # tokens, tokens, frames of latents
+_FLUX_TEXT, _WAN_TEXT, _QWEN_TEXT, _SD3_TEXT = 512, 512, 128, 333  # tokens
+WAN_FRAMES, WAN_FRAMES_81 = 9, 21  # frames of latents: 33 and 81 frames of video
 
 
 def _flux_inputs(
@@ -61,18 +93,52 @@ def _flux_inputs(
 
 
 def _wan_inputs(
-    model: Any, size: Size, batch: int, device: torch.device, dtype: torch.dtype
+    model: Any,
+    size: Size,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    frames: int = WAN_FRAMES,
 ) -> dict[str, Any]:
     height, width = (side // 8 for side in size)
     channels = model.config.in_channels
     return {
-        "hidden_states": random_tensor(
-            (batch, channels, _WAN_FRAMES, height, width), device, dtype
-        ),
+        "hidden_states": random_tensor((batch, channels, frames, height, width), device, dtype),
         "timestep": torch.full((batch,), 500.0, device=device),
         "encoder_hidden_states": random_tensor(
             (batch, _WAN_TEXT, model.config.text_dim), device, dtype, seed=2
         ),
+    }
+
+
+def _qwen_inputs(
+    model: Any, size: Size, batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    height, width = (side // _PIXELS_PER_TOKEN for side in size)
+    config, tokens = model.config, height * width
+    text = (batch, _QWEN_TEXT, config.joint_attention_dim)
+    return {
+        "hidden_states": random_tensor((batch, tokens, config.in_channels), device, dtype),
+        "encoder_hidden_states": random_tensor(text, device, dtype, seed=2),
+        "encoder_hidden_states_mask": None,  # what the pipeline gives where all prompts are as long
+        "timestep": torch.full((batch,), 0.5, device=device, dtype=dtype),
+        "img_shapes": [[(1, height, width)]] * batch,
+    }
+
+
+def _sd3_inputs(
+    model: Any, size: Size, batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    height, width = (side // 8 for side in size)
+    config = model.config
+    text = (batch, _SD3_TEXT, config.joint_attention_dim)
+    return {
+        "hidden_states": random_tensor((batch, config.in_channels, height, width), device, dtype),
+        "encoder_hidden_states": random_tensor(text, device, dtype, seed=2),
+        "pooled_projections": random_tensor(
+            (batch, config.pooled_projection_dim), device, dtype, seed=3
+        ),
+        "timestep": torch.full((batch,), 500.0, device=device),
     }
 
 
@@ -98,5 +164,21 @@ TRANSFORMERS: dict[str, tuple[Build, Build]] = {
     "wan": (
         _workload("WanTransformer3DModel", WAN, _wan_inputs),
         _workload("WanTransformer3DModel", TINY_WAN, _wan_inputs),
+    ),
+    "wan-81": (
+        _workload("WanTransformer3DModel", WAN, partial(_wan_inputs, frames=WAN_FRAMES_81)),
+        _workload("WanTransformer3DModel", TINY_WAN, partial(_wan_inputs, frames=3)),
+    ),
+    "qwen-image": (
+        _workload("QwenImageTransformer2DModel", QWEN, _qwen_inputs),
+        _workload("QwenImageTransformer2DModel", TINY_QWEN, _qwen_inputs),
+    ),
+    "sd3-medium": (
+        _workload("SD3Transformer2DModel", SD3, _sd3_inputs),
+        _workload("SD3Transformer2DModel", TINY_SD3, _sd3_inputs),
+    ),
+    "sd3.5-medium": (
+        _workload("SD3Transformer2DModel", SD35, _sd3_inputs),
+        _workload("SD3Transformer2DModel", TINY_SD35, _sd3_inputs),
     ),
 }

@@ -11,7 +11,9 @@ import torch
 
 from strop.bench import environment
 from strop.bench import models as builds
-from strop.bench.models import Build, Size, Workload, made_on
+from strop.bench.infer_contenders import DTYPES
+from strop.bench.models import Build, Size
+from strop.bench.network_models import NETWORKS
 from strop.bench.transformer_models import TRANSFORMERS
 from strop.bench.zoo import ZOO
 from strop.bench.zoo_inputs import Inputs
@@ -19,9 +21,6 @@ from strop.debug.costs import SHORT_US, TOO_SLOW
 from strop.debug.profile import profiled
 from strop.debug.roofline import ProfileRow, TimedStep
 from strop.errors import OptionError
-
-T5_LARGE = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16}
-T5_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +78,16 @@ class Subject:
     dtype: torch.dtype = torch.float16  # on a GPU
 
 
-def _t5(device: torch.device, dtype: torch.dtype) -> Workload:
-    from transformers import T5Config, T5EncoderModel
-
-    with made_on(device, dtype):
-        model = T5EncoderModel(T5Config(**T5_LARGE)).eval().requires_grad_(False)
-
-    def inputs(size: Size, batch: int) -> Mapping[str, Any]:
-        source = torch.Generator().manual_seed(0)
-        tokens = torch.randint(model.config.vocab_size, (batch, T5_TOKENS), generator=source)
-        return {"input_ids": tokens.to(device)}
-
-    return Workload(model, inputs, lambda target, given: target(**given).last_hidden_state)
-
-
 SUBJECTS: Mapping[str, Subject] = {
     "sd15-unet": Subject(builds.unet_workload(builds.SD15_UNET), (512, 512), 2),
     "sdxl-unet": Subject(builds.unet_workload(builds.SDXL_UNET), (1024, 1024), 2),
     "sd-vae": Subject(builds.vae_workload(builds.SD_VAE), (512, 512), 1),
     "flux": Subject(TRANSFORMERS["flux"][0], (1024, 1024), 1, torch.bfloat16),
     "wan": Subject(TRANSFORMERS["wan"][0], (480, 832), 1, torch.bfloat16),
-    "t5-large": Subject(_t5, (0, 0), 2),
+    **{
+        network.name: Subject(network.full, network.size, 2, DTYPES[network.dtype])
+        for network in NETWORKS
+    },
 }
 
 

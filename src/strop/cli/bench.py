@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli import arguments, bench_infer, bench_train, bench_worst
+from strop.cli import arguments, bench_infer, bench_speed, bench_train, bench_worst
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
+from strop.cli.bench_infer import BudgetOption, TinyOption
+from strop.cli.bench_speed import BatchesOption, SpeedPeersOption
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show
@@ -32,6 +34,8 @@ $ strop bench pictures --ablate -o benchmarks/results
 MODELS_EXAMPLES = """[bold]Examples[/]
 $ strop bench models --only bert,gpt2-decode --device cpu
 $ strop bench models -o zoo.json --page zoo.md
+$ strop bench models --speed --only bert-base,vit-l --batches 8 -o speed.json
+$ strop bench models --speed --tiny --only bert-base --device cpu   # tries the code, not the speed
 """
 
 KERNEL_EXAMPLES = """[bold]Examples[/]
@@ -203,15 +207,33 @@ def models(
     out: FileOption = None,
     page: Annotated[Path | None, typer.Option(help="Write a Markdown table to this file.")] = None,
     shapes: Annotated[int, typer.Option(min=1, help="Run each model at this many shapes.")] = 20,
+    speed: Annotated[
+        bool,
+        typer.Option(
+            "--speed", help="Time networks at full size instead, beside Inductor in a CUDA graph."
+        ),
+    ] = False,
+    batches: BatchesOption = "",
+    peers: SpeedPeersOption = "eager,eager-graph,inductor-graph",
+    budget: BudgetOption = 3600.0,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --speed, measure what the file has, too.")
+    ] = False,
+    tiny: TinyOption = False,
 ) -> None:
     """Compile each architecture of the zoo at tiny widths, and judge the result.
 
     A model passes if one graph serves all its shapes without a fallback, if nearly all of it runs
-    in generated kernels, and if its results are as accurate as eager's.
+    in generated kernels, and if its results are as accurate as eager's. With --speed, encoders of
+    texts and pictures and GPT-2 are timed at full size; rows that --out has are not measured again,
+    so a run that was cut off goes on where it was.
     """
     require_diffusion()
     for file in (out, page):
         arguments.check_file(file)
+    if speed:
+        bench_speed.timed(only, batches, peers, device, out, page, budget, again=again, tiny=tiny)
+        return
     from strop.bench.zoo import ZOO
 
     wanted = [name for name in only.split(",") if name]

@@ -20,6 +20,10 @@ EXAMPLES = """[bold]Rows[/]
 - P5x: a picture of SDXL at 1024x1024 in 30 steps
 - P6: a cold compile of P1, with its stages
 - P7: peak memory of P5-1024, beside eager and naive attention
+- D1: a step of Flux.1 at 1024x1024
+- D1w, D1w-81: a step of Wan 2.1 1.3B at 480p, with 33 and 81 frames
+- D1q: a step of Qwen-Image at 1024x1024
+- D1s, D1s35: a step of SD3 medium and of SD3.5 medium at 1024x1024 and batch 2
 
 [bold]Examples[/]
 $ strop bench infer P1 P4 --device cpu --tiny   # any machine: tries the code, not the speed
@@ -59,6 +63,13 @@ RandomOption = Annotated[
         min=0, help="Also measure this many random shapes of each model, in a fresh process."
     ),
 ]
+RandomPeerOption = Annotated[
+    str,
+    typer.Option(
+        help="Measure random shapes beside this peer. [dim]\\[default: eager in a CUDA graph][/]",
+        show_default=False,
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="Draw the shapes of --random from this seed.")]
 CallsOption = Annotated[
     int,
@@ -85,7 +96,8 @@ VariantsOption = Annotated[
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="Compute in fp16, bf16 or fp32. [dim]\\[default: fp32 on a CPU, else fp16][/]",
+        help="Compute in fp16, bf16 or fp32. "
+        "[dim]\\[default: fp32 on a CPU, else bf16 for D1... and fp16 for P1...][/]",
         show_default=False,
     ),
 ]
@@ -115,6 +127,7 @@ def infer(
     earlier: EarlierOption = RESULTS,
     budget: BudgetOption = 1800.0,
     random: RandomOption = 0,
+    random_peer: RandomPeerOption = "",
     seed: SeedOption = 0,
     ablate: AblateOption = False,
     variants: VariantsOption = False,
@@ -140,14 +153,15 @@ def infer(
         raise typer.BadParameter("goes with --random N", param_hint="--variants")
     with wrong("ROWS"):
         chosen = chosen_rows(rows or (), tiny=tiny)
-    plan = _plan(
+    plan = plan_of(
         device,
         tiny,
         dtype,
-        _names(peers),
+        split_peers(peers),
         samples=samples,
         calls=calls,
         random=random,
+        random_peer=split_peers(random_peer)[0] if random_peer else "",
         seed=seed,
         ablate=ablate,
         variants=variants,
@@ -165,7 +179,7 @@ def infer(
         print(f"written: {file}")
 
 
-def _names(peers: str) -> tuple[str, ...]:
+def split_peers(peers: str) -> tuple[str, ...]:
     from strop.bench.peers import PEERS
 
     names = tuple(name for name in peers.split(",") if name)
@@ -173,7 +187,7 @@ def _names(peers: str) -> tuple[str, ...]:
     return names
 
 
-def _plan(device: DeviceName, tiny: bool, dtype: str, peers: tuple[str, ...], **more: Any) -> Any:
+def plan_of(device: DeviceName, tiny: bool, dtype: str, peers: tuple[str, ...], **more: Any) -> Any:
     from strop.bench.infer_contenders import DTYPES, Plan
 
     where = arguments.chosen_device(device)
@@ -182,9 +196,8 @@ def _plan(device: DeviceName, tiny: bool, dtype: str, peers: tuple[str, ...], **
             "full-size rows need a GPU, and there is none here (or --device cpu was asked for);"
             " --device cpu --tiny runs the same code with tiny models"
         )
-    dtype = dtype or ("fp16" if where == "cuda" else "fp32")
-    known("--dtype", [dtype], list(DTYPES))
-    if where == "cpu" and dtype != "fp32":
+    known("--dtype", [dtype] if dtype else [], list(DTYPES))
+    if where == "cpu" and dtype not in ("", "fp32"):
         raise typer.BadParameter(f"{dtype}: on a CPU, rows run in fp32", param_hint="'--dtype'")
     return Plan(where, dtype, peers, **more)
 
@@ -212,7 +225,7 @@ def table(
     """Make the tables of `strop bench infer` and `train` from the newest JSON file of each row."""
     from strop.bench import infer_plots, infer_report, train_plots, train_report
 
-    files = sorted((*results.glob("P*.json"), *results.glob("ladder*.json")))
+    files = sorted((*results.glob("[PD][0-9]*.json"), *results.glob("ladder*.json")))
     found, trained = infer_report.load(files), train_report.load(files)
     if not found and not trained:
         raise CommandError(f"no rows in {results}; strop bench infer -o {results} makes them")
