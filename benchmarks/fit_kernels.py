@@ -2,10 +2,11 @@
 
     python benchmarks/fit_kernels.py KERNEL --out FOLDER [--seconds 120] [options of the kernel]
 
-Each kernel runs in fp16 on one H100, beside the library's, in turns, from CUDA graphs of many calls
-whose operands change from call to call. FOLDER gets ``KERNEL_h100_DATE.json``: at each shape the
-microseconds of the library and of every tile, their spread, and the error of each. ``strop bench
-select`` judges the rules of ``strop/kernels`` by these files.
+Each kernel runs in fp16, or as its sweep says, on one H100, beside the library's, in turns, from
+CUDA graphs of many calls whose operands change from call to call. FOLDER gets
+``KERNEL_h100_DATE.json``: at each shape the microseconds of the library and of every tile, their
+spread, and the error of each. ``strop bench select`` judges the rules of ``strop/kernels`` by these
+files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import ModuleType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fitting import (
+    attn_libraries,
     attn_tma,
     attn_wgmma,
     conv_narrow,
@@ -31,6 +33,7 @@ from benchmarks.fitting import (
 SWEEPS: Mapping[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (
+        attn_libraries,
         attn_tma,
         attn_wgmma,
         conv_narrow,
