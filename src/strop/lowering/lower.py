@@ -67,9 +67,9 @@ def lower(
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
         values.store(node)
-    values.sweep.share_loops()
-    unaligned = values.sweep.align_stores()
-    values.sweep.check_reductions()
+    values.shared.share_loops()
+    unaligned = values.shared.align_stores()
+    values.shared.check_reductions()
     return _Finish(group, values, hints, generic, unaligned).kernel()
 
 
@@ -116,7 +116,7 @@ class _Finish:
 
     def kernel(self) -> Lowered:
         stmts = _deduplicated([self._stmt(d) for d in self.values.drafts.all])
-        reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.sweep.reduced_axes)}
+        reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.shared.reduced_axes)}
         axes = self._ordered_axes(stmts, reduced)
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
         schedule = self.group.schedule

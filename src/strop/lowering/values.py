@@ -20,7 +20,7 @@ from strop.ir.ops import Kind, Operands, compute_dtype
 from strop.lowering.axes import ONE, AxisTable, Strides
 from strop.lowering.drafts import Access, Drafts, DraftStatement
 from strop.lowering.positions import ZERO, Dim, NodeIndex, Positions
-from strop.lowering.sweep import Loop, Sweep
+from strop.lowering.shared_axes import ReductionLoop, SharedAxes
 
 
 class Values:
@@ -30,7 +30,7 @@ class Values:
         self.axes = AxisTable()
         self.drafts = Drafts(self.axes)
         self.positions = Positions(self.axes, self.drafts.divided)
-        self.sweep = Sweep(self.positions, self.drafts, domain)
+        self.shared = SharedAxes(self.positions, self.drafts, domain)
         self._loaded = stored - inside
         self._inside = inside
         self._reduces = any(n.kind is Kind.REDUCTION for n in inside)
@@ -42,7 +42,7 @@ class Values:
         pairs = zip(index, node.shape, strict=True)
         index = tuple(Dim() if size == ONE else dim for dim, size in pairs)
         if self._reduces or node in self._inside:
-            self.sweep.meet(node, index, in_rows=self._reduces)
+            self.shared.meet(node, index, in_rows=self._reduces)
         key = (node, self.positions.key(index), guard)
         if key not in self._memo:
             self._memo[key] = self._compute(node, index, guard)
@@ -71,7 +71,7 @@ class Values:
         base = base_of(node)
         is_loaded = base in self._loaded or not _computable(base)
         # what is reduced through a view may be read beside it: both ways must meet at the base
-        meets = self._reduces and base.numel == node.numel == self.sweep.domain
+        meets = self._reduces and base.numel == node.numel == self.shared.domain
         meets = meets and self.positions.runs(index, node.shape) is not None
         if is_loaded and not meets and strided(node) is not None:
             return self._load(node, index, guard)
@@ -252,7 +252,7 @@ class Values:
         kept_shape = [ONE if d in dims else size for d, size in enumerate(x.shape)]
         is_whole = self.positions.runs(kept, kept_shape) is not None
         key = (x.shape, dims, self.positions.key(kept))
-        fresh = self.sweep.loop_axes(key, [x.shape[d] for d in dims])
+        fresh = self.shared.loop_axes(key, [x.shape[d] for d in dims])
         if is_whole:
             guard = None  # all elements count, wherever in its row the result is wanted
         elif guard:
@@ -261,7 +261,7 @@ class Values:
         inner = list(index)
         for d, dim in zip(dims, fresh, strict=True):
             inner[d] = dim
-        self.sweep.add_loop(Loop(x.shape, dims, tuple(inner), axes, guard))
+        self.shared.add_loop(ReductionLoop(x.shape, dims, tuple(inner), axes, guard))
         arg = self.drafts.convert(self.value(x, tuple(inner), guard), compute_dtype(node.dtype))
         if (x, dims) in self._varied and node.op in ("mean", "var"):
             mean, var = self.drafts.reduction("moments", arg, node.dtype)
@@ -292,10 +292,10 @@ class Values:
 
     def store(self, node: Node) -> None:
         """Print a store of all elements, in the order in which others are read or stored here."""
-        index = self.sweep.order_of(node)
-        self.sweep.add_store(node, index)
+        index = self.shared.order_of(node)
+        self.shared.add_store(node, index)
         name = self.value(node, index)
-        self.sweep.keep_order(node, index)
+        self.shared.keep_order(node, index)
         walked = [
             (dim, ((size, stride),))
             for dim, size, stride in zip(index, node.shape, node.strides, strict=True)

@@ -13,7 +13,7 @@ from strop.lowering.positions import Dim, NodeIndex, Positions
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class ReductionLoop:
     """Hold what one reduction runs over: the dims ``dims`` of a value, read at ``index``."""
 
     shape: tuple[Expr, ...]
@@ -23,7 +23,7 @@ class Loop:
     guard: str | None
 
 
-class Sweep:
+class SharedAxes:
     """Holds what the values of a kernel are read, reduced and stored over.
 
     ``domain`` is the kernel's number of elements.
@@ -37,7 +37,7 @@ class Sweep:
         self._rows: dict[object, list[list[int] | None]] = {}
         self._first_index: dict[Node, NodeIndex] = {}
         self._stored_axes: list[int] | None = None
-        self._loops: list[Loop] = []
+        self._loops: list[ReductionLoop] = []
         self._stores: list[tuple[Node, NodeIndex]] = []
 
     def loop_axes(self, key: object, sizes: Sequence[Expr]) -> NodeIndex:
@@ -49,7 +49,7 @@ class Sweep:
             self.axes.loops.update(axes)
         return self._fresh[key]
 
-    def add_loop(self, loop: Loop) -> None:
+    def add_loop(self, loop: ReductionLoop) -> None:
         self._loops.append(loop)
 
     def add_store(self, node: Node, index: NodeIndex) -> None:
@@ -120,7 +120,7 @@ class Sweep:
         for loop in self._loops:
             self._share_sweep(loop)
 
-    def _share_sweep(self, loop: Loop) -> None:
+    def _share_sweep(self, loop: ReductionLoop) -> None:
         """Let a loop over what nothing else reads here run over the elements of its row that the
         kernel writes."""
         looped = self.axes.leaves(loop.axes)
