@@ -60,3 +60,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     network.pipeline(built, settings.TINY.noise).save_pretrained(folder)
     vocabulary.write(folder / "tokenizer")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_dit(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sprites-dit folder with random weights everywhere, where an untrained one has zeros."""
+    import torch
+
+    from strop.models.sprites import dit, load_from, settings
+
+    folder = tmp_path_factory.mktemp("dit")
+    dit.write(settings.TINY_DIT, tiny_model, folder)
+    transformer = load_from(folder).transformer
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in transformer.parameters():
+            if not weight.any():
+                weight.normal_(0, 0.1, generator=source)
+    transformer.save_pretrained(folder / "transformer", safe_serialization=True)
+    return folder

@@ -1,14 +1,16 @@
-"""Sprites is a small text-to-image model that draws one or two coloured shapes.
+"""Sprites are two small text-to-image models that draw one or two coloured shapes.
 
 >>> from strop.models import sprites
 >>> pipe = sprites.load()
 >>> pipe("a red circle above a blue square on a white background", width=96, height=64)
 
-The folder that `load` reads is an ordinary diffusers `StableDiffusionPipeline`.
+The folder that `load` reads is an ordinary diffusers `StableDiffusionPipeline`, and `load_dit`'s an
+ordinary `FluxPipeline`, which is called with `strop.models.guidance.guided`'s arguments.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,17 +19,20 @@ from strop.models.sprites.score import Score, score
 from strop.models.sprites.specs import held_out_prompts
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline
+    from diffusers import FluxPipeline, StableDiffusionPipeline
 
 __all__ = [
     "BUCKETS",
+    "DIT_WEIGHTS",
     "WEIGHTS",
     "Scene",
     "Score",
     "Thing",
     "caption",
+    "folder_of",
     "held_out_prompts",
     "load",
+    "load_dit",
     "load_from",
     "parse",
     "score",
@@ -36,15 +41,41 @@ __all__ = [
 WEIGHTS = Path(__file__).parent / "weights"
 """The diffusers folder that ships with the package."""
 
+DIT_WEIGHTS = Path(__file__).parent / "dit_weights"
+"""The diffusers folder of sprites-dit. It is there once its weights are trained."""
+
 _FILES = (
     "model_index.json",
-    "unet/diffusion_pytorch_model.safetensors",
     "vae/diffusion_pytorch_model.safetensors",
     "text_encoder/model.safetensors",
     "tokenizer/vocab.json",
     "tokenizer/merges.txt",
     "scheduler/scheduler_config.json",
 )
+_UNET = "unet/diffusion_pytorch_model.safetensors"
+_DIT_FILES = (
+    "transformer/diffusion_pytorch_model.safetensors",
+    "text_encoder_2/model.safetensors",
+    "tokenizer_2/vocab.json",
+    "tokenizer_2/merges.txt",
+)
+
+
+def folder_of(name: str) -> Path:
+    """Return the folder of "sprites" or "sprites-dit".
+
+    Raises:
+        FileNotFoundError: the weights of sprites-dit are not trained yet.
+    """
+    if name == "sprites":
+        return WEIGHTS
+    if not (DIT_WEIGHTS / "model_index.json").is_file():
+        raise FileNotFoundError(
+            "the weights of sprites-dit are not trained yet; train them: 'python -m "
+            "strop.models.sprites.dit --out DIR', then 'strop train text-to-image --config "
+            "examples/sprites-dit.yaml --model DIR', whose output folder --model takes"
+        )
+    return DIT_WEIGHTS
 
 
 def load(
@@ -63,21 +94,45 @@ def load(
     return load_from(WEIGHTS, dtype, device)
 
 
+def load_dit(
+    dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> "FluxPipeline":
+    """Load sprites-dit, a transformer of Flux's kind; otherwise like `load`.
+
+    Raises:
+        FileNotFoundError: its weights are not trained yet, or a file of them is missing.
+        ValueError: a weights file is damaged.
+    """
+    return load_from(folder_of("sprites-dit"), dtype, device)
+
+
 def load_from(
     folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> "StableDiffusionPipeline":
-    """Load a sprites model from any folder; otherwise like `load`."""
-    from diffusers import StableDiffusionPipeline
+) -> Any:
+    """Load a model of either kind from any folder; otherwise like `load` and `load_dit`."""
+    from diffusers import FluxPipeline, StableDiffusionPipeline
+
+    is_dit = (folder / "transformer").is_dir()
+    _check_files(folder, (*_FILES, *(_DIT_FILES if is_dit else (_UNET,))))
+    common: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
+    if is_dit:
+        return FluxPipeline.from_pretrained(folder, **common).to(device)
+    pipe = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, **common)
+    return pipe.to(device)
+
+
+def _check_files(folder: Path, names: Sequence[str]) -> None:
+    """Raise unless all these files are there and the weights among them open."""
     from safetensors import SafetensorError, safe_open
 
-    missing = [name for name in _FILES if not (folder / name).is_file()]
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(
             f"the sprites model in {folder} lacks {', '.join(missing)}; reinstall strop, or train "
             "a model: 'python -m strop.models.sprites.train --out DIR', then 'strop train "
             "text-to-image --config examples/sprites.yaml --model DIR/weights'"
         )
-    for name in _FILES:
+    for name in names:
         if not name.endswith(".safetensors"):
             continue
         try:
@@ -87,7 +142,3 @@ def load_from(
             raise ValueError(
                 f"{folder / name} is no readable safetensors file ({error}); reinstall strop"
             ) from error
-    pipe = StableDiffusionPipeline.from_pretrained(
-        folder, dtype=dtype, safety_checker=None, use_safetensors=True, local_files_only=True
-    )
-    return pipe.to(device)

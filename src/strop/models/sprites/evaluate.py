@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline
+from diffusers import AutoencoderKL
 from torch import Tensor
 
+from strop.models.guidance import guided
 from strop.models.sprites import WEIGHTS, draw, load_from
 from strop.models.sprites.grammar import BUCKETS, caption
 from strop.models.sprites.score import Score, score
@@ -81,7 +82,7 @@ def _round_trip(vae: AutoencoderKL, images: Tensor) -> Tensor:
 
 
 def draw_prompts(
-    pipe: StableDiffusionPipeline, prompts: list[str], width: int, height: int, options: Options
+    pipe: Any, prompts: list[str], width: int, height: int, options: Options
 ) -> Tensor:
     """Draw `prompts` in one batch; returns RGB [len(prompts), 3, height, width] from 0 to 1."""
     # CPU noise, one seed a prompt: a picture depends neither on the batch nor on the device.
@@ -94,9 +95,9 @@ def draw_prompts(
         width=width,
         height=height,
         num_inference_steps=options.steps,
-        guidance_scale=options.guidance,
         generator=sources,
         output_type="pt",
+        **guided(pipe, prompts, options.guidance),
     )
     images: Tensor = result.images.float().cpu()
     return images

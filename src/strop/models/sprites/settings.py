@@ -1,7 +1,8 @@
-"""Hold every number that shapes the sprites model and trains its autoencoder.
+"""Hold every number that shapes the sprites models and trains their autoencoder.
 
 `FULL` is the model that ships; `TINY` runs the same code in seconds. How UNet and text encoder are
-trained is said in `examples/sprites.yaml`.
+trained is said in `examples/sprites.yaml`, and how the transformer of sprites-dit is, in
+`examples/sprites-dit.yaml`.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +25,27 @@ class NetworkSettings:
     text_layers: int = 4
     text_heads: int = 4
     text_length: int = 24
+
+
+@dataclass(frozen=True)
+class DitSettings:
+    """Hold the sizes of the transformer of sprites-dit, a Flux in miniature.
+
+    Attributes:
+        double_blocks: Blocks with weights of their own for text and for picture.
+        single_blocks: Blocks with the same weights for both, after the double ones.
+        heads: Heads of each attention.
+        head_dim: Channels of each head.
+        rotary_dims: Channels of each head that turn with a token's index, row and column.
+        seed: Of all weights.
+    """
+
+    double_blocks: int = 2
+    single_blocks: int = 4
+    heads: int = 3
+    head_dim: int = 64
+    rotary_dims: tuple[int, int, int] = (8, 28, 28)
+    seed: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,6 +125,12 @@ TINY = Settings(
         text_heads=2,
     ),
     vae=replace(VaeTraining(), batch=2, steps=5, warmup=2, statistics=2),
+)
+
+DIT = DitSettings()
+
+TINY_DIT = DitSettings(
+    double_blocks=1, single_blocks=1, heads=2, head_dim=16, rotary_dims=(4, 6, 6)
 )
 
 NAMED: dict[str, Settings] = {"full": FULL, "tiny": TINY}
