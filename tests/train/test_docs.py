@@ -35,19 +35,21 @@ TINY = (
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers
 def test_the_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tiny_dit: Path
 ) -> None:
     from tests.train import trainer
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("strop.models.sprites.WEIGHTS", tiny_model)
     shutil.copytree(tiny_model, "stable-diffusion-v1-5")
+    shutil.copytree(tiny_dit, "runs/sprites-dit-start")
+    Path("examples").symlink_to(Path(__file__).parents[2] / "examples")
     for name in ("pictures", "dog"):
         trainer.draw_pictures(tmp_path / name, 2)
     (tmp_path / "train.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", TEXT, re.S | re.M)[0])
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)).replace("\\\n", " ")
     commands = [line for line in blocks.splitlines() if line.startswith("strop train")]
-    assert len(commands) == 6
+    assert len(commands) == 7
     threads = torch.get_num_threads()
     for command in commands:
         task = shlex.split(command)[2]

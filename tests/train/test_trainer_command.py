@@ -308,7 +308,7 @@ def test_the_recipe_of_the_shipped_weights() -> None:
     assert made.is_sprites
     assert made.draws_sprites
     assert made.from_scratch
-    assert made.trained == ("unet", "text_encoder")
+    assert made.train_text_encoder
     assert (made.max_train_steps, made.train_batch_size, made.gradient_accumulation_steps) == (
         4000,
         1024,

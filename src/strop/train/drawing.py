@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 
 from strop.errors import OptionError
+from strop.models.guidance import guided
 from strop.train import files
 from strop.train.draws import generator
 from strop.train.folders import Folder, read_subject
@@ -45,20 +45,7 @@ def draw(
     model: DiffusionModel, prompts: Sequence[str], sources: Sequence[torch.Generator], style: Style
 ) -> list[Image.Image]:
     """Draw a picture for each prompt. The modules should be in evaluation mode."""
-    from diffusers import StableDiffusionPipeline
-
-    pipe: Any = StableDiffusionPipeline(
-        vae=model.vae,
-        text_encoder=model.text_encoder,
-        tokenizer=model.tokenizer,
-        unet=model.unet,
-        scheduler=type(model.scheduler).from_config(
-            model.scheduler.config, prediction_type=model.prediction
-        ),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    pipe = model.pipeline
     pipe.set_progress_bar_config(disable=True)
     with model.autocast(), _plain(model):
         found: list[Image.Image] = pipe(
@@ -66,8 +53,8 @@ def draw(
             width=style.side,
             height=style.side,
             num_inference_steps=style.steps,
-            guidance_scale=style.guidance,
             generator=list(sources),
+            **guided(pipe, prompts, style.guidance),
         ).images
     return found
 

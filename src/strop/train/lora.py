@@ -12,7 +12,7 @@ from torch import Tensor
 from strop.errors import OptionError
 from strop.train import files
 from strop.train.draws import seed_of
-from strop.train.model import DiffusionModel
+from strop.train.model import DiffusionModel, NoiseModel
 from strop.train.settings import Settings
 
 # Part of the model -> the projections that get an adapter, kohya's prefix, and what transformers
@@ -35,7 +35,7 @@ def attach(settings: Settings, model: DiffusionModel) -> None:
     alpha = settings.rank if settings.lora_alpha is None else settings.lora_alpha
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(settings.seed, "adapters", 0))
-        for name in settings.parts:
+        for name in model.parts(settings):
             module = model.modules[name]
             module.add_adapter(  # type: ignore[operator]
                 LoraConfig(
@@ -55,8 +55,9 @@ def save(settings: Settings, model: DiffusionModel, folder: Path, dtype: torch.d
     """Write both files into ``folder``."""
     _save_diffusers(settings, model, folder, dtype)
     tensors: dict[str, Tensor] = {}
-    for name in settings.parts:
+    for name in model.parts(settings):
         tensors |= kohya_tensors(name, _weights(model, name, dtype), _alpha(model, name))
+    assert isinstance(model, NoiseModel)  # loading has refused others
     notes = {
         "format": "pt",
         "ss_network_module": "networks.lora",
@@ -100,7 +101,7 @@ def _save_diffusers(
     from diffusers.utils import convert_state_dict_to_diffusers
 
     arguments: dict[str, Any] = {}
-    for name in settings.parts:
+    for name in model.parts(settings):
         layers = convert_state_dict_to_diffusers(_weights(model, name, dtype))
         # The file names no folder that the model was loaded from, and no dropout: diffusers leaves
         # the layers that it makes from this in training mode, and would drop while it draws.

@@ -1,35 +1,25 @@
-"""Load the parts of a Stable Diffusion model from a diffusers folder for training."""
+"""Hold the parts of a Stable Diffusion or Flux model while it is trained."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from strop.errors import OptionError, UnsupportedError
+from strop.errors import OptionError
 from strop.train.settings import Settings
-
-# Part of a pipeline -> its class. Other pipelines have other parts, and other losses.
-PARTS = {
-    "unet": "UNet2DConditionModel",
-    "vae": "AutoencoderKL",
-    "text_encoder": "CLIPTextModel",
-    "tokenizer": "CLIPTokenizer",
-}
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by --mixed_precision
 
 
 @dataclass(frozen=True)
 class DiffusionModel:
-    """Hold the parts. ``signal`` is the share of the picture that is left at each timestep
-    (alphas_cumprod). ``half`` is the type of mixed precision, and of all weights that are not
-    trained; or None."""
+    """Hold the parts that both kinds of models have. ``unet`` is what takes noise away: a UNet,
+    or the transformer in its place. ``half`` is the type of mixed precision, and of all weights
+    that are not trained; or None."""
 
     folder: Path
     unet: Any
@@ -37,13 +27,32 @@ class DiffusionModel:
     text_encoder: Any
     tokenizer: Any
     scheduler: Any
-    signal: Tensor
-    prediction: str
-    half: torch.dtype | None = None
+    half: torch.dtype | None
+
+    denoiser: ClassVar[str] = "unet"
+    """Names the part that ``unet`` is, as diffusers does."""
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
+        return {self.denoiser: self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
+
+    def parts(self, settings: Settings) -> tuple[str, ...]:
+        """Return what is trained of the model: its weights, or adapters beside them."""
+        return (self.denoiser, "text_encoder") if settings.train_text_encoder else (self.denoiser,)
+
+    def trained(self, settings: Settings) -> tuple[str, ...]:
+        """Return parts whose own weights change."""
+        return () if settings.task == "lora" else self.parts(settings)
+
+    @property
+    def sampler(self) -> Any:
+        """Return a scheduler that draws with what is trained."""
+        return type(self.scheduler).from_config(self.scheduler.config)
+
+    @property
+    def pipeline(self) -> Any:
+        """Return the parts as a pipeline of diffusers."""
+        raise NotImplementedError
 
     @property
     def factor(self) -> int:
@@ -53,7 +62,12 @@ class DiffusionModel:
     @property
     def grid(self) -> int:
         """Return the number of pixels that both sides must be multiples of."""
-        return int(self.factor * 2 ** (len(self.unet.config.block_out_channels) - 1))
+        raise NotImplementedError
+
+    @property
+    def num_latents(self) -> int:
+        """Return how many latents a side of the model's own pictures has."""
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
@@ -68,96 +82,85 @@ class DiffusionModel:
         )
 
 
-def folder_of(settings: Settings) -> Path:
-    """Return where the model lies, after a check of its index, which is fast."""
-    if settings.is_sprites:
-        from strop.models import sprites
+@dataclass(frozen=True)
+class NoiseModel(DiffusionModel):
+    """Hold Stable Diffusion. ``signal`` is the share of the picture that is left at each timestep
+    (alphas_cumprod)."""
 
-        return sprites.WEIGHTS
-    folder = Path(settings.pretrained_model_name_or_path).expanduser()
-    index = folder / "model_index.json"
-    if not index.is_file():
-        raise OptionError(
-            f"there is no diffusers model in {folder}; give 'sprites' or a folder that diffusers "
-            "saved (models are not downloaded: 'hf download NAME --local-dir DIR' does)"
-        )
-    try:
-        parts = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OptionError(f"{index} is no JSON ({error}); save the model again") from error
-    for name, kind in PARTS.items():
-        found = parts.get(name)
-        found = found[1] if isinstance(found, list) and len(found) == 2 else None
-        if str(found).removesuffix("Fast") != kind:
-            raise UnsupportedError(
-                f"{folder}: its {name} is {found}, and training is built for {kind} (Stable "
-                "Diffusion 1 and 2) only"
-            )
-    return folder
+    signal: Tensor
+    prediction: str
 
+    @property
+    def grid(self) -> int:
+        return int(self.factor * 2 ** (len(self.unet.config.block_out_channels) - 1))
 
-def load(settings: Settings, device: torch.device) -> DiffusionModel:
-    """Load the model: in fp32 what is trained, the rest in the type of mixed precision.
+    @property
+    def num_latents(self) -> int:
+        own = self.unet.config.sample_size
+        return int(own[0] if isinstance(own, list | tuple) else own)
 
-    Raises OptionError if its files are damaged or missing.
-    """
-    from diffusers import StableDiffusionPipeline
+    @property
+    def sampler(self) -> Any:
+        kind, config = type(self.scheduler), self.scheduler.config
+        return kind.from_config(config, prediction_type=self.prediction)
 
-    folder = folder_of(settings)
-    try:
-        pipe = StableDiffusionPipeline.from_pretrained(
-            folder,
-            dtype=torch.float32,
+    @property
+    def pipeline(self) -> Any:
+        from diffusers import StableDiffusionPipeline
+
+        return StableDiffusionPipeline(
+            vae=self.vae,
+            text_encoder=self.text_encoder,
+            tokenizer=self.tokenizer,
+            unet=self.unet,
+            scheduler=self.sampler,
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
-            local_files_only=True,
-            use_safetensors=True,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise OptionError(f"cannot load {folder}: {error}") from error
-    scheduler = pipe.scheduler
-    if not isinstance(getattr(scheduler, "alphas_cumprod", None), Tensor):
-        raise UnsupportedError(
-            f"{folder}: its scheduler {type(scheduler).__name__} has no "
-            "alphas_cumprod; training is built for DDPM noise"
-        )
-    unet, text = pipe.unet, pipe.text_encoder
-    if settings.from_scratch:
-        unet, text = _anew(unet, text, settings)
-    prediction = settings.prediction_type or scheduler.config.prediction_type
-    model = DiffusionModel(
-        folder,
-        unet,
-        pipe.vae,
-        text,
-        pipe.tokenizer,
-        scheduler,
-        scheduler.alphas_cumprod.to(device, torch.float32),
-        prediction,
-        HALVES.get(settings.mixed_precision),
-    )
-    for name, module in model.modules.items():
-        dtype = None if name in settings.trained else model.half
-        nn.Module.to(module, device, dtype).requires_grad_(False).eval()
-    return model
 
 
-def _anew(unet: Any, text: Any, settings: Settings) -> tuple[Any, Any]:
-    """Draw random weights from the seed; the text encoder's too, if it is trained."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        fresh = type(unet).from_config(unet.config)
-        return fresh, type(text)(text.config) if settings.train_text_encoder else text
+@dataclass(frozen=True)
+class FlowModel(DiffusionModel):
+    """Hold Flux, which is trained by flow matching. The first text encoder gives one vector for a
+    prompt, the second one vector for each token."""
+
+    text_encoder_2: Any
+    tokenizer_2: Any
+
+    denoiser: ClassVar[str] = "transformer"
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {**super().modules, "text_encoder_2": self.text_encoder_2}
+
+    @property
+    def grid(self) -> int:
+        return self.factor * 2  # a token holds two rows of two latents
+
+    @property
+    def num_latents(self) -> int:
+        return int(self.pipeline.default_sample_size)
+
+    @property
+    def pipeline(self) -> Any:
+        from diffusers import FluxPipeline
+
+        return FluxPipeline(
+            scheduler=self.sampler,
+            vae=self.vae,
+            text_encoder=self.text_encoder,
+            tokenizer=self.tokenizer,
+            text_encoder_2=self.text_encoder_2,
+            tokenizer_2=self.tokenizer_2,
+            transformer=self.unet,
+        )
 
 
 def resolution_of(settings: Settings, model: DiffusionModel) -> int:
     """Return the resolution that was given, or the model's own. Raises OptionError for one off the
     model's grid."""
-    own = model.unet.config.sample_size
-    if isinstance(own, list | tuple):
-        own = own[0]
-    side = settings.resolution or int(own) * model.factor
+    side = settings.resolution or model.num_latents * model.factor
     if side % model.grid:
         below = side // model.grid * model.grid
         near = f"{below} or {below + model.grid}" if below else str(model.grid)

@@ -1,15 +1,18 @@
-"""Compute the loss of a batch: noise, what the UNet is to predict of it, and weights."""
+"""Compute the loss of a batch: noise, what the network is to predict of it, and weights."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from strop.errors import UnsupportedError
+from strop.train import flow
 from strop.train import model as models
 from strop.train.data import Batch
 from strop.train.draws import generator, seed_of
-from strop.train.model import DiffusionModel
+from strop.train.model import DiffusionModel, FlowModel, NoiseModel
 from strop.train.settings import Settings
 
 
@@ -55,6 +58,15 @@ def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
     return loss + prior_weight * classes.mean() if len(classes) else loss
 
 
+@dataclass(frozen=True)
+class Noised:
+    """Hold latents, the noise that is to be predicted, and the noise that they get."""
+
+    latents: Tensor
+    noise: Tensor
+    added: Tensor
+
+
 class Objective:
     """Compute the loss of a batch with its number; ``unet`` is what runs in the place of the
     model's."""
@@ -64,24 +76,49 @@ class Objective:
 
     def __call__(self, batch: Batch, number: int) -> Tensor:
         settings, model = self.settings, self.model
-        device = model.device
-        source = generator(settings.seed, "noise", number, device)
+        source = generator(settings.seed, "noise", number, model.device)
         torch.manual_seed(seed_of(settings.seed, "dropout", number))  # of the modules
         latents = self._latents(batch, source)
-        noise, added = self._noises(latents, source)
-        count = len(model.signal)
-        times = torch.randint(count, (len(latents),), device=device, generator=source)
+        noised = Noised(latents, *self._noises(latents, source))
+        if isinstance(model, FlowModel):
+            rows = self._flow_errors(model, noised, batch.text, source)
+        else:
+            assert isinstance(model, NoiseModel)
+            rows = self._noise_errors(model, noised, batch.text, source)
+        return joined(rows, batch.num_instances, settings.prior_loss_weight)
+
+    def _noise_errors(
+        self, model: NoiseModel, noised: Noised, text: Tensor, source: torch.Generator
+    ) -> Tensor:
+        count, latents = len(model.signal), noised.latents
+        times = torch.randint(count, (len(latents),), device=model.device, generator=source)
         signal = model.signal[times]
         keep = signal.sqrt()[:, None, None, None]
         lose = (1.0 - signal).sqrt()[:, None, None, None]
-        text = self._text(batch.text)
+        states = self._text(text)
+        mixed = keep * latents + lose * noised.added
         with model.autocast():
-            guess = self.unet(keep * latents + lose * added, times, text, return_dict=False)[0]
-        wanted = target_of(model.prediction, latents, noise, keep, lose)
-        rows = (guess.float() - wanted).square().mean(dim=(1, 2, 3))
-        if settings.snr_gamma is not None:
-            rows = rows * snr_weights(signal, settings.snr_gamma, model.prediction)
-        return joined(rows, batch.num_instances, settings.prior_loss_weight)
+            guess = self.unet(mixed, times, states, return_dict=False)[0]
+        wanted = target_of(model.prediction, latents, noised.noise, keep, lose)
+        rows: Tensor = (guess.float() - wanted).square().mean(dim=(1, 2, 3))
+        if self.settings.snr_gamma is not None:
+            rows = rows * snr_weights(signal, self.settings.snr_gamma, model.prediction)
+        return rows
+
+    def _flow_errors(
+        self, model: FlowModel, noised: Noised, text: Tensor, source: torch.Generator
+    ) -> Tensor:
+        """Compare with the velocity, which leads on a straight way from the latents to noise."""
+        latents = noised.latents
+        times = flow.draw_times(self.settings.weighting_scheme, len(latents), source)
+        share = times[:, None, None, None]
+        mixed = (1.0 - share) * latents + share * noised.added
+        inputs = flow.inputs_of(model, mixed, times, text)
+        with model.autocast():
+            guess = self.unet(**inputs, return_dict=False)[0]
+        wanted = flow.tokens_of(noised.noise - latents)
+        rows: Tensor = (guess.float() - wanted).square().mean(dim=(1, 2))
+        return rows
 
     def _noises(self, latents: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the noise that is to be predicted, and what the latents get."""

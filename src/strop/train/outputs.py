@@ -24,7 +24,7 @@ _INDEX = "model_index.json"
 def save(settings: Settings, model: DiffusionModel) -> None:
     """Write the weights that the modules have now into the output folder."""
     dtype = _DTYPES[settings.save_precision]
-    for part in settings.parts:
+    for part in model.parts(settings):
         named = model.modules[part].named_parameters()
         _check_finite(part, ((name, p) for name, p in named if p.requires_grad), dtype)
     if settings.task == "lora":
@@ -57,15 +57,13 @@ def _save_part(
     settings: Settings, model: DiffusionModel, name: str, folder: Path, dtype: torch.dtype
 ) -> None:
     if name in model.modules:
-        is_trained = name in settings.trained
+        is_trained = name in model.trained(settings)
         part = _on_cpu(model.modules[name], dtype) if is_trained else _untrained(model, name, dtype)
         part.save_pretrained(folder, safe_serialization=True)
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors lets nobody else read
     elif name == "scheduler":
-        scheduler = model.scheduler
-        config = type(scheduler).from_config(scheduler.config, prediction_type=model.prediction)
-        config.save_pretrained(folder)
+        model.sampler.save_pretrained(folder)
     else:
         shutil.copytree(model.folder / name, folder)
 

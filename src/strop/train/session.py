@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from strop.errors import OptionError, TrainingError, UnsupportedError
-from strop.train import caches, checkpoint, drawing, files, lora, metrics
+from strop.train import caches, checkpoint, drawing, files, loading, lora, metrics
 from strop.train import model as models
 from strop.train.compiled import prepare
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
@@ -65,7 +65,7 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
     if settings.threads:
         torch.set_num_threads(settings.threads)
     metrics.check_available(settings)
-    models.folder_of(settings)
+    loading.folder_of(settings)
     _check_places(settings)
     folder = _read_folder(settings, on_progress, warn)
     _make_output(settings.output)
@@ -87,7 +87,7 @@ def _prepare(
 ) -> Session:
     found = _checkpoint(settings, warn)
     on_progress("loading the model", 0, 1)
-    model = models.load(settings, device)
+    model = loading.load(settings, device)
     side = models.resolution_of(settings, model)
     source = _source(settings, model, side, folder, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
@@ -142,7 +142,7 @@ def _check_places(settings: Settings) -> None:
             raise OptionError(
                 f"{name} {place} lies in the folder of the pictures, {pictures}; choose another"
             )
-    if _real(settings.output_dir) == models.folder_of(settings).resolve():
+    if _real(settings.output_dir) == loading.folder_of(settings).resolve():
         raise OptionError(
             f"output_dir {settings.output_dir} is the model to start from; choose another"
         )
@@ -240,7 +240,7 @@ def _total(settings: Settings, source: Source) -> int:
 
 
 def _learner(settings: Settings, model: DiffusionModel) -> Learner:
-    trained = {name: model.modules[name] for name in settings.parts}
+    trained = {name: model.modules[name] for name in model.parts(settings)}
     if settings.task == "lora":
         lora.attach(settings, model)
     else:

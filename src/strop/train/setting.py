@@ -10,6 +10,7 @@ TASKS = ("text-to-image", "dreambooth", "lora")
 TRAINERS = ("text-to-image", "lora")  # tasks that read folders with captions
 SUBJECTS = ("dreambooth", "lora")  # tasks that read folders of one subject
 SPRITES = "sprites"
+SPRITES_DIT = "sprites-dit"
 
 
 def setting(

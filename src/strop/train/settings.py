@@ -10,7 +10,7 @@ from typing import Any
 
 from strop.errors import OptionError
 from strop.train.data_settings import DataSettings
-from strop.train.setting import SPRITES, TASKS, setting
+from strop.train.setting import SPRITES, SPRITES_DIT, TASKS, setting
 from strop.train.settings_checks import check_range, check_together
 from strop.train.training_settings import TrainingSettings
 
@@ -23,7 +23,8 @@ class ModelSettings:
         "",
         str,
         "Model",
-        "Start from this model: 'sprites', which ships with Strop, or a diffusers folder.",
+        "Start from this model: 'sprites', which ships with Strop, 'sprites-dit', or a diffusers "
+        "folder.",
         alias="model",
         fixed=True,
     )
@@ -150,7 +151,7 @@ class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
 
     @property
     def is_sprites(self) -> bool:
-        return self.pretrained_model_name_or_path == SPRITES
+        return self.pretrained_model_name_or_path in (SPRITES, SPRITES_DIT)
 
     @property
     def draws_sprites(self) -> bool:
@@ -162,16 +163,6 @@ class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
     def has_subject(self) -> bool:
         """Tell whether the pictures are of one subject and share a prompt."""
         return bool(self.instance_data_dir)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Return what is trained of the model: its weights, or adapters beside them."""
-        return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """Return parts whose own weights change."""
-        return () if self.task == "lora" else self.parts
 
     @property
     def rate(self) -> float:

@@ -164,6 +164,14 @@ class TrainingSettings:
         choices=("epsilon", "v_prediction", "sample"),
         fixed=True,
     )
+    weighting_scheme: str | None = setting(
+        None,
+        str,
+        "Training",
+        "Draw timesteps of flow matching like this, none being evenly; without it, logit_normal.",
+        choices=("none", "logit_normal"),
+        fixed=True,
+    )
     mixed_precision: str = setting(
         "no",
         str,

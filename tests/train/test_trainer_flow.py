@@ -1,0 +1,233 @@
+"""Training of Flux by flow matching: the loss, a whole training, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import strop
+from strop.errors import OptionError, StropError, UnsupportedError
+from strop.models import sprites
+from strop.models.sprites import dit, evaluate
+from strop.models.sprites.settings import TINY_DIT
+from strop.train import flow, given_settings
+from strop.train.draws import generator
+from strop.train.objective import Objective
+from strop.train.session import Session
+from tests.e2e.tiny import cache_dir
+from tests.train import trainer
+
+diffusers = pytest.importorskip("diffusers")
+# Importing and saving through transformers and diffusers warns about their own future.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+NUMBER = 1  # of a batch whose pictures are wider than high
+
+
+class Recorded(nn.Module):
+    """Answers with one tensor, and keeps the arguments it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Tensor | None = None
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, *, return_dict: bool, **inputs: Any) -> tuple[Tensor]:
+        assert return_dict is False
+        self.seen = inputs
+        hidden: Tensor = inputs["hidden_states"]
+        return (torch.zeros_like(hidden) if self.answer is None else self.answer,)
+
+
+def _session(folder: Path, out: Path, **given: Any) -> Session:
+    common = {"model": folder, "dataset_name": "sprites", "output_dir": out, "max_train_steps": 3}
+    return trainer.session("text-to-image", **{**common, **given})
+
+
+def _train(folder: Path, out: Path, watch: trainer.Watch | None = None, **given: Any) -> None:
+    common = {"model": folder, "dataset_name": "sprites", "output_dir": out}
+    trainer.train("text-to-image", watch, **{**common, **given})
+
+
+def test_the_network_sees_and_predicts_what_flow_matching_says(
+    tiny_dit: Path, tmp_path: Path
+) -> None:
+    made = _session(tiny_dit, tmp_path / "out", train_batch_size=3)
+    network = Recorded()
+    objective = Objective(made.settings, made.model, network)
+    batch = made.source.batch(NUMBER)
+    loss = objective(batch, NUMBER)
+
+    source = generator(made.settings.seed, "noise", NUMBER)
+    latents = objective._latents(batch, source)
+    noise = torch.randn(latents.shape, generator=source)
+    pack, height, width = flow.tokens_of, *latents.shape[2:]
+    seen, pipe = network.seen, made.model.pipeline
+    share = seen["timestep"][:, None, None, None]
+    assert 0 < float(share.min()) < float(share.max()) < 1
+    torch.testing.assert_close(seen["hidden_states"], pack((1 - share) * latents + share * noise))
+    torch.testing.assert_close(loss, (noise - latents).square().mean())
+    network.answer = pack(noise - latents)
+    assert objective(batch, NUMBER).item() < 1e-12
+
+    # Places and texts are those that the pipeline gives the transformer when it draws.
+    _, places = pipe.prepare_latents(
+        3, 4, height * pipe.vae_scale_factor, width * pipe.vae_scale_factor, torch.float32, "cpu",
+        generator(0, "any", 0),
+    )  # fmt: skip
+    assert torch.equal(seen["img_ids"], places)
+    texts = pipe.tokenizer.batch_decode(batch.text, skip_special_tokens=True)
+    states, pooled, text_places = pipe.encode_prompt(texts, max_sequence_length=24)
+    torch.testing.assert_close(seen["encoder_hidden_states"], states)
+    torch.testing.assert_close(seen["pooled_projections"], pooled)
+    assert torch.equal(seen["txt_ids"], text_places)
+
+
+def test_the_scheduler_follows_the_velocity_to_the_picture(tiny_dit: Path) -> None:
+    scheduler = sprites.load_from(tiny_dit).scheduler
+    clean, noise = torch.randn(2, 1, 24, 16, generator=torch.Generator().manual_seed(0))
+    scheduler.set_timesteps(7)
+    state = noise
+    for moment in scheduler.timesteps:
+        state = scheduler.step(noise - clean, moment, state).prev_sample
+    torch.testing.assert_close(state, clean, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("scheme", "deviation"), [("none", 0.2887), (None, 0.2083)])
+def test_timesteps_are_drawn_as_the_scheme_says(scheme: str | None, deviation: float) -> None:
+    drawn = flow.draw_times(scheme, 100_000, torch.Generator().manual_seed(0))
+    assert float(drawn.mean()) == pytest.approx(0.5, abs=0.005)
+    assert float(drawn.std()) == pytest.approx(deviation, abs=0.003)
+
+
+@pytest.mark.slow
+def test_the_loss_falls(tmp_path: Path) -> None:
+    """With the autoencoder that ships: a random one's latents are noise, which nothing predicts."""
+    dit.write(TINY_DIT, sprites.WEIGHTS, tmp_path / "start")
+    given = {"train_batch_size": 4, "max_train_steps": 30, "learning_rate": 1e-2}
+    _train(tmp_path / "start", tmp_path / "out", **given, lr_warmup_steps=0)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    assert len(losses) == 30
+    assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
+
+
+@pytest.mark.slow
+def test_a_compiled_transformer_learns_what_a_plain_one_does(
+    tiny_dit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE_DIR", cache_dir())
+    found = []
+    for compiled in (False, True):
+        out = tmp_path / str(compiled)
+        made = _session(tiny_dit, out, train_batch_size=3, compile_unet=compiled)
+        made.learner.train()
+        loss = Objective(made.settings, made.model, made.unet)(made.source.batch(NUMBER), NUMBER)
+        loss.backward()
+        found.append({name: weight.grad for name, weight in made.learner.named.items()})
+    assert not strop.explain(made.unet).fallbacks
+    assert made.unet.forward.counters.calls == 1  # type: ignore[attr-defined]
+    for name, plain in found[0].items():
+        close = {"atol": 1e-5 * float(plain.abs().max()) + 1e-9, "rtol": 1e-4}
+        torch.testing.assert_close(
+            found[1][name], plain, **close, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_what_is_saved_is_the_trained_model(tiny_dit: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _train(tiny_dit, out, max_train_steps=2, lr_warmup_steps=0, save_precision="fp16")
+    before, after = load_file(tiny_dit / WEIGHTS), load_file(out / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert {tensor.dtype for tensor in after.values()} == {torch.float16}
+    assert sum(not torch.equal(before[k].half(), after[k]) for k in before) > len(before) / 2
+    for part in ("vae/diffusion_pytorch_model", "text_encoder/model", "text_encoder_2/model"):
+        kept, now = (load_file(place / f"{part}.safetensors") for place in (tiny_dit, out))
+        assert all(torch.equal(kept[key].half(), now[key]) for key in kept), part
+    drawn = evaluate.draw_prompts(
+        sprites.load_from(out), ["a red ring"], 64, 32, evaluate.Options(steps=2)
+    )
+    assert drawn.shape == (1, 3, 32, 64)
+    assert bool(drawn.isfinite().all())
+
+
+def test_a_resumed_training_has_the_bits_of_one_that_never_stopped(
+    tiny_dit: Path, tmp_path: Path
+) -> None:
+    given = {"use_ema": True, "checkpointing_steps": 2, "threads": 1}
+    _train(tiny_dit, tmp_path / "whole", max_train_steps=4, **given)
+    _train(tiny_dit, tmp_path / "cut", max_train_steps=2, **given)
+    _train(tiny_dit, tmp_path / "cut", max_train_steps=4, resume_from_checkpoint="latest", **given)
+    last = "checkpoint-4"
+    expected, actual = (trainer.checkpoint_bytes(tmp_path / n / last) for n in ("whole", "cut"))
+    assert expected
+    assert expected == actual
+    assert (tmp_path / "whole" / WEIGHTS).read_bytes() == (tmp_path / "cut" / WEIGHTS).read_bytes()
+
+
+def test_validation_pictures_follow_the_prompt(tiny_dit: Path, tmp_path: Path) -> None:
+    given = {"validation_prompt": ["a red circle", "a star"], "num_validation_images": 2}
+    given |= {"validation_inference_steps": 1, "validation_guidance_scale": 3.0}
+    _train(tiny_dit, tmp_path / "out", max_train_steps=1, **given)
+    assert (tmp_path / "out" / "validation" / "step-000001.png").is_file()
+
+
+def test_the_recipe_trains_a_model(tiny_dit: Path, tmp_path: Path) -> None:
+    """`strop train text-to-image --config examples/sprites-dit.yaml`, in small."""
+    file = Path(__file__).parents[2] / "examples" / "sprites-dit.yaml"
+    recipe = given_settings.read_yaml(file)
+    small = {"train_batch_size": 2, "max_train_steps": 2, "validation_prompt": []}
+    small |= {"model": tiny_dit, "output_dir": tmp_path / "out", "mixed_precision": "bf16"}
+    trainer.train("text-to-image", **{**recipe, **small})
+    assert load_file(tmp_path / "out" / WEIGHTS)
+    assert given_settings.make("text-to-image", recipe).draws_sprites
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "message"),
+    [
+        ("text-to-image", {"train_text_encoder": True}, "train_text_encoder is not built for Flux"),
+        ("text-to-image", {"snr_gamma": 5.0}, "snr_gamma is not built for Flux"),
+        ("text-to-image", {"prediction_type": "epsilon"}, "prediction_type is not built for Flux"),
+        ("text-to-image", {"from_scratch": True}, "from_scratch is not built for Flux"),
+        ("lora", {}, "adapters are trained for Stable Diffusion 1 and 2 only"),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    task: str, given: dict[str, Any], message: str, tiny_dit: Path, tmp_path: Path
+) -> None:
+    common = {"model": tiny_dit, "dataset_name": "sprites", "max_train_steps": 1}
+    with pytest.raises(UnsupportedError, match=message):
+        trainer.session(task, **common, **given, output_dir=tmp_path / "out")
+
+
+def test_other_transformers_are_refused(tiny_dit: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "t5"
+    shutil.copytree(tiny_dit, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["text_encoder_2"] = ["transformers", "T5EncoderModel"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedError, match=r"text_encoder_2 is T5EncoderModel.*CLIP alone"):
+        _session(folder, tmp_path / "out")
+
+
+def test_a_weighting_scheme_is_for_flow_matching(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="weighting_scheme is for flow matching"):
+        _session(tiny_model, tmp_path / "out", weighting_scheme="none")
+    with pytest.raises(OptionError, match="weighting_scheme is 'mode': choose none, logit_normal"):
+        _session(tiny_model, tmp_path / "out", weighting_scheme="mode")
+
+
+def test_untrained_weights_say_how_to_train_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sprites, "DIT_WEIGHTS", tmp_path / "nothing")
+    with pytest.raises(StropError, match=r"not trained yet.*sprites-dit\.yaml"):
+        trainer.session("text-to-image", model="sprites-dit", output_dir=tmp_path / "out")
