@@ -129,6 +129,11 @@ def find_additions(
 ) -> Additions:
     """Read and check all files before anything slow starts. Raises BadParameter for options that
     lack another, CommandError or AdapterError for files."""
+    if model.is_flux and any((loras, *controls, *prompts)):
+        raise CommandError(
+            "LoRAs, ControlNets and IP-Adapters are added to Stable Diffusion only; for Flux, load"
+            " them from Python, and call strop.optimize(pipe)"
+        )
     nets = _paired(controls, "--controlnet", "--control-image")
     adapters = _paired(prompts, "--ip-adapter", "--ip-image")
     pictures = {file.path: _picture(file.path) for _, file in (*nets, *adapters)}

@@ -67,7 +67,8 @@ NegativeOption = Annotated[str, typer.Option(help="Describe what the picture sho
 ModelOption = Annotated[
     str,
     typer.Option(
-        help="Draw with this model: 'sprites', which ships with Strop, or a diffusers folder."
+        help="Draw with this model: 'sprites', which ships with Strop, 'sprites-dit', a transformer"
+        " of Flux's kind, or a diffusers folder."
     ),
 ]
 DtypeOption = Annotated[

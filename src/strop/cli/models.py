@@ -1,4 +1,4 @@
-"""Load the models that the verbs run: the sprites model of the package, or a diffusers folder."""
+"""Load the models that the verbs run: the sprites models of the package, or a diffusers folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from strop.cli.mistakes import CommandError
 if TYPE_CHECKING:
     import torch
 
-SPRITES = "sprites"
+SPRITES, SPRITES_DIT = "sprites", "sprites-dit"
+_BUILT_IN = (SPRITES, SPRITES_DIT)
+_FLUX_LATENTS = 128  # a side of Flux's own pictures
 MULTIPLE = 8  # of pixels, which diffusers asks of every picture
 
 
@@ -25,7 +27,7 @@ class ModelFolder:
     """Hold a diffusers folder and what its configuration says.
 
     ``factor`` is what both sides of a picture must be multiples of, ``grid`` what they had better
-    be: the autoencoder's factor times that of the UNet.
+    be: the autoencoder's factor times that of the UNet, or of Flux's packing.
     """
 
     name: str
@@ -37,30 +39,53 @@ class ModelFolder:
 
     @property
     def is_sprites(self) -> bool:
-        return self.name == SPRITES
+        return self.name in _BUILT_IN
+
+    @property
+    def is_flux(self) -> bool:
+        return (self.folder / "transformer").is_dir()
 
 
 def find_model(name: str, others: Iterable[str] = ()) -> ModelFolder:
     """Read a model's configuration; fast. Raises CommandError if there is none. ``others``: names
     that a command knows besides."""
-    if name == SPRITES:
+    if name in _BUILT_IN:
         from strop.models import sprites
 
-        folder = sprites.WEIGHTS
+        try:
+            folder = sprites.folder_of(name)
+        except FileNotFoundError as error:
+            raise CommandError(str(error)) from error
         advice = "reinstall strop, or give a diffusers folder with --model"
     else:
-        folder, known = Path(name).expanduser(), ", ".join(map(repr, (SPRITES, *others)))
+        folder, known = Path(name).expanduser(), ", ".join(map(repr, (*_BUILT_IN, *others)))
         advice = f"give {known} or a folder that diffusers saved"
     if not (folder / "model_index.json").is_file():
         raise CommandError(f"there is no diffusers model in {folder}; {advice}")
     _check_parts(folder)
-    vae, unet = (_sizes(folder, part) for part in ("vae", "unet"))
-    latent = 2 ** (len(vae["block_out_channels"]) - 1)
-    grid = latent * 2 ** (len(unet["block_out_channels"]) - 1)
-    if name == SPRITES:  # has seen no other sizes
-        return ModelFolder(name, folder, grid, grid, PictureSize(96, 64), 4.0)
-    side = unet.get("sample_size", 64) * latent
-    return ModelFolder(name, folder, math.lcm(latent, MULTIPLE), grid, PictureSize(side, side), 7.5)
+    latent = 2 ** (len(_sizes(folder, "vae")["block_out_channels"]) - 1)
+    coarse, own, guidance = _network(folder)
+    grid = latent * coarse
+    if name in _BUILT_IN:  # has seen no other sizes
+        return ModelFolder(name, folder, 4 * latent, grid, PictureSize(96, 64), 4.0)
+    side = own * latent
+    factor = math.lcm(latent, MULTIPLE)
+    return ModelFolder(name, folder, factor, grid, PictureSize(side, side), guidance)
+
+
+def _network(folder: Path) -> tuple[int, int, float]:
+    """Return the factor of the network that takes noise away, its own side in latents, and the
+    guidance that is usual."""
+    if not (folder / "transformer").is_dir():
+        unet = _sizes(folder, "unet")
+        return 2 ** (len(unet["block_out_channels"]) - 1), unet.get("sample_size", 64), 7.5
+    config = _read_json(folder / "transformer" / "config.json")
+    if config.get("_class_name") != "FluxTransformer2DModel" or config.get("guidance_embeds"):
+        raise CommandError(
+            f"{folder} has a transformer that strop's commands do not run: they are built for Flux "
+            "without embedded guidance; call strop.optimize(pipe) from Python"
+        )
+    return 2, _FLUX_LATENTS, 1.0
 
 
 def _check_parts(folder: Path) -> None:
@@ -85,7 +110,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CommandError(
-            f"{path} is missing; strop runs Stable Diffusion folders, with unet/ and vae/"
+            f"{path} is missing; strop runs folders of Stable Diffusion and Flux, with vae/"
         ) from error
     except ValueError as error:
         raise CommandError(f"{path} is no JSON ({error}); save the model again") from error

@@ -14,6 +14,7 @@ from strop.api import dispatchers_of, optimize
 from strop.cli.arguments import PictureSize
 from strop.cli.mistakes import CommandError
 from strop.cli.stages import StageSeconds, compiling, progress_bar, spinner
+from strop.models.guidance import guided
 from strop.wording import counted
 
 
@@ -59,11 +60,10 @@ def draw(pipe: Any, request: PictureRequest, on_step: Step = lambda: None) -> Te
         width=request.size.width,
         height=request.size.height,
         num_inference_steps=request.steps,
-        guidance_scale=request.guidance,
-        negative_prompt=request.negative or None,
         generator=torch.Generator().manual_seed(request.seed),
         callback_on_step_end=after_step,
         output_type="pt",
+        **guided(pipe, request.prompt, request.guidance, request.negative),
         **request.more,
     ).images
     pixels = images[0].float().cpu()
