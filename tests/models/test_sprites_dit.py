@@ -14,7 +14,7 @@ from strop.models.guidance import guided
 from strop.models.sprites import dit, evaluate
 from strop.models.sprites.export import FILE_LIMIT, TOTAL_LIMIT
 from strop.models.sprites.settings import DIT, TINY_DIT
-from tests.e2e.tiny import cache_dir
+from tests.e2e.tiny import DEVICES, cache_dir
 
 # Importing and saving through transformers and diffusers warns about their own future.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,18 +64,21 @@ def test_an_untrained_transformer_answers_zero_and_depends_on_its_seed_alone(
     assert not answer.any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_optimised_pictures_are_those_of_eager(
-    tiny_dit: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, tiny_dit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STROP_CACHE_DIR", cache_dir())
     sizes = [(64, 32), (32, 64), (48, 80)]
-    pipe = sprites.load_from(tiny_dit)
+    pipe = sprites.load_from(tiny_dit, device=device)
     pipe.set_progress_bar_config(disable=True)
     eager = [_drawn(pipe, *size) for size in sizes]
     assert not torch.allclose(eager[0][0], eager[0][1], atol=0.05)  # the prompts differ
     strop.optimize(pipe)
     for size, expected in zip(sizes, eager, strict=True):
-        torch.testing.assert_close(_drawn(pipe, *size), expected, atol=2e-4, rtol=0)
+        # Products of a GPU add in another order, and three guided steps enlarge that.
+        close = 2e-4 if device == "cpu" else 2e-3
+        torch.testing.assert_close(_drawn(pipe, *size), expected, atol=close, rtol=0)
     report = strop.explain(pipe)
     assert report.fallbacks == {}
     assert report.num_graphs == 4  # two text encoders, the transformer and the decoder

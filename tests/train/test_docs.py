@@ -34,6 +34,7 @@ TINY = (
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of norms under autocast
 def test_the_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tiny_dit: Path
 ) -> None:

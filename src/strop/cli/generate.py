@@ -60,7 +60,7 @@ GuidanceOption = Annotated[
         max=50.0,
         help="Follow the prompt this closely. At 1 or less there is no guidance, and drawing "
         "takes half the time. "
-        r"[dim]\[default: 4 for sprites, else 7.5][/]",
+        r"[dim]\[default: 4 for sprites, 1 for Flux, else 7.5][/]",
     ),
 ]
 NegativeOption = Annotated[str, typer.Option(help="Describe what the picture should not show.")]

@@ -99,6 +99,8 @@ def load_dit(
 ) -> "FluxPipeline":
     """Load sprites-dit, a transformer of Flux's kind; otherwise like `load`.
 
+    diffusers logs that it expected a T5 as the second text encoder, which is a CLIP here.
+
     Raises:
         FileNotFoundError: its weights are not trained yet, or a file of them is missing.
         ValueError: a weights file is damaged.
