@@ -6,6 +6,7 @@ A timestep is the share of noise in what the network sees: 0 is the picture, 1 i
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,17 +30,24 @@ def tokens_of(latents: Tensor) -> Tensor:
     return tokens
 
 
+@lru_cache(maxsize=16)
+def _places(height: int, width: int, device: torch.device) -> Tensor:
+    """Return index, row and column of each token; a copy from the host would make steps wait."""
+    from diffusers import FluxPipeline
+
+    found: Tensor = FluxPipeline._prepare_latent_image_ids(
+        1, height // 2, width // 2, device, torch.float32
+    )
+    return found
+
+
 @torch.no_grad()
 def inputs_of(model: FlowModel, mixed: Tensor, times: Tensor, ids: Tensor) -> dict[str, Any]:
     """Return the arguments of the transformer for noisy latents and the tokens of their texts."""
-    from diffusers import FluxPipeline
-
-    count, _, height, width = mixed.shape
+    _, _, height, width = mixed.shape
     ids = ids.to(mixed.device, non_blocking=True)
     states = model.text_encoder_2(ids, return_dict=False)[0]
-    places = FluxPipeline._prepare_latent_image_ids(
-        count, height // 2, width // 2, mixed.device, mixed.dtype
-    )
+    places = _places(height, width, mixed.device)
     return {
         "hidden_states": tokens_of(mixed),
         "timestep": times,
