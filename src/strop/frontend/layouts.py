@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_contiguous_for_memory_format
 
 from strop.frontend.formats import suggested, traced
 
@@ -150,12 +151,21 @@ def overlap_by_traced_sizes() -> Iterator[None]:
         torch._debug_has_internal_overlap = before
 
 
+def _is_contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Tell what torch 2.11 does not know of a computed value whose sizes are symbols: that it lies
+    channels-last. A forward may go another way by the answer, so it is a guard."""
+    if all(type(size) is int for size in x.shape):
+        return x.is_contiguous(memory_format=memory_format)
+    return is_contiguous_for_memory_format(x, memory_format=memory_format)
+
+
 LAYOUTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.reshape: call_reshape,
     torch.reshape: call_reshape,
     Tensor.flatten: _call_flatten,
     torch.flatten: _call_flatten,
     Tensor.contiguous: call_contiguous,
+    Tensor.is_contiguous: _is_contiguous,
     Tensor.__getitem__: _call_getitem,
     Tensor.__setitem__: _call_setitem,
 }

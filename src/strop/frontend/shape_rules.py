@@ -479,6 +479,18 @@ def _written(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> 
     return x if is_own and _spreads(_exact(part.shape), _exact(x.shape)) else None
 
 
+def _normed(
+    mode: Any, x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **more: Any
+) -> Tensor | None:
+    """Count dims from the front: torch 2.11 keeps a dim of size 1 that is counted from the end."""
+    if not dim or all(each >= 0 for each in dim):
+        return None
+    with mode:
+        dims = [each % x.dim() for each in dim]
+        result: Tensor = aten.linalg_vector_norm.default(x, ord, dims, keepdim, **more)
+    return result
+
+
 def _overwritten(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
     """Do the same for a value of its own."""
     if not _spreads(_exact(part.shape), _exact(x.shape)):
@@ -544,6 +556,7 @@ RULES: dict[Any, Rule] = {
     aten.copy.default: _overwritten,
 }
 FAST_RULES: dict[Any, Rule] = {
+    aten.linalg_vector_norm.default: _normed,
     aten.pixel_unshuffle.default: _unshuffled,
     aten.silu_backward.default: _gradient,
     aten.gelu_backward.default: _gradient,
