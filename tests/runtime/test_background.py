@@ -328,9 +328,9 @@ def test_an_order_is_found_in_the_background(compilers: Compilers, library: Cuda
     kernels = [dataclasses.replace(base, text=base.text + "#" * n) for n in range(5)]
     asked = list[threading.Thread]()
 
-    def order(sources: Sequence[KernelSource]) -> list[KernelSource]:
+    def order(sources: Sequence[KernelSource]) -> dict[KernelSource, float]:
         asked.append(threading.current_thread())
-        return list(reversed(sources))
+        return {source: sources.index(source) / len(sources) for source in reversed(sources)}
 
     compilers.open()
     later = library.later(kernels, order)
@@ -342,3 +342,30 @@ def test_an_order_is_found_in_the_background(compilers: Compilers, library: Cuda
     assert asked[0] is not threading.current_thread()
     assert compilers.seen[LOW_PRIORITY] == kernels[::-1]
     assert later.num_built == 5
+
+
+def test_what_is_wanted_comes_first_whichever_program_it_is_of(
+    compilers: Compilers, library: CudaLoader
+) -> None:
+    """A ControlNet is called before its UNet: kernels of it that are rarely needed come last,
+    though they have been there first, and those of programs without an order among them."""
+    base = emit(SAMPLES["geglu"](F16).kernel).source
+    kernels = [dataclasses.replace(base, text=base.text + "#" * n) for n in range(10)]
+    first, plain, second = kernels[:5], kernels[5:6], kernels[6:]
+    shares = dict(zip(kernels, (0.9, 0.5, 0.1, 0.0, 0.0, 0.0, 1.0, 0.4, 0.0, 0.0), strict=True))
+
+    def order(sources: Sequence[KernelSource]) -> dict[KernelSource, float]:
+        return {source: shares[source] for source in sources}
+
+    controlnet, unet = (library.later(some, order) for some in (first, second))
+    for later in (controlnet, other := library.later(plain), unet):
+        later._workers = 1
+        later.start()
+        if later is controlnet:  # it is at work when the others come
+            assert compilers.begun.acquire(timeout=20)
+    compilers.open()
+    for later in (controlnet, other, unet):
+        later.wait()
+    seen = compilers.seen[LOW_PRIORITY]
+    assert [shares[source] for source in seen[:5]] == [0.9, 1.0, 0.5, 0.4, 0.1]
+    assert seen[5:] == [*first[3:], *plain, *second[2:]]

@@ -13,11 +13,13 @@ import atexit
 import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from strop.errors import StropError
 from strop.ir.device import GpuTarget
@@ -25,7 +27,8 @@ from strop.ir.source import KernelSource
 from strop.runtime.build import compilers
 
 log = logging.getLogger("strop")
-BuildOrder = Callable[[Sequence[KernelSource]], Sequence[KernelSource]]
+# Which share of likely sizes needs each kernel, the most wanted first
+BuildOrder = Callable[[Sequence[KernelSource]], Mapping[KernelSource, float]]
 ORDER = None  # among kernels: the order of some has to be found
 Work = KernelSource | None
 LOW_PRIORITY = 19  # niceness of processes for which nobody waits
@@ -33,8 +36,8 @@ SHARE, MOST_LATER = 3 / 4, 12  # how many of those: this share of all workers, a
 
 
 class BackgroundBuild:
-    """This is a number of kernels, and how far they are. ``order`` puts all of them in order, and
-    is asked when the first is about to be built."""
+    """This is a number of kernels, and how far they are. ``order`` says how wanted each of them is,
+    and is asked before the first is built."""
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class BackgroundBuild:
     def begin(self, queue: Queue) -> None:
         """Queue all, in their order."""
         assert self._order is not None
-        queue.add(self, self._order(self._sources), self._workers)
+        shares = self._order(self._sources)
+        queue.add(self, tuple(shares), self._workers, shares)
 
     def build(self, source: KernelSource) -> None:
         assert self._target is not None
@@ -111,21 +115,28 @@ class BackgroundBuild:
 @dataclass
 class Queue:
     """This holds the kernels of all programs that are to be built. Where somebody waits for them,
-    the longest text comes first, so that no process is left alone with a large kernel at the end;
-    else the first to come is the first to be served."""
+    the longest text comes first, so that no process is left alone with a large kernel at the end.
+    Else the most wanted comes first, whichever program it is of: a ControlNet's kernels for rare
+    sizes would else come before those that its UNet needs at the second size."""
 
     niceness: int
-    _waiting: list[tuple[int, int, BackgroundBuild, Work]] = field(default_factory=list)  # a heap
+    _waiting: list[tuple[float, int, BackgroundBuild, Work]] = field(default_factory=list)  # heap
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _open: list[BackgroundBuild] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, ahead: BackgroundBuild, sources: Sequence[Work], workers: int) -> None:
+    def add(
+        self,
+        ahead: BackgroundBuild,
+        sources: Sequence[Work],
+        workers: int,
+        shares: Mapping[KernelSource, float] = MappingProxyType({}),
+    ) -> None:
         with self._lock:
             self._open = [*(other for other in self._open if not other.is_done), ahead]
             for number, source in zip(self._numbers, sources, strict=False):
-                rank = 0 if self.niceness or source is ORDER else -len(source.text)
+                rank = self._rank(source, shares)
                 heapq.heappush(self._waiting, (rank, number, ahead, source))
             wanted = min(workers, len(self._threads) + len(sources))
             for _ in range(wanted - len(self._threads)):
@@ -133,6 +144,12 @@ class Queue:
                 work = threading.Thread(target=self._work, name="strop-ahead", daemon=True)
                 self._threads.append(work)
                 work.start()
+
+    def _rank(self, source: Work, shares: Mapping[KernelSource, float]) -> float:
+        """Return the place of a kernel: lower ones come first, and equal ones as they came."""
+        if source is ORDER:
+            return -math.inf
+        return -shares.get(source, 0.0) if self.niceness else -len(source.text)
 
     def _work(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from strop.kernels.kernel import Call, Problem
 from strop.kernels.library import Choice
 from strop.runtime.loop.hoisting import written
 
-BuildOrder = Callable[[Sequence[KernelSource]], list[KernelSource]]
+BuildOrder = Callable[[Sequence[KernelSource]], dict[KernelSource, float]]
 FACTORS = (1.5, 2, 0.5, 0.75)
 
 
@@ -87,15 +87,16 @@ def sources_elsewhere(
 
 
 def likely_first(program: Program, env: Mapping[str, int], device: Device) -> BuildOrder:
-    """Put kernels for other sizes in an order: first what most of some sizes near these need. Half
-    of them are for sizes that are rare."""
+    """Put kernels for other sizes in an order: first what most of some sizes near these need, with
+    the share of these sizes. Half of the kernels are for sizes that are rare."""
 
-    def ordered(sources: Sequence[KernelSource]) -> list[KernelSource]:
+    def ordered(sources: Sequence[KernelSource]) -> dict[KernelSource, float]:
         uses = Counter[KernelSource]()
-        for sizes in near(env):
-            if all(guard.holds(sizes) for guard in program.guards):
-                uses.update(sources_at(program, sizes, device))
-        return sorted(sources, key=lambda source: -uses[source])
+        served = [some for some in near(env) if all(g.holds(some) for g in program.guards)]
+        for sizes in served:
+            uses.update(sources_at(program, sizes, device))
+        wanted = sorted(sources, key=lambda source: -uses[source])
+        return {source: uses[source] / max(len(served), 1) for source in wanted}
 
     return ordered
 
