@@ -96,7 +96,8 @@ class UNetAdapter(Adapter):
             hints |= {"H": height, "W": width}
             names = {height: "H", width: "W"}
         else:
-            hints |= {"h": height // factor, "w": width // factor}
+            # as of a batch of 1: what holds of larger sizes holds of 1
+            hints |= {"h": max(height // factor, 2), "w": max(width // factor, 2)}
         specs, pictures = [], self._pictures(tensors, skeleton)
         for number, t in enumerate(tensors):
             sizes = [str(s) for s in t.shape]
