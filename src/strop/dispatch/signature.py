@@ -247,31 +247,44 @@ def tensor_numbers(skeleton: Skeleton) -> Iterator[int]:
 def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
     """Batch, sequence and image sizes are symbolic, features are not.
 
-    That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
-    tensors, the others of 3-d tensors and of matrices: (batch, tokens, features) or (batch,
-    channels, time). Features and channels among them are fixed by the trace. A size 0 is none:
-    what a graph for other sizes takes for granted need not hold of it. Nor is a size 1, to which
-    others may be broadcast; but if the first tensor begins with one, those that do are taken to be
-    batches of one, and for others only where such a trace fails.
+    That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d tensors, the
+    others of 5-d and 3-d tensors and of matrices: (batch, tokens, features), (batch, channels,
+    time), or (batch, frames, channels, height, width) in either order. Features and channels among
+    them are fixed by the trace. A size 0 is none: what a graph for other sizes takes for granted
+    need not hold of it. Nor is a size 1, to which others may be broadcast. But if the first tensor
+    begins with one, those that do are taken to be batches of one, and a video may have one frame;
+    for others only where such a trace fails.
     """
     first = [t.shape[0] for t in tensors if t.dim()]
-    if len({*first}) == 1:
-        return _shapes(tensors, "b")
-    if first and first[0] == 1:
-        return replace(_shapes(tensors, "", "b"), otherwise=_shapes(tensors, ""))
-    return _shapes(tensors, "")
+    batch = "b" if len({*first}) == 1 else ""
+    batch_of_one = "b" if first and first[0] == 1 and not batch else ""
+    video, usual = _video(tensors), _shapes(tensors, batch)
+    if not batch_of_one and (video is None or 1 not in tensors[video].shape[1:]):
+        return usual
+    return replace(_shapes(tensors, batch, batch_of_one, video), otherwise=usual)
 
 
-def _shapes(tensors: Sequence[Tensor], batch: str, batch_of_one: str = "") -> Shapes:
+def _video(tensors: Sequence[Tensor]) -> int | None:
+    """Return the number of the only tensor of five dims. Where there are others, they are a
+    cache of frames, which is made for one frame after the other."""
+    found = [number for number, t in enumerate(tensors) if t.dim() == 5]
+    return found[0] if len(found) == 1 else None
+
+
+def _shapes(
+    tensors: Sequence[Tensor], batch: str, batch_of_one: str = "", video: int | None = None
+) -> Shapes:
     """Name the sizes. ``batch`` is the root of all first sizes, ``batch_of_one`` that of those that
-    are 1. Without a name, each has a root of its own, and a size 1 has none."""
+    are 1. Without a name, each has a root of its own, and a size 1 has none, but for those of the
+    tensor ``video``."""
     hints: dict[str, int] = {}
     specs = []
     for number, t in enumerate(tensors):
         sizes = [str(size) for size in t.shape]
         for dim in symbolic_dims(t):
             shared = "" if dim else batch or (batch_of_one if t.shape[0] == 1 else "")
-            if t.shape[dim] == 0 or (t.shape[dim] == 1 and not shared):
+            is_named = bool(shared) or (number == video and dim > 0)
+            if t.shape[dim] == 0 or (t.shape[dim] == 1 and not is_named):
                 continue
             name = shared or (f"d{number}_{dim}" if dim else f"b{number}")
             hints[name] = max(int(t.shape[dim]), 2)
@@ -308,9 +321,9 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
 
 def symbolic_dims(t: Tensor) -> tuple[int, ...]:
     """Return which dims are sizes as a rule, see ``default_shapes``."""
-    if t.dim() in (4, 5):
-        return (0, *range(2, t.dim()))
-    if t.dim() in (2, 3):
+    if t.dim() == 4:
+        return (0, 2, 3)
+    if t.dim() in (2, 3, 5):
         return tuple(range(t.dim()))
     return (0,) if t.dim() else ()
 
