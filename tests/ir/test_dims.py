@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import ShapeError
-from strop.ir.dims import Expr, const, parse, product, symbol, to_expr
+from strop.ir.dims import Expr, const, larger, parse, product, symbol, to_expr
 
 ROOTS = ("b", "h", "w", "s0")
 ENVS = st.fixed_dictionaries({name: st.integers(1, 50) for name in ROOTS})
@@ -156,3 +156,25 @@ def test_division_by_what_is_no_size(divisor: int):
 def test_damaged_texts_are_refused(text: str):
     with pytest.raises(ShapeError):
         parse(text)
+
+
+def test_the_larger_of_two_sizes() -> None:
+    h, w = symbol("h"), symbol("w")
+    both = larger(h // 2, w // 2)
+    assert both == larger(w // 2, h // 2)
+    assert [(both * 3 + 1).eval({"h": a, "w": b}) for a, b in ((8, 2), (2, 9), (5, 5))] == [
+        13,
+        13,
+        7,
+    ]
+    assert both.roots == {"h", "w"}
+    assert (both.least, (both - h).least) == (0, None)
+    assert parse(str(both * h + 2)) == both * h + 2
+    # where all roots show it, it is one of them, also once they are replaced
+    assert larger(h + w, h) == h + w
+    assert larger(const(3), const(5)) == const(5)
+    assert larger(h, w).substitute({"w": h}) == h
+    assert larger(h, w).substitute({"h": 2 * symbol("k"), "w": symbol("k")}) == 2 * symbol("k")
+    for text in ("max(h)", "max(h, w, 1)", "min(h, w)", "max(h, key=w)", "h.max(w, 1)"):
+        with pytest.raises(ShapeError):
+            parse(text)

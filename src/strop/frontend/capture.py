@@ -315,7 +315,7 @@ def known_sizes(
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
     own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes)) for s in specs]
-    fixed = tuple(_fixed(shape_env, roots, sizes, pinned))
+    fixed = (*_fixed(shape_env, roots, sizes, pinned), *_fixed_quotients(shape_env, symbols))
     for text in fixed:
         log.info("%s: its graph fixes %s", type(module).__name__, text)
     own_hints = symbols.root_values(symbols.hints)
@@ -345,11 +345,24 @@ def _fixed(
     for root, size in sizes.items():
         if not size.is_const or root in pinned:
             continue
-        traced = str(roots[root].node._expr)
-        guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]
-        first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
-        why = f": {first.expr} at {place(first)}" if first is not None else ""
+        why = _question(shape_env, {str(roots[root].node._expr)})
         yield f"the size {root} at {size.value}{why}"
+
+
+def _fixed_quotients(shape_env: ShapeEnv, symbols: Symbols) -> Iterator[str]:
+    """Yield which quotients of sizes the graph holds for at one value only, such as a picture's
+    patches a side where the code asks whether they are those of its table."""
+    for quotient, value in sorted(symbols.floors.items(), key=str):
+        roots = quotient.numerator.roots
+        traced = {name for name in symbols.names if symbols.size_of(name).roots & roots}
+        yield f"the size {quotient} at {value}{_question(shape_env, traced)}"
+
+
+def _question(shape_env: ShapeEnv, traced: Set[str]) -> str:
+    """Return what asked for one value of these sizes, and where, or nothing."""
+    guards = [g for g in shape_env.guards if traced & {s.name for s in g.expr.free_symbols}]
+    first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
+    return f": {first.expr} at {place(first)}" if first is not None else ""
 
 
 def _settled(
@@ -366,14 +379,15 @@ def _settled(
     symbols = Symbols(names, traced)
     symbols.replace(shape_env.replacements)
     expressions = [guard.expr for guard in shape_env.guards]
-    symbols.settle(_sizes(gm, fixes_numbers), expressions)
+    indices = list(_indices(gm, fixes_numbers))
+    symbols.settle(_sizes(gm), expressions, indices)
     while True:
         try:
             checks = (*symbols.guards(expressions), *symbols.assumed.values())
             return symbols, tuple(dict.fromkeys((*checks, *_not_negative(symbols, gm))))
         except OutsideLanguage as error:
             symbols.pin(error)
-            symbols.settle(_sizes(gm, fixes_numbers), expressions)
+            symbols.settle(_sizes(gm), expressions, indices)
 
 
 def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
@@ -386,21 +400,23 @@ def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
                     yield Guard(size, ">=", const(0))
 
 
-def _sizes(gm: GraphModule, with_numbers: bool) -> Iterator[Any]:
-    """Yield every size in the graph, and the numbers that are computed from sizes for a tensor."""
+def _sizes(gm: GraphModule) -> Iterator[int | torch.SymInt]:
+    """Yield every size of a tensor in the graph."""
     for node in gm.graph.nodes:
-        if with_numbers and isinstance(node.meta.get("val"), Tensor):
-            given = (
-                source
-                for source in node.all_input_nodes
-                if isinstance(source.meta.get("val"), torch.SymFloat)
-            )
-            yield from (s.meta["val"] for s in given if not is_operand(s, node))
         for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, Tensor):
-                yield from value.shape
-            elif isinstance(value, torch.SymInt):
-                yield value
+            yield from value.shape if isinstance(value, Tensor) else ()
+
+
+def _indices(gm: GraphModule, with_numbers: bool) -> Iterator[Any]:
+    """Yield what else is computed from sizes, and the numbers among that which a tensor is computed
+    from."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        yield from (v for v in pytree.tree_leaves(value) if isinstance(v, torch.SymInt))
+        for source in node.all_input_nodes if with_numbers and isinstance(value, Tensor) else ():
+            number = source.meta.get("val")
+            if isinstance(number, torch.SymFloat) and not is_operand(source, node):
+                yield number
 
 
 @contextmanager

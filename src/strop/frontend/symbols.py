@@ -9,6 +9,7 @@ is a guard, so a program never runs where it does not hold.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from strop.errors import UnsupportedError
 from strop.frontend.numbers import NumbersNeeded, numbers_in
-from strop.ir.dims import Expr, Floor, const, symbol, to_expr
+from strop.ir.dims import Expr, Floor, Larger, const, larger, symbol, to_expr
 from strop.ir.program import Guard
 
 SYMPY_MAX = (sympy.Max, Max)
@@ -77,6 +78,7 @@ class Symbols:
     hints: Mapping[str, int] = field(default_factory=dict)
     assumed: dict[str, Guard] = field(default_factory=dict)
     floors: dict[Floor, int] = field(default_factory=dict)  # quotients taken as traced
+    taken: set[Expr] = field(default_factory=set)  # larger sizes, of which one is taken as traced
     multiples: dict[str, tuple[str, int]] = field(default_factory=dict)  # root: 8 of "h_8" are h
     decide: Callable[[Any], bool] | None = None  # asks torch, which adds the answer to its guards
     _memo: dict[Any, Expr] = field(default_factory=dict)
@@ -139,7 +141,8 @@ class Symbols:
         return e.xreplace(fixed)
 
     def _chosen(self, e: Any) -> Expr:
-        """Return the side of a minimum or maximum that the traced sizes take."""
+        """Return the side of a minimum or maximum that the traced sizes take. Which of two sizes is
+        the larger, such as height and width, is left open where that does no harm (``pin``)."""
         if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
             other = next(a for a in e.args if a != 1)
             if other.is_integer and other.is_positive:
@@ -148,9 +151,12 @@ class Symbols:
             return self.size(self._decided(e, self.decide))
         if not self.hints:
             raise OutsideLanguage(e)
-        sides = [self.size(a) for a in e.args]
-        env = self.root_values(self.hints)
-        is_min = isinstance(e, SYMPY_MIN)
+        sides, is_min = [self.size(a) for a in e.args], isinstance(e, SYMPY_MIN)
+        env, open_ = self.root_values(self.hints), [side for side in sides if not side.is_const]
+        if open_ and not is_min:
+            both = functools.reduce(larger, open_)
+            if both not in self.taken:
+                sides = [*(side for side in sides if side.is_const), both]
         best = (min if is_min else max)(sides, key=lambda side: side.eval(env))
         for side in sides:
             self._assume(Guard(best, "<=" if is_min else ">=", side))
@@ -208,10 +214,12 @@ class Symbols:
             size = _with_value(size, atom, self.floors[atom])
         return size
 
-    def settle(self, sizes: Iterable[Any], guards: Iterable[Any]) -> None:
-        """Choose names in which every size and every equation of ``guards`` is inside the
-        language."""
-        sizes, guards = list(sizes), list(guards)
+    def settle(
+        self, sizes: Iterable[Any], guards: Iterable[Any], indices: Iterable[Any] = ()
+    ) -> None:
+        """Choose names in which every size of a tensor, every equation of ``guards`` and what else
+        is computed from sizes, ``indices``, is inside the language."""
+        sizes, guards, indices = list(sizes), list(guards), list(indices)
         while True:
             self._memo.clear()
             self.solve(guards, self.hints)
@@ -219,15 +227,20 @@ class Symbols:
             self.assumed.clear()  # in names that the solution has replaced
             try:
                 for size in sizes:
-                    if isinstance(size, torch.SymFloat):
-                        self.number(size)
-                    else:
-                        self.size(size)
+                    self._require_plain(size)
+                for index in indices:
+                    self.number(index) if isinstance(index, torch.SymFloat) else self.size(index)
                 for guard in _parts(guards):
                     self._require(guard)
                 return
             except OutsideLanguage as error:
                 self.pin(error)
+
+    def _require_plain(self, size: int | torch.SymInt) -> None:
+        """Raise OutsideLanguage for the larger of two sizes: nothing divides that."""
+        if any(True for _ in _larger_in(self.size(size))):
+            assert isinstance(size, torch.SymInt)
+            raise OutsideLanguage(size.node.expr)
 
     def _require(self, guard: Any) -> None:
         """Fix the sizes of an equation that the names do not show to hold; others are checked."""
@@ -243,6 +256,8 @@ class Symbols:
         """
         if needed := numbers_in(error.expression):
             raise NumbersNeeded(needed)
+        if self._take_sides(error.expression):
+            return
         if isinstance(error.expression, sympy.Eq) and self._fix_floors(error.expression):
             return
         env = self.root_values(self.hints)
@@ -254,6 +269,15 @@ class Symbols:
         known = {r: const(env[r]) for only in roots if len(only) == 1 for r in only}
         self.names = {n: size.substitute(known) for n, size in self.names.items()}
         self.names.update(fixed)
+
+    def _take_sides(self, expression: Any) -> bool:
+        """Take the traced side of each maximum in an expression, and say whether there is one that
+        was open."""
+        found = {self.size(e) for e in expression.atoms(*SYMPY_MAX)}
+        open_ = {size for size in found if any(True for _ in _larger_in(size))} - self.taken
+        self.taken |= open_
+        self._memo.clear()
+        return bool(open_)
 
     def size_of(self, name: str) -> Expr:
         return self.names.get(name, symbol(name))
@@ -484,6 +508,16 @@ def _is_exact(e: Any) -> bool:
 
 def floors_of(size: Expr) -> set[Floor]:
     return {atom for monomial, _ in size.terms for atom in monomial if isinstance(atom, Floor)}
+
+
+def _larger_in(size: Expr) -> Iterator[Larger]:
+    """Yield what stands for the larger of two sizes, in quotients too."""
+    for monomial, _ in size.terms:
+        for atom in monomial:
+            if isinstance(atom, Larger):
+                yield atom
+            elif isinstance(atom, Floor):
+                yield from _larger_in(atom.numerator)
 
 
 def _of_atom(atom: Floor) -> Expr:

@@ -2,9 +2,9 @@
 
 A size such as ``64*b*h*w`` is a sum of monomials. Roots stand for positive integers that are
 known at run time (batch, latent height, ...). A floor division that does not come out even
-becomes an atom of its own, so that "any size" graphs work too. Questions that the compiler asks
-(equal? a multiple of 16? how large, likely?) are answered from the polynomial alone and never
-reach torch's ShapeEnv, where they would plant guards.
+becomes an atom of its own, as does the larger of two sizes, so that "any size" graphs work too.
+Questions that the compiler asks (equal? a multiple of 16? how large, likely?) are answered from the
+polynomial alone and never reach torch's ShapeEnv, where they would plant guards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,49 @@ class Floor:
     def __str__(self) -> str:
         return f"(({self.numerator})//{self.divisor})"
 
+    @property
+    def roots(self) -> frozenset[str]:
+        return self.numerator.roots
 
-Atom = str | Floor
+    @property
+    def least(self) -> int | None:
+        """Return None, or something that has the sign of the least value."""
+        return self.numerator.least
+
+    def at(self, env: Env) -> int:
+        return self.numerator.eval(env) // self.divisor
+
+    def substituted(self, env: Mapping[str, Expr]) -> Expr:
+        return self.numerator.substitute(env) // self.divisor
+
+
+@dataclass(frozen=True, slots=True)
+class Larger:
+    """Stand for the larger of two sizes, of which neither is known to be."""
+
+    left: Expr
+    right: Expr
+
+    def __str__(self) -> str:
+        return f"max({self.left}, {self.right})"
+
+    @property
+    def roots(self) -> frozenset[str]:
+        return self.left.roots | self.right.roots
+
+    @property
+    def least(self) -> int | None:
+        low = (self.left.least, self.right.least)
+        return None if low[0] is None or low[1] is None else max(low[0], low[1])
+
+    def at(self, env: Env) -> int:
+        return max(self.left.eval(env), self.right.eval(env))
+
+    def substituted(self, env: Mapping[str, Expr]) -> Expr:
+        return larger(self.left.substitute(env), self.right.substitute(env))
+
+
+Atom = str | Floor | Larger
 Monomial = tuple[Atom, ...]
 
 
@@ -100,7 +141,7 @@ class Expr:
             if monomial and coefficient < 0:
                 return None
             for atom in monomial:
-                low = atom.numerator.least if isinstance(atom, Floor) else 1
+                low = 1 if isinstance(atom, str) else atom.least
                 if low is None or low < 0:
                     return None
         return self.eval(dict.fromkeys(self.roots, 1))
@@ -137,10 +178,7 @@ class Expr:
         for monomial, coefficient in self.terms:
             product = coefficient
             for atom in monomial:
-                if isinstance(atom, str):
-                    product *= env[atom]
-                else:
-                    product *= atom.numerator.eval(env) // atom.divisor
+                product *= env[atom] if isinstance(atom, str) else atom.at(env)
             total += product
         return total
 
@@ -153,7 +191,7 @@ class Expr:
                 if isinstance(atom, str):
                     product = product * env.get(atom, symbol(atom))
                 else:
-                    product = product * (atom.numerator.substitute(env) // atom.divisor)
+                    product = product * atom.substituted(env)
             total = total + product
         return total
 
@@ -162,7 +200,7 @@ class Expr:
         found: set[str] = set()
         for monomial, _ in self.terms:
             for atom in monomial:
-                found |= {atom} if isinstance(atom, str) else atom.numerator.roots
+                found |= {atom} if isinstance(atom, str) else atom.roots
         return frozenset(found)
 
     def __str__(self) -> str:
@@ -274,6 +312,17 @@ def to_expr(value: Expr | int) -> Expr:
     return value if isinstance(value, Expr) else const(int(value))
 
 
+def larger(left: Expr, right: Expr) -> Expr:
+    """Return the larger of two sizes: one of them where all roots show which it is."""
+    difference = left - right
+    if difference.least is not None and difference.least >= 0:
+        return left
+    if (right - left).least is not None and (right - left).least >= 0:
+        return right
+    left, right = sorted((left, right), key=str)
+    return _expr((((Larger(left, right),), 1),))
+
+
 def product(sizes: Iterable[Expr]) -> Expr:
     return _product(tuple(sizes))
 
@@ -288,7 +337,7 @@ def _product(sizes: tuple[Expr, ...]) -> Expr:
 
 @lru_cache(maxsize=16384)
 def parse(text: str) -> Expr:
-    """Parse what ``str`` writes: integers, names, + - * // and parentheses.
+    """Parse what ``str`` writes: integers, names, + - * //, max(a, b) and parentheses.
 
     Raises ShapeError for any other text, so that a damaged plan is refused and never evaluated.
     """
@@ -306,6 +355,8 @@ def _parse_node(node: ast.expr, text: str) -> Expr:
         return symbol(node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return _parse_node(node.operand, text) * -1
+    if isinstance(node, ast.Call):
+        return larger(*(_parse_node(side, text) for side in _sides_of(node, text)))
     if isinstance(node, ast.BinOp):
         left, right = _parse_node(node.left, text), _parse_node(node.right, text)
         if isinstance(node.op, ast.Add):
@@ -317,3 +368,11 @@ def _parse_node(node: ast.expr, text: str) -> Expr:
         if isinstance(node.op, ast.FloorDiv) and right.is_const:
             return left // right.value
     raise ShapeError(f"not a size expression: {text!r}")
+
+
+def _sides_of(node: ast.Call, text: str) -> tuple[ast.expr, ast.expr]:
+    """Return the arguments of ``max(a, b)``."""
+    is_max = isinstance(node.func, ast.Name) and node.func.id == "max" and not node.keywords
+    if not is_max or len(node.args) != 2:
+        raise ShapeError(f"not a size expression: {text!r}")
+    return node.args[0], node.args[1]
