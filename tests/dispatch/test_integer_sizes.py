@@ -3,6 +3,8 @@ be so."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,56 @@ def test_numbers_that_are_sizes_by_chance(tmp_path: Path) -> None:
             right, wanted = eager(x, a, b)
             torch.testing.assert_close(ours, right)
             assert (count, type(count)) == (wanted, int)
+
+
+class Pictures(nn.Module):
+    """Gets frames, height and width in a list for each picture, as Qwen-Image does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(3, WIDTH)
+
+    def forward(self, x: Tensor, shapes: list[list[tuple[int, int, int]]]) -> Tensor:
+        first = shapes[0][0]
+        if not all(one == first for (one,) in shapes):
+            raise ValueError("the pictures differ in size")
+        return (x + self.project(positions(x, *first))).softmax(1).sin()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sizes_in_lists_of_an_argument(batch: int, tmp_path: Path) -> None:
+    eager = Pictures().eval()
+    model = strop.optimize(copy.deepcopy(eager), options=Options(cache_dir=str(tmp_path)))
+    with torch.no_grad():
+        for size in VIDEOS:
+            x, shapes = torch.randn(batch, math.prod(size), WIDTH), [[size] for _ in range(batch)]
+            torch.testing.assert_close(model(x, shapes), eager(x, shapes))
+        with pytest.raises(ValueError, match="differ in size"):
+            model(torch.randn(2, 24, WIDTH), [[(2, 3, 4)], [(2, 4, 3)]])
+    assert graphs(model) == 1
+
+
+def test_numbers_in_lists_that_are_no_sizes(tmp_path: Path) -> None:
+    """They are constants, also where those of two lists together multiply to a size; and what is a
+    size in one list is a constant in another."""
+
+    class Weighted(nn.Module):
+        def forward(self, x: Tensor, pairs: list[tuple[int, ...]], *, more: Any = ()) -> Tensor:
+            for a, b in pairs:
+                x = x * a + b
+            return x + sum(more)
+
+    eager = Weighted().eval()
+    model = strop.optimize(Weighted().eval(), options=Options(cache_dir=str(tmp_path)))
+    with torch.no_grad():
+        for tokens, pairs, more in (
+            (6, [(2, 5), (3, 5)], ()),
+            (6, [(2, 3), (3, 5)], (2, 3)),
+            (8, [(2, 4), (3, 5)], (2, 4)),
+            (8, [(2, 4), (2, 4)], (3, 4)),
+            (6, [(2, 3), (2, 4)], ()),
+            (6, [(0, 3), (-2, -3)], (6, 1)),
+            (6, [(1, 6), (2, 3)], (6, 1)),
+        ):
+            x = torch.randn(2, tokens, 5)
+            torch.testing.assert_close(model(x, pairs, more=more), eager(x, pairs, more=more))
