@@ -149,3 +149,16 @@ def test_numbers_in_calls_that_are_alike() -> None:
     assert beside.floats == [0.5, 1.5]
     whole = with_floats(bare, [number_text(v) for v in beside.floats])
     assert rebuild(whole, [X])[1:] == (0.5, [1.5, True])
+
+
+def test_a_video_of_one_frame() -> None:
+    """Beside a prompt its frames are a size; where frames come one by one, as to a decoder with or
+    without its cache, one is a number, and where a trace with a symbol fails."""
+    video, prompt, cache = torch.ones(2, 4, 1, 6, 8), torch.ones(2, 7, 3), torch.ones(2, 4, 2, 6, 8)
+    found = default_shapes([video, prompt])
+    assert found.specs[0].shape == ("b", "d0_1", "d0_2", "d0_3", "d0_4")
+    assert found.hints["d0_2"] == 2
+    assert found.otherwise is not None
+    for shapes in (found.otherwise, default_shapes([video]), default_shapes([video, cache])):
+        assert shapes.specs[0].shape == ("b", "d0_1", "1", "d0_3", "d0_4")
+    assert default_shapes([cache, prompt]).otherwise is None

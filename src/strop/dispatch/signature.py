@@ -265,10 +265,11 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
 
 
 def _video(tensors: Sequence[Tensor]) -> int | None:
-    """Return the number of the only tensor of five dims. Where there are others, they are a
-    cache of frames, which is made for one frame after the other."""
+    """Return the number of the only tensor of five dims, beside a prompt or a timestep. A decoder
+    that is given frame after frame has nothing beside it, or a cache of frames, and code of its own
+    for one frame."""
     found = [number for number, t in enumerate(tensors) if t.dim() == 5]
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 and len(tensors) > 1 else None
 
 
 def _shapes(
