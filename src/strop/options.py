@@ -179,7 +179,7 @@ class Options:
     @property
     def in_training(self) -> Options:
         """These options without what was measured for inference alone."""
-        return self.without(kernels=INFERENCE_KERNELS, passes=("linear_add",))
+        return self.without(kernels=INFERENCE_KERNELS, passes=("aligned_linear", "linear_add"))
 
     def on(self, *, has_wgmma: bool) -> Options:
         """These options without the passes that make calls which only WGMMA kernels do well, on a

@@ -45,7 +45,7 @@ def evaluate(
 
 def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Tensor]:
     """Turn arguments by index into values of the graph's inputs; merged weights hold their parts'
-    rows, or all of them from their corners on."""
+    rows and zeros behind them, or all of them from their corners on."""
     return {node: _input_value(node, arguments) for node in graph.inputs}
 
 
@@ -55,7 +55,9 @@ def _input_value(node: Node, arguments: Mapping[int, Tensor]) -> Tensor:
         return arguments[node.attrs["index"]]
     if "corners" in node.attrs:
         return cornered([s.value for s in node.shape], parts, node.attrs["corners"])
-    return torch.cat(parts)
+    own = torch.cat(parts)
+    rows = node.shape[0].value if node.shape[0].is_const else len(own)
+    return torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
 
 
 def has_reference(op: str) -> bool:

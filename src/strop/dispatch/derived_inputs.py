@@ -85,6 +85,12 @@ def _merged(served: ServedModule) -> DerivedInput:
     return DerivedInput(len(weights), weights.size_bytes, weights.num_writes, detail=detail)
 
 
+def _padded(served: ServedModule) -> DerivedInput:
+    weights = served.state.padded
+    detail = "which they share but for the zeros"
+    return DerivedInput(len(weights), weights.size_bytes, weights.num_writes, detail=detail)
+
+
 def _effective(served: ServedModule) -> DerivedInput:
     weights = served.state.effective
     return _written(weights.merged, weights.reason)
@@ -134,6 +140,7 @@ def _timetables(served: ServedModule) -> DerivedInput:
 
 
 MERGED = "merged weights"
+PADDED = "weights with rows of zeros behind them"
 EFFECTIVE = "weights with adapters in them"
 LOW_RANK = "factors of adapters beside the weights"
 HOISTED = "hoisted out of denoise loops"
@@ -142,6 +149,7 @@ _ADAPTERS = "adapters, their scales or values are others"
 _LOOP = "a loop begins, or in it a weight or argument is another or written to"
 KINDS = (
     DerivedKind(MERGED, "weight", "a part lies elsewhere in memory", _merged),
+    DerivedKind(PADDED, "weight", "the weight lies elsewhere in memory", _padded),
     DerivedKind(EFFECTIVE, "layer", f"{_ADAPTERS}, or W0 is", _effective),
     DerivedKind(LOW_RANK, "layer", _ADAPTERS, _low_rank),
     DerivedKind(HOISTED, "launch", _LOOP, _hoisted),

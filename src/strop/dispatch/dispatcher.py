@@ -373,7 +373,7 @@ class Dispatcher:
             return self._replaced
         if is_offloaded(self.component):
             self.forget_shapes()  # which would keep weights in the memory that is to be free
-            self.state.merged.clear()
+            self.state.release_pieces()
             return OFFLOADED
         return unfit_module(self.state)
 
@@ -467,7 +467,7 @@ class Dispatcher:
             self._entries = self._known.take(looks)
             for entry in self._entries.values():
                 if entry.placed is not None:
-                    self.state.remember(entry.placed)
+                    self.state.remember(entry.variant.program, entry.placed)
             self.counters.rebinds += not self._entries
             self._forget_graphs(before.entries.values())
         self._forget_prepared()

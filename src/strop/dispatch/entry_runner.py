@@ -159,7 +159,7 @@ class EntryRunner:
         if entry.placed is None:
             before = self._state.pointers
             entry.placed = place(entry.variant.program, self._state.tensors)
-            self._state.remember(entry.placed)
+            self._state.remember(entry.variant.program, entry.placed)
             forget_others = self._forget_others()
             if self._state.pointers != before and forget_others is not None:
                 forget_others(entry)  # they were bound to the old places

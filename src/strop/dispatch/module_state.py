@@ -19,7 +19,7 @@ from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
-from strop.dispatch.placed_weights import MergedWeights
+from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
@@ -28,6 +28,7 @@ from strop.frontend.capture import clone_structure, state_places
 from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
 from strop.frontend.tables import table_names
+from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime.derived.sources import KnownMemory
 
@@ -47,7 +48,7 @@ class ModuleState:
         self.module, self._folds_adapters, self._options = module, folds_adapters, options
         self.effective = AdaptedWeights(options)
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
-        self.merged = MergedWeights()
+        self.merged, self.padded = PlacedPieces(), PlacedPieces()
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
         self.turned = TurnedSettings(module)
         self.scan()
@@ -88,7 +89,8 @@ class ModuleState:
             return
         self.structure = self._structure()
         self._memory = KnownMemory(self.tensors)
-        self.merged.keep_at({*self.pointers})
+        for pieces in (self.merged, self.padded):
+            pieces.keep_at({*self.pointers})
 
     def _count_owned(self) -> int:
         """Count the attributes of all modules, but for what diffusers leaves when it has fused."""
@@ -168,11 +170,18 @@ class ModuleState:
             )
         return "" if scale == scale else "the scale for all adapters is no number"
 
-    def remember(self, placed: Sequence[Tensor | None]) -> None:
-        """Take the present pointers as known. ``placed`` is as ``place`` gives it; what is merged
-        there stays so from one binding to the next."""
+    def remember(self, program: Program, placed: Sequence[Tensor | None]) -> None:
+        """Take the present pointers as known. ``placed`` is as ``place`` gives it for a program;
+        what is one piece there stays so from one binding to the next."""
         self._memory = KnownMemory(self.tensors)
-        self.merged.add(placed[len(self.tensors) :], {*self.pointers})
+        merged, padded = pieces_of(program.inputs, placed)
+        self.merged.add(merged)
+        self.padded.add(padded)
+
+    def release_pieces(self) -> None:
+        """Let go of all weights that lie as programs want them."""
+        self.merged.clear()
+        self.padded.clear()
 
     def has_new_structure(self) -> bool:
         """Say whether modules, settings, processors, adapters, or names that the code reads, are

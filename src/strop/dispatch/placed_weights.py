@@ -1,7 +1,8 @@
 """Put weights where a program wants them in memory: those that it reads as one lie in one piece.
 
 Merged weights are one piece of memory whose row slices are the Parameters: whoever writes to a
-Parameter writes to the piece, so that nothing but another place of a part is to be noticed.
+Parameter writes to the piece, so that nothing but another place of a part is to be noticed. So is a
+weight with rows of zeros behind it (``passes.aligned_linear``), a piece of one part.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from strop.dispatch.cornered_factors import standing
 from strop.ir.ops import OPS
-from strop.ir.program import Program
+from strop.ir.program import InputSpec, Program
 from strop.runtime.run.layouts import read_as
 
 
-class MergedWeights:
+class PlacedPieces:
     """Keep the pieces that the programs of one module read, as long as their first rows are still
     where they were."""
 
@@ -33,11 +34,9 @@ class MergedWeights:
     def size_bytes(self) -> int:
         return sum(piece.nbytes for piece in self._pieces.values())
 
-    def add(self, pieces: Sequence[Tensor | None], addresses: Collection[int]) -> None:
-        """Keep these, whose parts lie at these addresses, from one binding to the next. Matrices in
-        which copies of factors stand are none."""
-        given = [t for t in pieces if t is not None and t.data_ptr() in addresses]
-        found = {(t.data_ptr(), t.nbytes): t for t in given}
+    def add(self, pieces: Sequence[Tensor]) -> None:
+        """Keep these from one binding to the next."""
+        found = {(t.data_ptr(), t.nbytes): t for t in pieces}
         self.num_writes += len(found.keys() - self._pieces.keys())
         self._pieces |= found
 
@@ -48,6 +47,18 @@ class MergedWeights:
 
     def clear(self) -> None:
         self._pieces.clear()
+
+
+def pieces_of(
+    inputs: Sequence[InputSpec], placed: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the pieces among what ``place`` gives: weights merged into one, and weights alone with
+    zeros behind them. Matrices in which copies of factors stand are none."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for spec, tensor in zip(inputs, placed, strict=False):
+        if tensor is not None and spec.merged and not spec.corners:
+            found[len(spec.merged) == 1].append(tensor)
+    return found
 
 
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -72,9 +83,8 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         if spec.corners:
             placed.append(standing([size.value for size in spec.shape], parts, spec.corners))
         else:
-            placed.append(_merged(parts) if parts else None)
-        for i in spec.merged:
-            placed[i] = tensors[i].detach()
+            placed.append(_merged(parts, _rows(spec, parts), tensors) if parts else None)
+    placed[: len(tensors)] = [t.detach() for t in tensors]  # where they lie now
     if program.device == "cuda":
         for index in _convolution_weights(program) - read:
             weight = tensors[index]
@@ -115,18 +125,35 @@ def _convolution_weights(program: Program) -> set[int]:
 _WHOLES: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
 
 
-def _merged(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts as one tensor, which is made anew only if they do not lie behind each other
-    already."""
-    found = _lying_together(parts)
+def _rows(spec: InputSpec, parts: Sequence[Tensor]) -> int:
+    """Return how many rows a piece has: those of its parts, and zeros behind them."""
+    own = sum(part.shape[0] for part in parts)
+    return max(own, spec.shape[0].value) if spec.shape[0].is_const else own
+
+
+def _merged(parts: Sequence[Tensor], rows: int, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the parts as one tensor of so many rows, which is made anew only if they do not lie
+    behind each other already. Those of all ``tensors`` that lie where a part lies go with it."""
+    found = _lying_together(parts, rows)
     if found is not None:
         return found
-    whole, start = torch.cat([p.detach() for p in parts]), 0
+    first, start = parts[0].detach(), 0
+    behind = first.new_zeros(rows - sum(p.shape[0] for p in parts), *first.shape[1:])
+    whole = torch.cat([*(p.detach() for p in parts), behind])
     for part in parts:
-        part.data = _piece(whole, start, part.shape[0])
+        piece = _piece(whole, start, part.shape[0])
+        for tensor in [t for t in tensors if t is not part and _lies_where(t, part)]:
+            tensor.data = piece
+        part.data = piece
         start += part.shape[0]
         _WHOLES[whole.device, part.data_ptr()] = whole
     return whole
+
+
+def _lies_where(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are one in memory, as where two layers are tied by their data."""
+    looks = [(t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return looks[0] == looks[1]
 
 
 def _piece(whole: Tensor, start: int, rows: int) -> Tensor:
@@ -138,7 +165,7 @@ def _piece(whole: Tensor, start: int, rows: int) -> Tensor:
     return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
 
 
-def _lying_together(parts: Sequence[Tensor]) -> Tensor | None:
+def _lying_together(parts: Sequence[Tensor], rows: int) -> Tensor | None:
     first = parts[0]
     whole = _WHOLES.get((first.device, first.data_ptr()))
     if whole is None or not first.shape[0] or first.dtype != whole.dtype:
@@ -151,7 +178,7 @@ def _lying_together(parts: Sequence[Tensor]) -> Tensor | None:
         if part.data_ptr() != expected or not part.is_contiguous():
             return None
         expected += part.nbytes
-    end = start + sum(part.shape[0] for part in parts)
+    end = start + rows  # whatever lies in rows behind the parts, nobody reads what comes of it
     if end > whole.shape[0]:
         return None
     return whole if (start, end) == (0, whole.shape[0]) else whole[start:end]

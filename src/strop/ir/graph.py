@@ -123,6 +123,16 @@ class Graph:
                 users[operand].append(node)
         return users
 
+    def given(self) -> set[Node]:
+        """Return the nodes whose memory the user gets: results, and what they are views of."""
+        found, stack = set[Node](), [*self.outputs[: len(self.outputs) - self.num_saved]]
+        while stack:
+            node = stack.pop()
+            found.add(node)
+            if node.kind is Kind.VIEW:
+                stack.append(node.inputs[0])
+        return found
+
     def __str__(self) -> str:
         return "\n".join(map(repr, self.nodes))
 

@@ -10,6 +10,7 @@ from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import Kind
 from strop.options import Options, check_names
+from strop.passes.aligned_linear import aligned_linear
 from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
 from strop.passes.channels_last import channels_last
@@ -34,6 +35,7 @@ PIPELINE: tuple[Pass, ...] = (
     low_rank_pair,  # a linear goes on over the factors of its adapters
     low_rank_add,  # elsewhere the product of an adapter's factors, added where it is multiplied up
     gated_linear,  # a linear and the gate that follows it, which one kernel may be
+    aligned_linear,  # more columns of zeros, where rows of a result would begin anywhere
     bias_to_consumer,  # biases into the kernels that read the results
     product_sum,  # sums with a linear in the place of what is added, by kernels of ours
     linear_add,  # other sums with a linear where its product is added up
@@ -44,6 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
 # Nine lookups cost a CPU more than a trip through its caches: the stem of ResNet takes 5.1 ms
 # instead of 3.6.
 ONLY_ON = {
+    "aligned_linear": "cuda",
     "pooled_operands": "cuda",
     "gated_linear": "cuda",
     "linear_add": "cuda",

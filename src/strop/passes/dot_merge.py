@@ -37,9 +37,11 @@ def _groups(graph: Graph) -> dict[Node, list[Node]]:
     """Map the first linear of each mergeable set to the set, in execution order. Factors of low
     rank merge with each other: weights stay together in one order, with adapters and without."""
     by_input: dict[tuple[Node, int, bool], list[Node]] = defaultdict(list)
-    taken: set[Node] = set()
+    taken, given = set[Node](), graph.given()
     for node in graph.nodes:
         if node.op != "linear" or not all(_is_state(w) for w in node.inputs[1:]):
+            continue
+        if node in given:  # which has memory of its own, as in eager
             continue
         if taken.isdisjoint(node.inputs[1:]):  # a storage can be part of one merge only
             is_small = bool(node.inputs[1].attrs.get("small"))
