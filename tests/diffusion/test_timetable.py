@@ -240,6 +240,7 @@ def test_as_many_copies_as_the_guards_allow(batch: int, copies: int):
 
 def test_a_large_timetable_is_not_made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timetable, "MOST_BYTES", 1000)
+    monkeypatch.setattr(timetable, "WEIGHTS_SHARE", 1 << 30)
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     assert torch.equal(picture(on), picture(off))
     assert counts(on) == (0, 0)

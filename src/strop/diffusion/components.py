@@ -22,6 +22,12 @@ STEADY = (
     "timestep_cond",
     "attention_mask",
     "encoder_attention_mask",
+    "encoder_hidden_states_image",
+    "encoder_hidden_states_mask",
+    "pooled_projections",
+    "guidance",
+    "img_ids",
+    "txt_ids",
 )
 # Arguments whose height and width are the latent's, or that many times as large. Others of four
 # dims are none: the embeddings of IP-Adapter-Plus are (batch, pictures, tokens, features).
@@ -36,7 +42,22 @@ SPATIAL = frozenset(
 )
 
 
-class UNetAdapter(Adapter):
+class DenoiserAdapter(Adapter):
+    """Say which arguments of a network in a denoise loop stay the same, and which is the timestep,
+    by the names that diffusers gives them: transformers compute their modulations from it, and
+    keys and values of the prompt."""
+
+    def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
+        parts = [part for name, part in _named(skeleton) if name in STEADY]
+        return tuple(n for part in parts for n in tensor_numbers(part))
+
+    def timestep(self, skeleton: Skeleton) -> int | None:
+        parts = [part for name, part in _named(skeleton) if name == "timestep"]
+        found = [n for part in parts for n in tensor_numbers(part)]
+        return found[0] if len(found) == 1 else None
+
+
+class UNetAdapter(DenoiserAdapter):
     """Adapt UNets with a prompt, and ControlNets: one graph for every batch, size and prompt
     length.
 
@@ -73,15 +94,6 @@ class UNetAdapter(Adapter):
         named["timestep"] = timestep
         kept = sorted(k for k, v in named.items() if v is not None or k in self._required)
         return (), {name: named[name] for name in kept}  # one graph for whatever order a caller has
-
-    def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
-        parts = [part for name, part in _named(skeleton) if name in STEADY]
-        return tuple(n for part in parts for n in tensor_numbers(part))
-
-    def timestep(self, skeleton: Skeleton) -> int | None:
-        parts = [part for name, part in _named(skeleton) if name == "timestep"]
-        found = [n for part in parts for n in tensor_numbers(part)]
-        return found[0] if len(found) == 1 else None
 
     def shapes(self, tensors: Sequence[Tensor], skeleton: Skeleton = ()) -> Shapes:
         spatial = self._spatial(tensors, skeleton)
@@ -150,4 +162,7 @@ _OF_UNETS = {"UNet2DConditionModel", "ControlNetModel", "MultiControlNetModel"}
 
 
 def adapter_for(module: nn.Module) -> Adapter:
-    return UNetAdapter(module) if _class_names(module) & _OF_UNETS else Adapter()
+    if _class_names(module) & _OF_UNETS:
+        return UNetAdapter(module)
+    names = inspect.signature(type(module).forward).parameters
+    return DenoiserAdapter() if "timestep" in names else Adapter()

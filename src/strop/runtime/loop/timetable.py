@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strop.ir.dims import symbol
+from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program, Step
 from strop.runtime.loop.hoisting import (
     Held,
@@ -39,7 +39,8 @@ from strop.runtime.loop.hoisting import (
     written,
 )
 
-MOST_BYTES = 64 << 20  # of a timetable; SD1.5's for 50 steps at batch 2 has 3.6 MB
+MOST_BYTES = 64 << 20  # of a timetable; SD1.5's for 50 steps at batch 2 has 3.6 MB,
+WEIGHTS_SHARE = 8  # or that part of the weights that no step reads then: SD3 medium's has 88 MB
 Run = Callable[[], None]
 Read = Callable[[int], Tensor]  # what a buffer holds
 
@@ -86,31 +87,39 @@ def timed_of(
     hoist: Hoist | None,
     planned: Collection[str],
 ) -> Timed:
-    """Find the part of ``steps``, which run at one shape, that a timetable holds; nothing where one
-    of them is not made by rows."""
+    """Find the part of ``steps``, which run at one shape, that a timetable holds: those made by
+    rows whose other sizes are known. Tokens of a prompt that meet the timestep are none: a table
+    of them is as large as what they are made from."""
     if hoist is None or hoist.timestep is None or writes_inputs(program, steps):
         return Timed()
     number = next(
         n for n, b in enumerate(program.buffers) if b.kind == "input" and b.index == hoist.timestep
     )
     rows = _symbol_of(program, number)
+    if not rows:
+        return Timed()
     known = read_by_all(program, hoist.steady) | {number}
     before = {n for p in prologue.steps for n in written(steps[p])}
     later = [None if p in prologue.steps else step for p, step in enumerate(steps)]
-    found = movable(program, later, known | before, planned)
+    of_rows = {n for n in program.by_rows if _is_of_rows(program.buffers[n].shape, rows)}
+    able = [step if of_rows.issuperset(written(step)) else None for step in later]
+    found = movable(program, able, known | before, planned)
     made = {n for p in found for n in written(steps[p])}
     read = {n for p in found for n in read_by(steps[p])} - made
     inputs = {n: program.buffers[n].index for n in read if program.buffers[n].kind == "input"}
     weights = {i for i in inputs.values() if program.inputs[i].is_state}
     given = tuple(sorted(n for n in read if inputs.get(n) not in weights))
     kept = kept_of(later, found)
-    of_rows = all(program.buffers[n].shape[:1] == (symbol(rows),) for n in made)
-    if not (rows and kept and number in given and of_rows and made <= set(program.by_rows)):
+    if not kept or number not in given:
         return Timed()
     others = () if given == (number,) else prologue.weights
     return Timed(
         tuple(found), kept, given, number, rows, tuple({*weights_of(program, weights), *others})
     )
+
+
+def _is_of_rows(shape: Sequence[Expr], rows: str) -> bool:
+    return tuple(shape[:1]) == (symbol(rows),) and all(size.is_const for size in shape[1:])
 
 
 def _symbol_of(program: Program, number: int) -> str:
@@ -206,10 +215,14 @@ class Timetable:
             env = {**self._env, rows: self._env[rows] * copies}
             if all(guard.holds(env) for guard in self._program.guards):
                 size = sum(self._bytes(n, env) for n in self.timed.kept) * shares
-                if copies < 2 or size > MOST_BYTES or not self._is_alike(env):
+                if copies < 2 or size > self._most_bytes or not self._is_alike(env):
                     return None
                 return self._bound(env, copies, shares, device, bind)
         return None
+
+    @property
+    def _most_bytes(self) -> int:
+        return max(MOST_BYTES, sum(weight.nbytes for weight in self._weights) // WEIGHTS_SHARE)
 
     def _is_alike(self, env: Mapping[str, int]) -> bool:
         """Tell whether the same steps do the same there: other forms may do another's work as
