@@ -2,8 +2,9 @@
 
 One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, and with value *
 gelu(gate) at the end ("gated", N columns of the product, beside cuBLAS with a kernel behind it):
-see ``strop/kernels/gemm/wgmma_gemm.py``; or with biases and what lies where results go ("sum").
-Chains of launches that may begin early.
+see ``strop/kernels/gemm/wgmma_gemm.py``; or with biases and what lies where results go ("sum"); or
+with biases and GELU's tanh form ("activated", beside cuBLAS and torch's own behind it). Chains of
+launches that may begin early.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from benchmarks.fitting import contest
 from benchmarks.fitting.conv_narrow import SETS
 from benchmarks.fitting.conv_wgmma import bound, forms
 from strop.bench.select import HELD_OUT
+from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import geglu
 from strop.kernels.gemm.rows import GemmForm, line_of
-from strop.kernels.gemm.tile import ENDS, GATED, PLAIN, SUM, GemmTile
+from strop.kernels.gemm.tile import ACTIVATED, ENDS, GATED, PLAIN, SUM, GemmTile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import Problem
 from strop.kernels.tuned import h100
@@ -157,6 +159,18 @@ WIDTHS = (
         for m, n, k in ((4096, 9216, 1152), (4096, 12288, 1536), (512, 20480, 4096))
     ),
 )
+# Rows, columns and depth of feed-forward layers: PixArt, SD3, Wan, Flux and Qwen-Image
+FEED_FORWARD = tuple(
+    (m, n, k, ACTIVATED)
+    for m, n, k in (
+        (4096, 4608, 1152),
+        (8192, 6144, 1536),
+        (14040, 8960, 1536),
+        (4096, 12288, 3072),
+        (512, 12288, 3072),
+        (666, 6144, 1536),
+    )
+)
 TILES = tuple(
     dict.fromkeys(
         (
@@ -208,12 +222,20 @@ SUM_TILES = tuple(
         )
     )
 )
-OF_ENDS = {PLAIN: TILES, GATED: GATED_TILES, SUM: SUM_TILES}
+ACTIVATED_TILES = (
+    *(tile for tile in h100.LINEAR_TILES if tile.split == 1),
+    *(GemmTile(2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3), (192, 4))),
+)
+OF_ENDS = {PLAIN: TILES, GATED: GATED_TILES, SUM: SUM_TILES, ACTIVATED: ACTIVATED_TILES}
+GELU_AT_THE_END = Gate(GELU_TANH)
 
 
 def forms_of(shape: tuple[Any, ...]) -> list[GemmForm]:
     end = shape[-1]
-    return forms(line_of(*shape), end, OF_ENDS[end], WORST)
+    found = forms(line_of(*shape), end, OF_ENDS[end], WORST)
+    if end != ACTIVATED:
+        return found
+    return [replace(f, product=replace(f.product, gate=GELU_AT_THE_END)) for f in found]
 
 
 def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
@@ -245,7 +267,14 @@ def library_call(
         x, w, out, bias = next(turns)
         return torch.add(torch.addmm(bias, x, w.t()), out, out=out)
 
-    return {PLAIN: plain, GATED: gated, SUM: added}[end]
+    room = torch.empty_like(sets[0][2])
+
+    def activated() -> None:
+        x, w, out, bias = next(turns)
+        torch.addmm(bias, x, w.t(), out=room)
+        torch.ops.aten.gelu.out(room, approximate="tanh", out=out)
+
+    return {PLAIN: plain, GATED: gated, SUM: added, ACTIVATED: activated}[end]
 
 
 def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
@@ -264,6 +293,8 @@ def truth_of(end: str, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     if end == GATED:
         value, gate = (product + bias).chunk(2, -1)
         return value * torch.nn.functional.gelu(gate)
+    if end == ACTIVATED:
+        return torch.nn.functional.gelu(product + bias, approximate="tanh")
     return product + bias if end == SUM else product
 
 
@@ -290,11 +321,13 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
     parser.add_argument("--widths", action="store_true", help="the widths of transformers")
-    parser.add_argument("--end", choices=ENDS, help="those of one end")
+    parser.add_argument("--end", choices=(*ENDS, ACTIVATED), help="those of one end")
 
 
 def run(args: argparse.Namespace) -> None:
     shapes: Sequence[tuple[Any, ...]] = WIDTHS if args.widths else SHAPES
+    if args.end == ACTIVATED:  # SD's UNets have none
+        shapes = FEED_FORWARD
     if args.held_out:
         shapes = sorted(HELD_OUT["linear_wgmma"])
     shapes = [shape for shape in shapes if args.end in (None, shape[-1])]

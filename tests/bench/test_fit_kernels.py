@@ -13,6 +13,9 @@ from benchmarks import fit_kernels
 from benchmarks.fitting import attn_libraries, contest
 from strop.bench import select
 from strop.ir.source import KernelSource
+from strop.kernels.gemm.tile import ACTIVATED
+from strop.kernels.tuned import tuned
+from tests.gpus import H100
 
 OF_KERNELS = list(fit_kernels.SWEEPS.values())
 
@@ -60,3 +63,18 @@ def test_a_kernel_that_is_unknown_is_named() -> None:
 
 def test_every_rule_has_a_sweep() -> None:
     assert select.RULES.keys() <= fit_kernels.SWEEPS.keys()
+
+
+def test_activations_at_the_end_are_measured_beside_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operator ends so until tiles of it are fitted."""
+    held: dict[str, Any] = {}
+    monkeypatch.setattr(
+        contest, "hold", lambda n, a, sources, shapes, m: held.update(all=[*sources], of=shapes)
+    )
+    args = fit_kernels.parser().parse_args(
+        ["linear_wgmma", "--out", "somewhere", "--end", ACTIVATED]
+    )
+    fit_kernels.SWEEPS["linear_wgmma"].run(args)
+    assert {shape[-1] for shape in held["of"]} == {ACTIVATED}
+    assert all("rcp.approx" in source.text for source in held["all"])
+    assert ACTIVATED not in tuned(H100).gemm.tiles

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strop
+from strop.ir.contractions import GATE_OPS, GELU, GELU_TANH, SILU, Gate
 from strop.ir.device import CPU, Device
 from strop.kernels import library
 from strop.kernels.gemm.geglu import HALVES, MOST_NUMBERS, ROW, geglu
@@ -28,6 +29,7 @@ pytest.importorskip("triton")
 
 LIBRARY: Any = CUDA_PLANNED_OUT["geglu"]({})
 DEVICES = (A100, H100, RTX_5090)
+GEGLU = Gate()
 
 
 def operands(
@@ -39,22 +41,30 @@ def operands(
     return [t.to(dtype) for t in found[: 2 + has_bias]]
 
 
-def run(inputs: Sequence[Tensor], out: Tensor | None = None) -> tuple[Tensor, Interpreted]:
+def run(
+    inputs: Sequence[Tensor], out: Tensor | None = None, gate: Gate = GEGLU
+) -> tuple[Tensor, Interpreted]:
     kernels = Interpreted()
     x, weight = inputs[:2]
     if out is None:
         out = torch.full((len(x), len(weight) // 2), float("nan"), dtype=x.dtype)
     for tensor in (*inputs, out):
         kernels.known(tensor)
-    asked = problem("geglu", *(t.shape for t in inputs), dtype=x.dtype)
+    asked = problem("geglu", *(t.shape for t in inputs), dtype=x.dtype, **gate.attrs)
     found = launched(ROW.launch(asked, H100), kernels, is_early=True)
-    found.writing(LIBRARY)(inputs, out)
+    found.writing(CUDA_PLANNED_OUT["geglu"](gate.attrs))(inputs, out)
     return out, kernels
 
 
-def truth_of(inputs: Sequence[Tensor]) -> Tensor:
-    value, gate = F.linear(*(t.double() for t in inputs)).chunk(2, -1)
-    return value * F.gelu(gate)
+def truth_of(inputs: Sequence[Tensor], gate: Gate = GEGLU) -> Tensor:
+    value, gates = F.linear(*(t.double() for t in inputs)).chunk(2, -1)
+    value, gates = (gates, value) if gate.is_first else (value, gates)
+    activated = {
+        GELU: F.gelu(gates),
+        GELU_TANH: F.gelu(gates, approximate="tanh"),
+        SILU: F.silu(gates),
+    }
+    return value * activated[gate.activation]
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -68,17 +78,42 @@ def test_as_accurate_as_torch(rows: int, has_bias: bool) -> None:
     assert kernels.ran == ["geglu"]
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", ""])
+@pytest.mark.parametrize("activation", GATE_OPS)
+def test_other_gates(activation: str, is_first: bool, has_bias: bool) -> None:
+    gate = Gate(activation, is_first)
+    inputs = operands(45, 128, 64, has_bias=has_bias, dtype=torch.bfloat16)
+    found, kernels = run(inputs, gate=gate)
+    eager = torch.empty_like(found)
+    CUDA_PLANNED_OUT["geglu"](gate.attrs)(inputs, eager)
+    assert_as_accurate_as_eager(found, eager, truth_of(inputs, gate))
+    assert kernels.ran == ["geglu"]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_few_rows_are_read_as_fast_as_their_weights_come(rows: int) -> None:
+    gate = Gate(SILU, True)
+    inputs = operands(rows, 256, 64, has_bias=False)
+    found, kernels = run(inputs, gate=gate)
+    eager = torch.empty_like(found)
+    CUDA_PLANNED_OUT["geglu"](gate.attrs)(inputs, eager)
+    assert_as_accurate_as_eager(found, eager, truth_of(inputs, gate))
+    assert kernels.ran == ["skinny_gemm", "geglu"]
+
+
 def test_gates_wait_for_the_product() -> None:
     """A library's GEMM is the launch before, and lets nobody begin while it runs."""
     assert run(operands(16, 64, 32))[1].early == [False]
 
 
-def test_extremes() -> None:
+@pytest.mark.parametrize("gate", [*map(Gate, GATE_OPS), Gate(SILU, True)], ids=str)
+def test_extremes(gate: Gate) -> None:
     x, weight, bias = operands(32, 64, 32)
     bias[:8] = torch.tensor([1e4, -1e4, 6e4, -6e4, 0, torch.inf, -torch.inf, torch.nan])
     bias[32:40] = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 1, 1, 1])
-    found, _ = run([x, weight, bias])
-    truth = truth_of([x, weight, bias]).half()
+    found, _ = run([x, weight, bias], gate=gate)
+    truth = truth_of([x, weight, bias], gate).half()
     assert torch.equal(found.isnan(), truth.isnan())
     assert torch.equal(found.isinf(), truth.isinf())
 
@@ -142,14 +177,16 @@ def test_it_runs_anywhere_and_is_known_before(has_bias: bool, device: Device) ->
     """Where one kernel is the faster one, it does what that leaves, and torch is never faster."""
     more = ((2560,),) if has_bias else ()
     asked = call("geglu", ("r", 320), (2560, 320), *more)
-    assert list(ROW.forms(asked, device)) == [geglu(1280, torch.float16, has_bias=has_bias)]
+    *products, gates = ROW.forms(asked, device)
+    assert gates == geglu(1280, torch.float16, has_bias=has_bias)
+    assert {source.name for source in products} == (set() if has_bias else {"skinny_gemm"})
     for rows in (2, 77, 8192):
         choice = library.select(asked, asked.at({"r": rows}), device, ("wgmma_gemm",))
         assert choice.kernel == "geglu"
         assert choice.cost_us < dict(choice.beaten)["cublas_and_torch"]
-        assert choice.sources == (geglu(1280, torch.float16, has_bias=has_bias),)
+        assert choice.sources[-1:] == (geglu(1280, torch.float16, has_bias=has_bias),)
     one = library.select(asked, asked.at({"r": 8192}), device)
-    assert one.kernel == ("wgmma_gemm" if has_bias and device is H100 else "geglu")
+    assert one.kernel == ("wgmma_gemm" if device is H100 else "geglu")
 
 
 def test_too_many_numbers_are_for_the_library() -> None:
@@ -180,17 +217,37 @@ class FeedForward(nn.Module):
         return self.last(value * F.gelu(gate))
 
 
+class Swish(nn.Module):
+    """The feed-forward layer of Qwen and Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(320, 1280, bias=False)
+        self.up = nn.Linear(320, 1280, bias=False)
+        self.down = nn.Linear(1280, 320, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Tanh(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.first(x).chunk(2, dim=-1)
+        return self.last(F.gelu(gate, approximate="tanh") * value)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_on_a_gpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [FeedForward, Tanh, Swish])
+def test_on_a_gpu(kind: type[nn.Module], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    module = FeedForward().cuda().to(dtype).eval().requires_grad_(False)
-    exact = FeedForward().cuda().double()
+    module = kind().cuda().to(dtype).eval().requires_grad_(False)
+    exact = kind().cuda().double()
     exact.load_state_dict(module.state_dict())
     inputs = [
         torch.randn(b, rows, 320, device="cuda", dtype=dtype)
-        for b, rows in ((4, 4096), (1, 100), (5, 4095), (3, 7))
+        for b, rows in ((4, 4096), (1, 100), (5, 4095), (3, 7), (1, 2))
     ]
     with torch.no_grad():
         wanted = [(module(x), exact(x.double())) for x in inputs]

@@ -7,14 +7,26 @@ import math
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from strop.ir.contractions import GELU, GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.tile import GATED, MOST_SHARED, NARROW, PLAIN, SUM, GemmTile, Product
+from strop.kernels.gemm.tile import (
+    ACTIVATED,
+    GATED,
+    MOST_SHARED,
+    NARROW,
+    PLAIN,
+    SUM,
+    GemmTile,
+    Product,
+)
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.ptx import HALF, KINDS, LINE
 from strop.kernels.tuned import tuned
@@ -39,6 +51,9 @@ class Case:
     dtype: torch.dtype = F16
     stride: int = 1
     rank: int = 0  # of a second pair of operands
+    activation: str = GELU
+    gates_first: bool = False
+    has_biases: bool = True
 
 
 CASES = (
@@ -97,7 +112,29 @@ CASES = (
     Case(GemmTile(2, 80, 3, 4), (1, 1, 130, 128, 80), (1, 1, 128), 1, SUM, rank=256),
     Case(GemmTile(2, 80, 3, 1, True), (1, 1, 300, 128, 160), (1, 1, 128), 1, GATED, rank=96),
     Case(GemmTile(1, 80, 3, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1, rank=32),
-)
+    *(
+        Case(GemmTile(2, cols, 2, 1, True, True), sizes, (1, 1, 128), 1, end, dtype, 1, 0, *how)
+        for end, cols, sizes in (
+            (GATED, 160, (1, 1, 200, 128, 320)),
+            (ACTIVATED, 96, (1, 1, 200, 128, 192)),
+        )
+        for dtype, *how in (
+            (F16, GELU_TANH, False),
+            (BF16, SILU, False),
+            (F16, SILU, end == GATED),
+            (BF16, GELU_TANH, end == GATED),
+            (F16, GELU, end == GATED),
+        )
+    ),
+    Case(GemmTile(1, 80, 3), (1, 1, 100, 128, 80), (1, 1, 64), 1, ACTIVATED, activation=SILU),
+    Case(GemmTile(2, 80, 3, 1, True), (1, 1, 300, 128, 160), (1, 1, 128), 1, ACTIVATED, rank=96),
+    Case(GemmTile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, GATED, rank=64,
+         activation=SILU, gates_first=True),
+    Case(GemmTile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, GATED,
+         activation=SILU, gates_first=True, has_biases=False),
+    Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, GATED,
+         has_biases=False),
+)  # fmt: skip
 
 
 def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,21 +156,37 @@ def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     out = out.permute(0, 2, 3, 1)
     if case.end == SUM:
         return out + bias.double()
+    activation = REFERENCES[case.activation]
     if case.end == GATED:
-        value, gate = (out + bias.double()).chunk(2, -1)
-        return value * torch.nn.functional.gelu(gate)
-    return out
+        first, second = (out + bias.double()).chunk(2, -1)
+        return activation(first) * second if case.gates_first else first * activation(second)
+    return activation(out + bias.double()) if case.end == ACTIVATED else out
+
+
+REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    GELU: F.gelu,
+    GELU_TANH: partial(F.gelu, approximate="tanh"),
+    SILU: F.silu,
+}
 
 
 def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
     """The kernel, and what runs it or another and asserts that results are right."""
-    product = Product(case.tile, case.size, case.end, case.stride, bool(case.rank))
+    product = Product(
+        case.tile,
+        case.size,
+        case.end,
+        case.stride,
+        bool(case.rank),
+        Gate(case.activation, case.gates_first),
+        case.has_biases,
+    )
     x, w, bias = operands(case)
     further = replace(case, sizes=(*case.sizes[:3], case.rank, case.sizes[4]))
     pair = operands(further)[:2] if case.rank else ()
     whole = replace(case, sizes=(*case.sizes[:3], case.sizes[3] + case.rank, case.sizes[4]))
     both = (torch.cat(parts, -1) for parts in zip((x, w), pair, strict=True)) if pair else (x, w)
-    wanted = truth(whole, *both, bias)
+    wanted = truth(whole, *both, bias if case.has_biases else torch.zeros_like(bias))
     windows = 4 if product.has_four_windows else 1
     sides = x.shape[1:3] if windows > 1 else wanted.shape[1:3]
     down, *along = (-(-n // step) for n, step in zip((len(x), *sides), case.box, strict=True))

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import UnsupportedError
+from strop.ir.contractions import Gate
 from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import OPS, Kind
 from strop.ir.tensor_spec import cornered
 from strop.patterns import registry
-from strop.runtime.run.library_calls import ALLOCATING, fold_taps, upsampled
+from strop.runtime.run.library_calls import ACTIVATIONS, ALLOCATING, fold_taps, upsampled
 
 Value = Any  # a Tensor, or a tuple of them for a call with several results
 Rule = Callable[[Node, list[Tensor], Env], Value]
@@ -173,8 +174,10 @@ def _take(node: Node, x: list[Tensor], env: Env) -> Tensor:
     return source[tuple(places)].expand(sizes)
 
 
-def _geglu(value: Tensor, gate: Tensor) -> Tensor:
-    return value * F.gelu(gate)
+def _geglu(node: Node, columns: Tensor) -> Tensor:
+    gate = Gate.of(node.attrs)
+    value, gates = columns.chunk(2, -1)[:: -1 if gate.is_first else 1]
+    return value * ACTIVATIONS[gate.activation](gates)
 
 
 def _window(node: Node, x: list[Tensor], env: Env) -> Tensor:
@@ -216,10 +219,10 @@ _RULES: dict[str, Rule] = {
     "window": _window,
     "linear": lambda n, x, env: F.linear(*x),
     "linear_add": lambda n, x, env: F.linear(x[0], x[1], *x[3:]) + x[2],
-    "geglu": lambda n, x, env: _geglu(*F.linear(*x).chunk(2, -1)),
+    "geglu": lambda n, x, env: _geglu(n, F.linear(*x)),
     "paired_linear": lambda n, x, env: _paired(x),
     "paired_linear_add": lambda n, x, env: _paired([*x[:4], *x[5:]]) + x[4],
-    "paired_geglu": lambda n, x, env: _geglu(*_paired(x).chunk(2, -1)),
+    "paired_geglu": lambda n, x, env: _geglu(n, _paired(x)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from strop.ir.op import Anchor, Kind, Op, Shapes
@@ -58,6 +59,26 @@ PAIRED: Mapping[str, str] = {
 FACTORS: Mapping[str, int] = dict.fromkeys(PAIRED, 2) | dict.fromkeys(PAIRED.values(), 4)
 LINEARS = ("linear", PAIRED["linear"])  # the plain form of both
 
+GELU, GELU_TANH, SILU = GATE_OPS = ("gelu", "gelu_tanh", "silu")  # operators that gates go through
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Say what becomes of the gates of a ``geglu``, and which half of the columns they are."""
+
+    activation: str = GELU
+    is_first: bool = False
+
+    @staticmethod
+    def of(attrs: Mapping[str, Any]) -> Gate:
+        return Gate(attrs.get("activation", GELU), attrs.get("gates_first", False))
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Return the attributes of such an operator: those of GEGLU are left out."""
+        more: dict[str, Any] = {"gates_first": True} if self.is_first else {}
+        return more if self.activation == GELU else more | {"activation": self.activation}
+
 
 def alike(op: str, linear: str) -> str:
     """Return the form of ``op`` that has as many pairs of operands as ``linear``, which is one of
@@ -79,7 +100,8 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", ANYWHERE, rows=3, warm_up=1, flops=_linear_flops),
     ),
-    # x (..., K), weight (2 N, K)[, bias (2 N,)] -> (..., N): a * gelu(b) of a linear's halves a, b
+    # x (..., K), weight (2 N, K)[, bias (2 N,)] -> (..., N): a * gelu(b) of a linear's halves a, b,
+    # or another of GATE_OPS, or gelu(a) * b
     Op(
         "geglu",
         Kind.CONTRACTION,

@@ -1,4 +1,4 @@
-"""Join a linear whose halves are a value and its gate with the gate to one node (GEGLU).
+"""Join a linear whose halves are a value and its gate with the gate to one node (GEGLU, SwiGLU).
 
 On a GPU one kernel then does both at sizes where it is faster: each program computes a tile of both
 halves, and what is twice as wide as the result is never written. Source: Shazeer, GLU Variants
@@ -7,7 +7,7 @@ Improve Transformer, https://arxiv.org/abs/2002.05202.
 
 from __future__ import annotations
 
-from strop.ir.contractions import LINEARS, alike
+from strop.ir.contractions import GATE_OPS, LINEARS, Gate, alike
 from strop.ir.dims import const
 from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
@@ -31,29 +31,32 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
         found = _halves(node)
         if found is None:
             return None
-        (value, gate), activation = found
+        value, gate, activation, how = found
         linear = value.inputs[0]
         once = all(map(is_read_once, (value, gate, activation)))
         if not (once and is_read_once(linear, 2) and _fits(linear, GATES)):
             return None
         which = node.inputs.index(value)  # the builder's twin of what the linear read
         twin = inputs[which].inputs[0]
-        return b.make(alike("geglu", linear.op), twin.inputs, node.shape, node.dtype)
+        op = alike("geglu", linear.op)
+        return b.make(op, twin.inputs, node.shape, node.dtype, **how.attrs)
 
     return rewrite(graph, rule)
 
 
-def _halves(node: Node) -> tuple[tuple[Node, Node], Node] | None:
-    """Return value and gate of value * gelu(gate), and the gelu, where they are halves of one
-    linear."""
+def _halves(node: Node) -> tuple[Node, Node, Node, Gate] | None:
+    """Return value and gate of value * gelu(gate), the gelu or another of GATE_OPS, and what it is,
+    where they are halves of one linear."""
     if node.op != "mul" or len(node.inputs) != 2:
         return None
     for value, activation in (node.inputs, node.inputs[::-1]):
-        if activation.op != "gelu" or activation.attrs or activation.dtype != node.dtype:
+        if activation.op not in GATE_OPS or activation.attrs or activation.dtype != node.dtype:
             continue
         gate = activation.inputs[0]
-        if _is_half(value, 0) and _is_half(gate, 1) and value.inputs == gate.inputs:
-            return (value, gate), activation
+        for is_first in (False, True):
+            are_halves = _is_half(value, int(is_first)) and _is_half(gate, int(not is_first))
+            if are_halves and value.inputs == gate.inputs:
+                return value, gate, activation, Gate(activation.op, is_first)
     return None
 
 

@@ -3,9 +3,10 @@ whole lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from strop.kernels.gemm.tile import Product
+from strop.ir.contractions import GELU, GELU_TANH, SILU
+from strop.kernels.gemm.tile import ACTIVATED, Product
 from strop.kernels.ptx import ROWS, f32
 
 NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
@@ -91,17 +92,52 @@ CHANCE = tuple(
 )
 
 
-def _gate(value: str, gate: str) -> Iterator[str]:
-    yield f"    abs.f32 %t0, {gate};\n    mov.f32 %t1, {CHANCE[0]};\n"
+def _gelu(x: str) -> Iterator[str]:
+    yield f"    abs.f32 %t0, {x};\n    mov.f32 %t1, {CHANCE[0]};\n"
     yield from (f"    fma.rn.f32 %t1, %t1, %t0, {power};\n" for power in CHANCE[1:])
     yield f"""\
     ex2.approx.ftz.f32 %t1, %t1;
     sub.f32 %t2, 0f3F800000, %t1;
-    setp.gt.f32 %p, {gate}, 0f00000000;
+    setp.gt.f32 %p, {x}, 0f00000000;
     selp.f32 %t1, %t2, %t1, %p;
-    mul.f32 %t1, %t1, {gate};
-    mul.f32 {value}, {value}, %t1;
+    mul.f32 %t1, %t1, {x};
 """
+
+
+def _silu(x: str) -> Iterator[str]:
+    yield f"    mul.f32 %t1, {x}, {f32(-LOG2_E)};\n"
+    yield from _over_one_plus_power(x)
+
+
+def _gelu_tanh(x: str) -> Iterator[str]:
+    """Compute the sigmoid of 2 u, which is 0.5 * (1 + tanh(u)), for u by x and its cube."""
+    linear, cubic = (f32(-LOG2_E * factor) for factor in (1.5957691216057308, 0.07135481627260025))
+    yield f"""\
+    mul.f32 %t0, {x}, {x};
+    mov.f32 %t1, {linear};
+    fma.rn.f32 %t1, %t0, {cubic}, %t1;
+    mul.f32 %t1, %t1, {x};
+"""
+    yield from _over_one_plus_power(x)
+
+
+def _over_one_plus_power(x: str) -> Iterator[str]:
+    """Divide x by 1 + 2^%t1, where an infinite power gives a zero of the sign of x."""
+    yield f"""\
+    ex2.approx.ftz.f32 %t1, %t1;
+    add.f32 %t1, %t1, 0f3F800000;
+    rcp.approx.ftz.f32 %t1, %t1;
+    mul.f32 %t1, %t1, {x};
+"""
+
+
+LOG2_E = 1.4426950408889634
+# Each leaves the activation of a register in %t1.
+ACTIVATIONS: Mapping[str, Callable[[str], Iterator[str]]] = {
+    GELU: _gelu,
+    GELU_TANH: _gelu_tanh,
+    SILU: _silu,
+}
 
 
 # %far: of this thread's first two columns.
@@ -111,6 +147,12 @@ _BIASES = """\
     add.u32 %n1, %n1, %col;
     mul.wide.u32 %wide, %n1, 2;
     add.u64 %far, %other, %wide;
+"""
+
+
+_SECOND_HALF = """\
+    mul.wide.u32 %wide, %outs, 2;
+    add.u64 %wide, %far, %wide;
 """
 
 
@@ -128,24 +170,32 @@ def begun(of: Product, kind: str, coordinates: str) -> Iterator[str]:
 
 
 def _gates(of: Product, kind: str, block: int) -> Iterator[str]:
-    """Values and gates of a thread are half of a block's results apart."""
+    """Values and gates of a thread are half of a block's results apart; results lie where the
+    first of both did."""
+    activation = ACTIVATIONS[of.gate.activation]
     first = block * of.tile.cols // 2
-    yield (
-        _BIASES
-        + """\
-    mul.wide.u32 %wide, %outs, 2;
-    add.u64 %wide, %far, %wide;
-"""
-    )
+    if of.has_biases:
+        yield _BIASES + _SECOND_HALF
     for n in range(of.width // 8):
-        yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
-        yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + _loaded(kind, 2)
+        if of.has_biases:
+            yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
+            yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + _loaded(kind, 2)
         for m in range(4):
             own = first + 4 * n + m
-            value, gate = f"%o{own}", f"%o{own + of.width // 2}"
-            yield f"    add.f32 {value}, {value}, %f{m % 2};\n"
-            yield f"    add.f32 {gate}, {gate}, %f{2 + m % 2};\n"
-            yield from _gate(value, gate)
+            first_half, second_half = f"%o{own}", f"%o{own + of.width // 2}"
+            if of.has_biases:
+                yield f"    add.f32 {first_half}, {first_half}, %f{m % 2};\n"
+                yield f"    add.f32 {second_half}, {second_half}, %f{2 + m % 2};\n"
+            value, gate = (first_half, second_half)[:: -1 if of.gate.is_first else 1]
+            yield from activation(gate)
+            yield f"    mul.f32 {first_half}, {value}, %t1;\n"
+
+
+def _activated(of: Product, block: int) -> Iterator[str]:
+    half = of.tile.cols // 2
+    for own in range(block * half, (block + 1) * half):
+        yield from ACTIVATIONS[of.gate.activation](f"%o{own}")
+        yield f"    mov.f32 %o{own}, %t1;\n"
 
 
 READ = "    @%is_handing cp.async.bulk.wait_group.read 0;\n"
@@ -195,6 +245,8 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     for block in range(of.blocks):
         if of.gated:
             yield from _gates(of, kind, block)
+        elif of.end == ACTIVATED:
+            yield from _activated(of, block)
         yield from _staged(of, kind, block)
     yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
     yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"

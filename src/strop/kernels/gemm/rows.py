@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from strop.ir.contractions import FACTORS, PAIRED
+from strop.ir.contractions import FACTORS, PAIRED, Gate
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.implicit import Box, ConvShape, box_of, boxes_along, windows_of
@@ -42,7 +42,8 @@ _ENDS = {
     "linear_add": SUM,
 }
 OPS: Mapping[str, str] = _ENDS | {op: _ENDS[plain] for plain, op in PAIRED.items()}
-# What ends read behind the operands that are multiplied. SUM: what is added, biases.
+# What ends read behind the operands that are multiplied. SUM: what is added, biases. GATED: biases,
+# if there are any.
 MORE: Mapping[str, int] = {PLAIN: 0, GATED: 1, SUM: 2}
 CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
 LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
@@ -198,10 +199,10 @@ def supports(call: Call, device: Device) -> str:
         return f"multiplies by WGMMA, which {device.name} lacks"
     if call.dtype not in KINDS:
         return f"computes fp16 and bf16, not {call.dtype}"
-    factors = FACTORS.get(call.op, 2)
-    if len(call.shapes) != factors + MORE[OPS[call.op]]:
-        wanted = factors + MORE[OPS[call.op]]
-        return f"takes {wanted} operands for {call.op}, not {len(call.shapes)}"
+    factors, end = FACTORS.get(call.op, 2), OPS[call.op]
+    wanted, given = factors + MORE[end], len(call.shapes)
+    if given != wanted and not (end == GATED and given == factors):
+        return f"takes {wanted} operands for {call.op}, not {given}"
     weight, up = call.known(1), call.known(factors - 1)
     if weight is None or up is None:
         return "wants weights of a known size"
@@ -248,7 +249,8 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
     weights = View(columns, (columns[1], 1))
     result = View(of.result, dense(of.result), found.results) if found.results else None
     factors, is_paired = FACTORS.get(problem.op, 2), bool(of.further)
-    biases = factors + MORE[end] - 1 if MORE[end] else 1  # where there are none, none are read
+    # where there are no biases none are read
+    biases = len(problem.shapes) - 1 if len(problem.shapes) > factors else 1
     ones = 0 if order else 2
     rows, further = (View(box=(*found.box, line), ones=ones) for line in (LINE, HALF))
     operands = (
@@ -258,11 +260,19 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
         Operand(RESULT, order=order, view=result),
         Operand(biases, order=order if biases == 1 else ()),
     )
-    source = wgmma_gemm(found.product, problem.dtype)
+    source = wgmma_gemm(ended_as(found.product, problem), problem.dtype)
     product = Launch(source, operands, found.scalars(of.ins))
     if end != SUM:
         return Launches((product,))
     return Launches((Torch("copy", (Operand(factors), Operand(RESULT))), product))
+
+
+def ended_as(product: Product, call: Call | Problem) -> Product:
+    """Return the product with the gates that a call asks for, which take as long as any."""
+    if product.end != GATED:
+        return product
+    has_biases = len(call.shapes) > FACTORS[call.op]
+    return replace(product, gate=Gate.of(dict(call.attrs)), has_biases=has_biases)
 
 
 def dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -272,7 +282,7 @@ def dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     for product in _forms_of(call, device):
-        yield wgmma_gemm(product, call.dtype)
+        yield wgmma_gemm(ended_as(product, call), call.dtype)
 
 
 def _forms_of(call: Call, device: Device) -> Iterator[Product]:

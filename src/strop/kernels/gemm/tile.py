@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strop.ir.contractions import Gate
 from strop.kernels.gemm.implicit import FOUR_WINDOWS
 from strop.kernels.ptx import LINE_BYTES, ROWS
 
+GEGLU = Gate()
 MOST_SHARED = 227 * 1024  # of a program
 MIXED = 1024  # bytes after which lines of shared memory are mixed as before
-# What becomes of the sums: they are the results; values times gelu of gates, biases added; they and
-# biases are added, rounded, to what lies where the results go.
+# What becomes of the sums: they are the results; values times the activation of gates, biases
+# added; they and biases are added, rounded, to what lies where the results go.
 PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
+# The results are the activation of sums and biases. No operator ends so until tiles are fitted.
+ACTIVATED = "activated"
 NARROW = "narrow"  # the kind of a plain product with few columns
 
 
@@ -34,15 +38,18 @@ class GemmTile:
 class Product:
     """Describe a product. ``size`` of the window, 1 or odd: of one place, rows are a line; else
     pixels of a box, whose sizes the launch tells. A size of 2: four windows, whose results lie
-    between each other. ``end``: one of ENDS; gates are the second half of the weights' rows.
-    ``stride``: pixels of the input from one of the result to the next. ``paired``: the sum of a
-    linear goes on over a second input with weights of its own, as of an adapter's factors."""
+    between each other. ``end``: one of ENDS, or ACTIVATED; ``gate`` says by what activation,
+    and which half of the weights' rows are gates. ``stride``: pixels of the input from one of
+    the result to the next. ``paired``: the sum of a linear goes on over a second input with
+    weights of its own, as of an adapter's factors."""
 
     tile: GemmTile
     size: int
     end: str = PLAIN
     stride: int = 1
     paired: bool = False
+    gate: Gate = GEGLU
+    has_biases: bool = True  # of values and gates
 
     @property
     def gated(self) -> bool:
@@ -58,7 +65,7 @@ class Product:
 
     @property
     def begins_with_biases(self) -> bool:
-        return self.adds and not self.has_parts
+        return (self.adds and not self.has_parts) or self.end == ACTIVATED
 
     @property
     def rows(self) -> int:

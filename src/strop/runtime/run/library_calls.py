@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.ir.contractions import GELU, GELU_TANH, SILU, Gate
 from strop.ir.device import Device
 from strop.ir.graph import GeneratorRef, Ref
 from strop.kernels.conv.folded_taps import SHARES
@@ -98,12 +99,21 @@ def _paired_linear_add(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
-def _geglu(attrs: Mapping[str, Any]) -> OutCall:
-    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
-        value, gate = F.linear(*inputs).chunk(2, -1)
-        torch.mul(value, F.gelu(gate), out=out)
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    GELU: F.gelu,
+    GELU_TANH: partial(F.gelu, approximate="tanh"),
+    SILU: F.silu,
+}
 
-    return call
+
+def _gated(attrs: Mapping[str, Any], columns: Tensor, out: Tensor) -> None:
+    gate = Gate.of(attrs)
+    value, gates = columns.chunk(2, -1)[:: -1 if gate.is_first else 1]
+    torch.mul(value, ACTIVATIONS[gate.activation](gates), out=out)
+
+
+def _geglu(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: _gated(attrs, F.linear(*inputs), out)
 
 
 def _paired_geglu(attrs: Mapping[str, Any]) -> OutCall:
@@ -112,8 +122,7 @@ def _paired_geglu(attrs: Mapping[str, Any]) -> OutCall:
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         both = out.new_empty(out.shape[0], inputs[1].shape[0])
         paired(inputs, both)
-        value, gate = both.chunk(2, -1)
-        torch.mul(value, F.gelu(gate), out=out)
+        _gated(attrs, both, out)
 
     return call
 
