@@ -252,3 +252,38 @@ def test_a_product_that_a_user_gets_is_merged_with_none(tmp_path: Path) -> None:
     for wanted, found in zip(eager(x), fast(x), strict=True):
         torch.testing.assert_close(found, wanted)
         assert found.stride() == wanted.stride()
+
+
+@pytest.mark.usefixtures("_on_a_cpu_too")
+def test_a_language_model_whose_vocabulary_grows(tmp_path: Path) -> None:
+    """As GPT-2 is: scores by the table of words, which users resize, tie and untie."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_embd=64, n_layer=1, n_head=2, n_positions=16, use_cache=False
+    )
+    eager, fast = pair(transformers.GPT2LMHeadModel(config), tmp_path, torch.bfloat16)
+    words = torch.arange(14).reshape(2, 7)
+
+    def judge() -> None:
+        exact = copy.deepcopy(eager).double()
+        wanted, found, truth = (model(words).logits for model in (eager, fast, exact))
+        assert_as_accurate_as_eager(found, wanted, truth)
+        assert found.stride() == wanted.stride()
+        (component,) = strop.explain(fast).components
+        assert component.derived_of(PADDED) is not None
+
+    judge()
+    for change in (
+        lambda model: model.transformer.wte.weight.mul_(1.5),
+        lambda model: model.lm_head.weight.data.mul_(0.5),
+        lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight * 2)),
+        lambda model: model.tie_weights(),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: model.resize_token_embeddings(1010, mean_resizing=False),
+    ):
+        for model in (eager, fast):
+            torch.manual_seed(1)  # new rows are drawn
+            with torch.no_grad():
+                change(model)
+        judge()
