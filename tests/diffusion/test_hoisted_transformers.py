@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import strop
+from strop import backend
+from strop.backend import compile_graph
 from strop.diffusion.components import DenoiserAdapter, UNetAdapter, adapter_for
 from strop.dispatch.adapter import Adapter
 from strop.dispatch.derived_inputs import HOISTED, TIMETABLE
+from strop.ir.ops import planned_on
+from strop.options import Options
+from strop.runtime.loop.hoisting import Hoist, Kept, Tally, prologue_of
+from strop.runtime.loop.timetable import timed_of
 from strop.testing import psnr
 from tests.diffusion.test_hoisting import after_step, nothing
 from tests.e2e import dits, tiny
@@ -102,6 +108,53 @@ def test_the_next_step_sees_what_a_callback_did(
         found, wanted = (dits.picture(pipe, *SIZE, **more) for pipe in (on, off))
     assert psnr(found, wanted) >= 80
     assert (psnr(found, before) >= 80) == (callback is nothing)
+
+
+def captured(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, tuple[Any, ...]]:
+    """Return a transformer, and what the compiler was given of it."""
+    seen: list[tuple[Any, ...]] = []
+
+    def spy(*given: Any) -> Any:
+        seen.append(given)
+        return compile_graph(*given)
+
+    monkeypatch.setattr(backend, "compile_graph", spy)
+    pipe = getattr(dits, name)()
+    strop.optimize(pipe, options=tiny.options())
+    dits.picture(pipe, *SIZE)
+    return pipe.transformer, seen[0]
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("sd3", 5), ("flux", 4)])
+def test_modulations_are_one_product_of_a_plan_for_a_gpu(
+    name: str, num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all blocks and of the last norm; it is all that a step reads of what the timestep
+    decides."""
+    transformer, (graph, signature, *_) = captured(name, monkeypatch)
+    program = compile_graph(graph, signature, "cuda", Options()).program
+    weights = [p for n, p in transformer.named_parameters() if n.endswith(MODULATION)]
+    columns = sum(map(len, weights))
+    assert len(weights) == num_layers
+    assert (num_layers, [columns, transformer.inner_dim]) in [
+        (len(spec.merged), [size.value for size in spec.shape])
+        for spec in program.inputs
+        if spec.merged
+    ]
+    entry = next(iter(transformer.forward._entries.values()))
+    arguments = [n for n, spec in enumerate(program.inputs) if not spec.is_state]
+    steady = tuple(arguments[n] for n in entry.steady)
+    timestep = arguments[entry.timestep]
+    hoist = Hoist(steady, Kept(torch.device("cpu")), (), Tally(), timestep)
+    steps, planned = program.at(dict(program.hints)), planned_on("cuda")
+    prologue = prologue_of(program, steps, steady, planned)
+    timed = timed_of(program, steps, prologue, hoist, planned)
+    assert len(timed.steps) == 7
+    (kept,) = timed.kept
+    assert program.buffers[kept].shape[1].value == columns
+
+
+MODULATION = tuple(f"{n}.linear.weight" for n in ("norm1", "norm1_context", "norm", "norm_out"))
 
 
 class Own(nn.Module):
