@@ -7,7 +7,8 @@ weight with rows of zeros behind it (``passes.aligned_linear``), a piece of one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -78,12 +79,13 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
             new.copy_(seen)
             tensor.data = torch.view_as_complex(new) if seen.dtype != tensor.dtype else new
     placed: list[Tensor | None] = [t.detach() for t in tensors]
+    twins = _twins(tensors)
     for spec in program.inputs[len(tensors) :]:
         parts = [tensors[i] for i in spec.merged]
         if spec.corners:
             placed.append(standing([size.value for size in spec.shape], parts, spec.corners))
         else:
-            placed.append(_merged(parts, _rows(spec, parts), tensors) if parts else None)
+            placed.append(_merged(parts, _rows(spec, parts), twins) if parts else None)
     placed[: len(tensors)] = [t.detach() for t in tensors]  # where they lie now
     if program.device == "cuda":
         for index in _convolution_weights(program) - read:
@@ -131,9 +133,9 @@ def _rows(spec: InputSpec, parts: Sequence[Tensor]) -> int:
     return max(own, spec.shape[0].value) if spec.shape[0].is_const else own
 
 
-def _merged(parts: Sequence[Tensor], rows: int, tensors: Sequence[Tensor]) -> Tensor:
+def _merged(parts: Sequence[Tensor], rows: int, twins: Mapping[int, Sequence[Tensor]]) -> Tensor:
     """Return the parts as one tensor of so many rows, which is made anew only if they do not lie
-    behind each other already. Those of all ``tensors`` that lie where a part lies go with it."""
+    behind each other already. ``twins``, by address, go with the part that lies where they do."""
     found = _lying_together(parts, rows)
     if found is not None:
         return found
@@ -142,17 +144,25 @@ def _merged(parts: Sequence[Tensor], rows: int, tensors: Sequence[Tensor]) -> Te
     whole = torch.cat([*(p.detach() for p in parts), behind])
     for part in parts:
         piece = _piece(whole, start, part.shape[0])
-        for tensor in [t for t in tensors if t is not part and _lies_where(t, part)]:
-            tensor.data = piece
+        for twin in twins.get(part.data_ptr(), ()):
+            if _is_laid_out_as(twin, part):
+                twin.data = piece
         part.data = piece
         start += part.shape[0]
         _WHOLES[whole.device, part.data_ptr()] = whole
     return whole
 
 
-def _lies_where(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are one in memory, as where two layers are tied by their data."""
-    looks = [(t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in (one, other)]
+def _twins(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """Return tensors of one address, as where two layers are tied by their data."""
+    found = defaultdict[int, list[Tensor]](list)
+    for tensor in tensors:
+        found[tensor.data_ptr()].append(tensor)
+    return {address: some for address, some in found.items() if address and len(some) > 1}
+
+
+def _is_laid_out_as(one: Tensor, other: Tensor) -> bool:
+    looks = [(t.device, t.dtype, t.shape, t.stride()) for t in (one, other)]
     return looks[0] == looks[1]
 
 
