@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from strop.ir.dims import Env, Expr, const, symbol, to_expr
+from strop.ir.dims import Env, Expr, const, product, symbol, to_expr
 from strop.ir.loops import (
     Apply,
     Axis,
@@ -29,8 +29,16 @@ from strop.ir.loops import (
     Store,
 )
 from strop.ir.ops import POINTWISE, Operands, Types, compute_dtype
+from strop.ir.parts import shape_in_memory
+from strop.lowering.lower import Lowered
 
 F32, I64, BOOL = torch.float32, torch.int64, torch.bool
+
+
+def numels_of(low: Lowered) -> tuple[Expr, ...]:
+    """Elements of the memory of each param, from its offset on."""
+    buffers = zip(low.buffers, low.offsets, strict=True)
+    return tuple(product(shape_in_memory(node)) - offset for node, offset in buffers)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from strop.ir.source import Emitted, KernelForm, KernelSource
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.runtime.build import compilers as builds
-from tests.codegen.kernels import Sample
+from tests.codegen.kernels import Sample, numels_of
 from tests.codegen.test_triton import TOLERANCE, run
 from tests.codegen.test_triton_compile import SHARED_LIMIT, resources
 from tests.e2e import tiny
@@ -112,8 +112,7 @@ def model_of(compiled: Compiled) -> Model:
 
 
 def _sample(low: Lowered, env: Env) -> Sample:
-    numels = (n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
-    return Sample(low.kernel, tuple(numels), (env,))
+    return Sample(low.kernel, numels_of(low), (env,))
 
 
 def check(sample: Sample, env: Env, splits: int, form: Emitted | KernelForm | None = None) -> None:

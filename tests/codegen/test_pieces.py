@@ -16,7 +16,7 @@ from strop.ir.loops import Apply, Load, LoopKernel, Position
 from strop.lowering.lower import lower
 from strop.options import Options
 from strop.runtime.build.cubin import compile_cubin
-from tests.codegen.kernels import Sample
+from tests.codegen.kernels import Sample, numels_of
 from tests.codegen.test_model_kernels import check
 from tests.frontend.tracing import trace
 from tests.views.cases import Case, make
@@ -130,7 +130,7 @@ def test_in_triton(name: str) -> None:
     for source in compiled.program.sources:
         assert source.text.count("@triton.jit") == num_parts + 1
     for env in ENVS:
-        numels = tuple(n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
+        numels = numels_of(low)
         check(Sample(low.kernel, numels, (env,)), compiled.graph.hints, 1)
 
 

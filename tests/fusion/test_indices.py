@@ -123,7 +123,7 @@ PATTERNS: dict[str, Pattern] = {
     "norm_and_pairs": Pattern(
         lambda x, w, cos, sin: interleaved_pair(normed(x, w), cos, sin), (HEADS, "8", TABLE, TABLE)
     ),
-    "text_and_picture": Pattern(joint, ("b 3 2 8", "b s 2 8", "8", "3+s 1 8", "3+s 1 8"), 3),
+    "text_and_picture": Pattern(joint, ("b 3 2 8", "b s 2 8", "8", "3+s 1 8", "3+s 1 8"), 2),
     "shifted_windows": Pattern(shifted_windows, ("b 2*h 2*w 8", "8")),
     "unshifted": Pattern(unshifted, ("4*b*h*w 8", "b 2*h 2*w 8")),
     "merged_patches": Pattern(merged_patches, ("b 2*h 2*w 8",)),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.codegen.mutation import joins_of
 from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import strided
 from strop.ir.dims import Env, Expr
@@ -42,15 +43,18 @@ def run_plan(
         node: _empty(node, env, exact=exact).copy_(value)
         for node, value in zip(graph.inputs, inputs, strict=True)
     }
-    stored = {node for group in plan.groups for node in group.stores}
+    stored, joins = {node for group in plan.groups for node in group.stores}, joins_of(graph)
     for step in plan.steps:
         if isinstance(step, Group):
             low = lower(step, stored, graph.hints)
             for node in step.stores:
-                memory[node] = _empty(node, env, exact=exact)
+                place = joins.get(node, node)
+                if place not in memory:
+                    memory[place] = _empty(place, env, exact=exact)
+                memory[node] = memory[place]
             # what travels with the launch goes back into the indices, which may start below zero
             execute(with_offsets(low.kernel, low.offsets), [memory[n] for n in low.buffers], env)
-        else:
+        elif step.op != "join":
             value = _call(step, [read(i, memory, env) for i in step.inputs], env)
             memory[step] = _empty(step, env, exact=exact).copy_(value)
     return [read(node, memory, env) for node in graph.outputs]

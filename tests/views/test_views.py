@@ -11,7 +11,7 @@ from strop.codegen.assemble import Signature
 from strop.ir.tensor_spec import TensorSpec
 from strop.lowering.lower import lower
 from strop.options import Options
-from tests.codegen.kernels import Sample
+from tests.codegen.kernels import Sample, numels_of
 from tests.codegen.test_model_kernels import check
 from tests.frontend.tracing import Function, Traced, trace_specs
 from tests.views.cases import CASES, KERNEL, Case, make, sizes_of
@@ -133,7 +133,7 @@ def test_in_triton(name: str) -> None:
     assert groups
     for group in groups:
         low = lower(group, stored, compiled.graph.hints)
-        numels = tuple(n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
+        numels = numels_of(low)
         check(Sample(low.kernel, numels, (env,)), compiled.graph.hints, 1)
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from strop.codegen.by_rows import made_by_rows
-from strop.codegen.mutation import Lowered, reads_before_it_writes, redirected_stores
+from strop.codegen.mutation import Lowered, joins_of, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
@@ -151,7 +151,7 @@ def assemble(
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch."""
-    a = _Assembly(graph, target, redirected_stores(graph, plan, lowered))
+    a = _Assembly(graph, target, redirected_stores(graph, plan, lowered) | joins_of(graph))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
     results = {base_of(o) for o in graph.outputs}
@@ -163,13 +163,13 @@ def assemble(
             steps.append(step)
         elif _is_redirected(a, step):
             a.number[step] = a.number[step.inputs[0]]
-        elif step.op != "item":
+        elif step.op not in ("item", "join"):
             steps.append(_call_step(a, step, results))
     for stitch in stitches:
         _stitch(a, stitch, lowered[stitch.whole], kernels)
     finished = tuple(kernels[s] if isinstance(s, Group) else s for s in steps)
     num_compiled = sum(len(group.nodes) for group in plan.groups)
-    calls = sum(1 for s in plan.steps if isinstance(s, Node))
+    calls = sum(1 for s in plan.steps if isinstance(s, Node) and s.op != "join")
     inputs = tuple(_input_spec(n) for n in graph.inputs)
     return Program(
         target.device,
@@ -195,7 +195,10 @@ def _by_rows(a: _Assembly) -> tuple[int, ...]:
     return tuple(
         number
         for node, number in a.number.items()
-        if a.buffers[number].kind == "arena" and node.order is None and node in found
+        if a.buffers[number].kind == "arena"
+        and node.order is None
+        and node in found
+        and node.op != "part"
     )
 
 
@@ -224,16 +227,16 @@ def _kernel_step(
     results: set[Node],
 ) -> KernelStep:
     for node in group.stores:
-        if node in a.redirected:
-            a.number[node] = a.number[a.redirected[node]]
-        else:
-            a.add(node, "result" if node in results else "arena")
+        place = a.redirected.get(node, node)
+        if place not in a.number:
+            a.add(place, "result" if place in results else "arena")
+        a.number[node] = a.number[place]
     emitted = a.target.emit(kernel)
     index = a.place_of(emitted.source)
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
     numbers = tuple(a.number[n] for n in buffers)
-    in_place = _in_place(a, kernel, numbers, offsets)
+    in_place = _in_place(a, kernel, buffers, offsets)
     variants = _variants(a, emitted.variants, numbers, offsets, writes, in_place)
     dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, CheckIndex)})
     return KernelStep(
@@ -250,6 +253,7 @@ def _kernel_step(
         dims,
         _lookup_sizes(kernel),
         in_place,
+        tuple((a.number[n], n.numel) for n in group.stores if n.op == "part"),
     )
 
 
@@ -278,17 +282,19 @@ def _variants(
 
 
 def _in_place(
-    a: _Assembly, kernel: LoopKernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
+    a: _Assembly, kernel: LoopKernel, nodes: Sequence[Node], offsets: tuple[Expr, ...]
 ) -> tuple[tuple[int, int], ...]:
     """Return the pairs (written, read) of planned buffers of which the kernel reads each element
     where and before it writes it. Where they have one size and the operand ends there, they get one
     memory."""
     if not a.target.in_place or kernel.schedule is Schedule.COLUMN:
         return ()
+    buffers = [a.number[node] for node in nodes]
     whole = [
         n
         for n, number in enumerate(buffers)
         if a.buffers[number].kind == "arena"
+        and nodes[n].op != "part"
         and offsets[n] == const(0)
         and buffers.count(number) == 1
     ]
@@ -316,7 +322,7 @@ def _stitch(
     if has_places(kernel):
         return  # whose faults belong to one step
     buffers, writes = ([a.number[n] for n in of] for of in (nodes, stitch.whole.stores))
-    forms, in_place = a.target.stitched(kernel), _in_place(a, kernel, buffers, offsets)
+    forms, in_place = a.target.stitched(kernel), _in_place(a, kernel, nodes, offsets)
     variants = _variants(a, forms, tuple(buffers), offsets, tuple(writes), in_place)
     guest = stitch.reader if stitch.host is stitch.statistics else stitch.statistics
     host = steps[stitch.host]

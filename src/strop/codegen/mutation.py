@@ -37,6 +37,11 @@ def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[
     return targets
 
 
+def joins_of(graph: Graph) -> dict[Node, Node]:
+    """Map each part to the join in whose memory it lies."""
+    return {part: node for node in graph.nodes if node.op == "join" for part in node.inputs}
+
+
 def _is_unseen(
     destination: Node,
     value: Node,

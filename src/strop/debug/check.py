@@ -129,13 +129,13 @@ class _Judge:
             run()
             self._held.update(made)
             return
-        given = {node: self.bound.contents(n).clone() for node, n in self._operands(made)}
+        given = {node: self._contents(node, n).clone() for node, n in self._operands(made)}
         eager = evaluate(tuple(made), given, self.env, exact=False)
         exact = evaluate(tuple(made), given, self.env, exact=True)
         run()
         self._held.update(made)
         for node, number in made.items():
-            actual = self.bound.contents(number).reshape(eager[node].shape)
+            actual = self._contents(node, number).reshape(eager[node].shape)
             self._judge(planned, node, actual, eager[node], exact[node], given)
 
     def _made(self, planned: Planned) -> Mapping[Node, int]:
@@ -147,6 +147,13 @@ class _Judge:
         writes = runs.writes if isinstance(runs, KernelStep) else ()
         found = {n: number for p in self.steps for n, number in p.made.items() if number in writes}
         return found if writes != planned.step.writes else planned.made
+
+    def _contents(self, node: Node, number: int) -> Tensor:
+        whole = self.bound.contents(number)
+        if node.op != "part":
+            return whole
+        dim, start = node.attrs["dim"], node.attrs["start"].eval(self.env)
+        return whole.narrow(dim, start, node.shape[dim].eval(self.env))
 
     def _operands(self, made: Mapping[Node, int]) -> Iterator[tuple[Node, int]]:
         """Yield the values that this step finds in memory, through whatever it computes again."""

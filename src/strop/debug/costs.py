@@ -16,7 +16,7 @@ import torch
 
 from strop.fusion.plan import Group
 from strop.ir.device import Device
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
 from strop.ir.program import CallStep, KernelStep, Program, Step
@@ -84,6 +84,8 @@ def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
     for a call, what it reads of each and what it makes."""
     if isinstance(step, KernelStep):
         lookups = dict(zip(step.buffers, step.lookup_sizes, strict=False))
+        for number, size in step.parts:
+            lookups[number] = size + (lookups.get(number) or const(0))
         return sum(
             _kernel_bytes(program, n, lookups.get(n), sizes) for n in dict.fromkeys(step.buffers)
         )

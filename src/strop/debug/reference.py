@@ -206,6 +206,8 @@ _RULES: dict[str, Rule] = {
     "constant": lambda n, x, env: torch.tensor(_concrete(n.attrs["value"], env)),
     "iota": _iota,
     "cat": lambda n, x, env: torch.cat(x, n.attrs["dim"]),
+    "join": lambda n, x, env: torch.cat(x, n.attrs["dim"]),
+    "part": lambda n, x, env: x[0],
     "take": _take,
     "cast": lambda n, x, env: x[0],
     "copy": lambda n, x, env: x[0],

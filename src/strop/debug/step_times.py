@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,6 +22,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.ir.program import KernelStep, Program, Step
 from strop.runtime.run.executor import Around, Bound
+from strop.runtime.run.sizes import Sizes
 
 GPU_RUNS = 10
 CPU_S, CPU_RUNS = 3.0, (5, 200)  # seconds of all runs on a CPU, and how many at least and at most
@@ -46,16 +47,13 @@ class Subject:
     def running(self) -> dict[int, Step]:
         """Return the steps that have something to do at these sizes."""
         program, env = self.program, self.entry.env
-        steps = enumerate(program.at(env))
-        return {n: step for n, step in steps if step is not None and _has_work(program, step, env)}
+        steps, sizes = enumerate(program.at(env)), Sizes(program, env)
+        return {n: step for n, step in steps if step is not None and _has_work(step, sizes)}
 
 
-def _has_work(program: Program, step: Step, env: Mapping[str, int]) -> bool:
+def _has_work(step: Step, sizes: Sizes) -> bool:
     """Tell whether there is an element to write."""
-    if not isinstance(step, KernelStep):
-        return True
-    shapes = (program.buffers[number].shape for number in step.writes)
-    return any(all(size.eval(env) for size in shape) for shape in shapes)
+    return not isinstance(step, KernelStep) or sizes.writes_any(step)
 
 
 # on a CPU

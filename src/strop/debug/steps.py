@@ -64,10 +64,10 @@ def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
 
 
 def _has_no_step(node: Node, rest: list[Step], places: dict[Node, int]) -> bool:
-    """Tell whether a planned step needs none: an item is its call's, and a write may have become a
-    store of the kernel before it."""
+    """Tell whether a planned step needs none: an item is its call's, a join is what kernels have
+    stored, and a write may have become a store of the kernel before it."""
     if node.op != "write":
-        return node.op == "item"
+        return node.op in ("item", "join")
     if not rest or not isinstance(rest[0], CallStep) or rest[0].op != "write":
         return True
     return rest[0].inputs[0].buffer != places[base_of(node.inputs[0])]

@@ -71,6 +71,10 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("iota", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_never),
     # along attrs["dim"]
     Op("cat", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_along_others),
+    # a cat that no kernel computes, of parts that lie where it has them (``ir.parts``)
+    Op("join", Kind.OPAQUE, rows_kept=_along_others),
+    # its place in the join: attrs["start"] along ["dim"], which has ["whole"] elements there
+    Op("part", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_along_others),
     # Elements of a source where indices say, inputs (source, index, ...); the indices broadcast to
     # the result. attrs["walks"]: for each dim of the source the dim of the result that runs along
     # it, or None where the next index looks it up. attrs["bounds"]: "wrapped" (negative ones count

@@ -130,6 +130,7 @@ class KernelStep:
     looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
     lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
     in_place: tuple[tuple[int, int], ...] = ()  # (written, read): buffers that may be one memory
+    parts: tuple[tuple[int, Expr], ...] = ()  # buffers of which it writes so many elements alone
 
     @property
     def touched(self) -> tuple[int, ...]:

@@ -408,6 +408,6 @@ def _body_and_tail(
 
 def _name(group: Group) -> str:
     """Name a kernel after its operators: readable in a profile, and the same for equal kernels."""
-    ops = [n.op for n in group.nodes if n.op not in ("copy", "constant")] or ["copy"]
+    ops = [n.op for n in group.nodes if n.op not in ("copy", "part", "constant")] or ["copy"]
     short = list(dict.fromkeys(ops))
     return f"{group.schedule.value}_" + "_".join(short[:6])

@@ -17,6 +17,7 @@ from strop.ir.affine import Atom, base_of, merge, strided
 from strop.ir.dims import Expr, const, product, to_expr
 from strop.ir.graph import Node
 from strop.ir.ops import Kind, Operands, compute_dtype
+from strop.ir.parts import stored_at
 from strop.lowering.axes import ONE, AxisTable, Strides
 from strop.lowering.drafts import Access, Drafts, DraftStatement
 from strop.lowering.positions import ZERO, Dim, NodeIndex, Positions
@@ -177,7 +178,7 @@ class Values:
 
     def _pointwise(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         args = [self.value(x, _aligned(x, node, index), guard) for x in node.inputs]
-        if node.op == "copy":
+        if node.op in ("copy", "part"):
             return self.drafts.convert(args[0], compute_dtype(node.dtype))
         if node.op == "cast":
             return self.drafts.emit("apply", (args[0],), node.dtype, detail="cast")
@@ -292,15 +293,15 @@ class Values:
 
     def store(self, node: Node) -> None:
         """Print a store of all elements, in the order in which others are read or stored here."""
-        index = self.shared.order_of(node)
+        index, (start, strides) = self.shared.order_of(node), stored_at(node)
         self.shared.add_store(node, index)
         name = self.value(node, index)
         self.shared.keep_order(node, index)
         walked = [
             (dim, ((size, stride),))
-            for dim, size, stride in zip(index, node.shape, node.strides, strict=True)
+            for dim, size, stride in zip(index, node.shape, strides, strict=True)
         ]
-        access = self._access(ZERO, walked)
+        access = self._access(start, walked)
         assert not access.lookups, f"{node}: stored where a value says"
         self.drafts.all.append(DraftStatement("store", (), (name,), node.dtype, access, node))
 

@@ -13,9 +13,11 @@ from strop.options import Options, check_names
 from strop.passes.aligned_linear import aligned_linear
 from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
+from strop.passes.cat_last import cat_last
 from strop.passes.channels_last import channels_last
 from strop.passes.dot_merge import dot_merge
 from strop.passes.gated_linear import gated_linear
+from strop.passes.joined_parts import joined_parts
 from strop.passes.linear_add import linear_add
 from strop.passes.low_rank_add import low_rank_add
 from strop.passes.low_rank_pair import low_rank_pair
@@ -41,7 +43,9 @@ PIPELINE: tuple[Pass, ...] = (
     linear_add,  # other sums with a linear where its product is added up
     pooled_operands,  # what only a pool reads, computed where it looks
     channels_last,  # memory order of every value, copies where an anchor needs one
+    cat_last,  # what is computed of a cat of norms, before the cat
     reduce_in_steps,  # kept dims between reduced ones
+    joined_parts,  # pieces of a cat of norms stored where the cat has them
 )
 # Nine lookups cost a CPU more than a trip through its caches: the stem of ResNet takes 5.1 ms
 # instead of 3.6.

@@ -239,22 +239,32 @@ def movable(
     program: Program, steps: Sequence[Step | None], known: set[int], planned: Collection[str]
 ) -> list[int]:
     """Positions of steps that read nothing but buffers that are ``known``, to which what they write
-    is added."""
+    is added. Of a buffer that several steps write, each a part, all move or none does."""
     writers = Counter(n for step in steps for n in written(step))
-    found = []
-    for position, step in enumerate(steps):
-        if step is None or not _may_move(program, step, planned) or not known >= set(read_by(step)):
-            continue
-        if all(program.buffers[n].kind == "arena" and writers[n] == 1 for n in written(step)):
-            found.append(position)
-            known.update(written(step))
-    return found
+    apart = set[int]()
+    while True:
+        left, made, found = Counter(writers), set(known), list[int]()
+        for position, step in enumerate(steps):
+            if step is None or not _may_move(program, step, planned):
+                continue
+            into = written(step)
+            if not made >= set(read_by(step)) or apart.intersection(into):
+                continue
+            if all(program.buffers[n].kind == "arena" for n in into):
+                found.append(position)
+                left.subtract(into)
+                made.update(n for n in into if not left[n])
+        halves = {n for p in found for n in written(steps[p]) if left[n]}
+        if not halves:
+            known.update(made)
+            return found
+        apart |= halves
 
 
 def kept_of(steps: Sequence[Step | None], found: Sequence[int]) -> tuple[int, ...]:
     """The buffers that steps leave to the others."""
     wanted = {n for p, step in enumerate(steps) if p not in found for n in read_by(step)}
-    return tuple(n for p in found for n in written(steps[p]) if n in wanted)
+    return tuple(dict.fromkeys(n for p in found for n in written(steps[p]) if n in wanted))
 
 
 def _may_move(program: Program, step: Step, planned: Collection[str]) -> bool:

@@ -140,7 +140,7 @@ def kind_of(plan: ShapePlan, position: int) -> str:
         planned = CUDA_PLANNED_OUT if plan.program.device == "cuda" else PLANNED_OUT
         return "planned call" if step.op in planned else "allocating call"
     # grids are not empty, and kernels divide by sizes
-    return "kernel" if step and any(map(plan.sizes.numel, step.writes)) else "nothing"
+    return "kernel" if step and plan.sizes.writes_any(step) else "nothing"
 
 
 def nothing() -> None:

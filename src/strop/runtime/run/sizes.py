@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from strop.ir.dims import Expr
-from strop.ir.program import Program, TensorRef
+from strop.ir.program import KernelStep, Program, TensorRef
 
 Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
@@ -40,6 +40,13 @@ class Sizes:
 
     def numel(self, number: int) -> int:
         return math.prod(self.shapes[number])
+
+    def writes_any(self, step: KernelStep) -> bool:
+        """Tell whether a kernel has an element to write."""
+        of_parts = {number for number, _ in step.parts}
+        return any(self.of(size) for _, size in step.parts) or any(
+            self.numel(number) for number in step.writes if number not in of_parts
+        )
 
     def bytes_of(self, number: int) -> int:
         return self.numel(number) * self.dtypes[number].itemsize
