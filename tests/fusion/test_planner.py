@@ -185,3 +185,18 @@ def test_refusals_have_reasons():
     _, fusion = unet_plan()
     assert fusion.refusals
     assert all(r.reason and r.consumer is not r.producer for r in fusion.refusals)
+
+
+def twice_normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Two blocks, each with two norms of two thirds of a product."""
+    for _ in range(2):
+        q, k, v = F.linear(x, w).chunk(3, -1)
+        q, k = (F.rms_norm(each, (32,)) for each in (q, k))
+        x = F.scaled_dot_product_attention(q, k, v)
+    return x
+
+
+def test_norms_of_each_block_are_one_kernel_as_those_of_the_first() -> None:
+    graph, _ = run_passes(trace(twice_normed, "b 2 s 32", "96 32", b=2, s=24).graph, Options())
+    rows = [group for group in plan(graph).groups if group.schedule is Schedule.ROW]
+    assert [len(group.stores) for group in rows] == [2, 2]

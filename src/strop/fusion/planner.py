@@ -193,6 +193,8 @@ class _Grouping:
     def _enter(self, node: Node, step: int) -> None:
         """Record where ``node`` lives; whatever depends on ``step`` inherits its new operands."""
         self.home[node] = step
+        if node.kind is Kind.REDUCTION:  # blocks repeat their loops: the next ones join the last
+            self.reductions[loop_of(node, self.graph.hints) or node] = node
         added = 0
         for base in map(base_of, node.inputs):
             producer = self.home.get(base, step)
