@@ -200,3 +200,18 @@ def test_norms_of_each_block_are_one_kernel_as_those_of_the_first() -> None:
     graph, _ = run_passes(trace(twice_normed, "b 2 s 32", "96 32", b=2, s=24).graph, Options())
     rows = [group for group in plan(graph).groups if group.schedule is Schedule.ROW]
     assert [len(group.stores) for group in rows] == [2, 2]
+
+
+def kept_wide(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A residual in half precision, which two kernels read in fp32."""
+    w = w.bfloat16()
+    total = F.linear(x.bfloat16(), w) + y.bfloat16()
+    normed = F.layer_norm(total.float(), (32,)).bfloat16()
+    return total.float() + F.linear(normed, w).float()
+
+
+def test_what_is_read_wider_is_stored_as_it_is() -> None:
+    graph, _ = run_passes(trace(kept_wide, "b 32", "b 32", "32 32", b=2).graph, Options())
+    stored = {node for group in plan(graph).groups for node in group.stores} - {*graph.outputs}
+    assert {node.dtype for node in stored} == {torch.bfloat16}
+    assert any(node.op == "add" for node in stored)

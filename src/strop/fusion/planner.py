@@ -11,6 +11,8 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 
+import torch
+
 from strop.fusion.cost import is_cheaper_again
 from strop.fusion.legality import (
     DraftGroup,
@@ -251,7 +253,21 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
             or not is_cheaper_again(node, kernels, largest, stored, graph.hints)
         ):
             stored.add(node)
+    for node in sorted(stored - needed - apart, key=lambda n: n.serial):
+        if (narrow := _before_widening(node)) is not None and home.get(narrow) is home[node]:
+            stored.remove(node)
+            stored.add(narrow)
     return stored
+
+
+def _before_widening(node: Node) -> Node | None:
+    """Return what a cast to a wider type reads, which has all its digits in fewer bytes."""
+    if node.op != "cast":
+        return None
+    (x,) = node.inputs
+    is_exact = torch.promote_types(x.dtype, node.dtype) == node.dtype
+    is_float = x.dtype.is_floating_point and node.dtype.is_floating_point
+    return x if x.kind is Kind.POINTWISE and is_exact and is_float else None
 
 
 def _ends(
