@@ -80,6 +80,22 @@ def returned_as_well(net: Net, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     return x * key, key
 
 
+def _normed(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (WIDTH,))
+
+
+def joined(net: Net, x: Tensor, p: Tensor) -> Tensor:
+    """Two kernels store into one buffer, of which nothing depends on x."""
+    both = torch.cat([_normed(net.key(p)), _normed(p[1:])])
+    return x * net.value(both)[ROWS - 1 :]
+
+
+def half_joined(net: Net, x: Tensor, p: Tensor) -> Tensor:
+    """The second half is another one in each call, so both are computed in each."""
+    both = torch.cat([_normed(p), _normed(x)])
+    return net.value(both)
+
+
 # how many launches leave the loop
 FORWARDS: dict[Forward, int] = {
     keys: 1,
@@ -89,6 +105,8 @@ FORWARDS: dict[Forward, int] = {
     drawn: 0,
     in_torch: 0,
     returned_as_well: 0,
+    joined: 4,
+    half_joined: 0,
 }
 
 
