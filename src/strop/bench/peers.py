@@ -58,7 +58,7 @@ def _compiled(module: nn.Module, **how: Any) -> None:
 
 
 def _compiled_blocks(module: nn.Module) -> None:
-    """As diffusers recommends it for transformers."""
+    """Compile repeated blocks, as diffusers recommends it for transformers."""
     _channels_last(module)
     compile_blocks: Any = getattr(module, "compile_repeated_blocks", None)
     if not callable(compile_blocks) or not getattr(module, "_repeated_blocks", None):

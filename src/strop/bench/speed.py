@@ -18,6 +18,7 @@ from strop.bench.infer_report import INDUCTOR_GRAPHS, gib
 from strop.bench.infer_rows import SPEED_ROWS, InferRow
 from strop.bench.network_models import NETWORKS
 from strop.errors import OptionError
+from strop.wording import counted
 
 PEERS = ("eager", "eager-graph", "inductor-graph")
 KEPT = ("row", "model", "batch", "dtype", "is_tiny", "error")
@@ -186,10 +187,10 @@ def verdict(result: Mapping[str, Any]) -> str:
     found = result["summary"]
     if not found:
         return "no row has Strop and Inductor in a graph"
-    over = len(found["over_must"])
+    rows, over = counted(found["count"], "row"), len(found["over_must"])
     return (
-        f"{found['count']} rows: geometric mean {found['mean']:.3f} of Inductor in a graph (must"
-        f" {MUST_MEAN}), worst {found['worst']:.2f} ({found['worst_row']}), {over} over {MUST}"
+        f"{rows}: geometric mean {found['mean']:.3f} of Inductor in a graph (must {MUST_MEAN}),"
+        f" worst {found['worst']:.2f} ({found['worst_row']}), {over} over {MUST}"
     )
 
 
