@@ -4,6 +4,7 @@ step is stale."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,8 +111,10 @@ def test_the_next_step_sees_what_a_callback_did(
     assert (psnr(found, before) >= 80) == (callback is nothing)
 
 
-def captured(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, tuple[Any, ...]]:
-    """Return a transformer, and what the compiler was given of it."""
+def captured(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return a transformer, and what the compiler was given of it: no plan of it is stored."""
     seen: list[tuple[Any, ...]] = []
 
     def spy(*given: Any) -> Any:
@@ -120,18 +123,18 @@ def captured(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, tuple[Any
 
     monkeypatch.setattr(backend, "compile_graph", spy)
     pipe = getattr(dits, name)()
-    strop.optimize(pipe, options=tiny.options())
+    strop.optimize(pipe, options=tiny.options(cache_dir=str(cache)))
     dits.picture(pipe, *SIZE)
     return pipe.transformer, seen[0]
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("sd3", 5), ("flux", 4)])
 def test_modulations_are_one_product_of_a_plan_for_a_gpu(
-    name: str, num_layers: int, monkeypatch: pytest.MonkeyPatch
+    name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all blocks and of the last norm; it is all that a step reads of what the timestep
     decides."""
-    transformer, (graph, signature, *_) = captured(name, monkeypatch)
+    transformer, (graph, signature, *_) = captured(name, tmp_path, monkeypatch)
     program = compile_graph(graph, signature, "cuda", Options()).program
     weights = [p for n, p in transformer.named_parameters() if n.endswith(MODULATION)]
     columns = sum(map(len, weights))
