@@ -16,14 +16,15 @@ import argparse
 import compileall
 import contextlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.new_process import measured_alone
 
 ROWS = {
     "sd15": ("sd15-unet", (512, 512), 2, "float16", 6.0),
@@ -53,7 +54,7 @@ def main() -> None:
     import torch
 
     import strop
-    from strop.bench import environment
+    from strop.bench import environment, report
 
     compileall.compile_dir(Path(strop.__file__).parent, quiet=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,30 +63,14 @@ def main() -> None:
     for row in args.rows.split(","):
         rows[row] = {"must_s": ROWS[row][-1]}
         for contender in args.contenders.split(","):
-            found = [measured_apart(row, contender, args) for _ in range(args.repeats)]
+            words = ["--one", row, contender, *["--tiny"] * args.tiny]
+            found = [measured_alone(__file__, words) for _ in range(args.repeats)]
             seconds = [one["first_s"] for one in found if "first_s" in one]
             rows[row][contender] = {"samples": seconds, "processes": found}
             for one in found:
                 print(f"{row:11} {contender:15} {one}", flush=True)
         if args.out:
-            part = args.out.with_suffix(".part")
-            part.write_text(json.dumps({**result, "rows": rows}, indent=1))
-            part.replace(args.out)
-
-
-def measured_apart(row: str, contender: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a new process whose caches are empty."""
-    command = [sys.executable, __file__, "--one", row, contender, *["--tiny"] * args.tiny]
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: f"{folder}/{name}" for name in ("STROP_CACHE_DIR", "TRITON_CACHE_DIR")}
-        caches["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        done = subprocess.run(
-            command, env=os.environ | caches, capture_output=True, text=True, check=False
-        )
-    if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+            report.write_json({**result, "rows": rows}, args.out)
 
 
 def measured_here(row: str, contender: str, *, is_tiny: bool) -> dict[str, Any]:
@@ -93,14 +78,10 @@ def measured_here(row: str, contender: str, *, is_tiny: bool) -> dict[str, Any]:
 
     from strop.bench.infer_rows import MODELS
     from strop.bench.timer import peak, synchronise
-    from strop.bench.transformer_models import TRANSFORMERS
 
     name, size, batch, type_name, _ = ROWS[row]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name in TRANSFORMERS:
-        build = TRANSFORMERS[name][is_tiny]
-    else:
-        build = (MODELS[name].tiny if is_tiny else MODELS[name].full)(1)
+    build = (MODELS[name].tiny if is_tiny else MODELS[name].full)(1)
     workload = build(device, getattr(torch, type_name) if device.type == "cuda" else torch.float32)
     given, is_trained = (
         workload.inputs(TINY_SIZE if is_tiny else size, batch),

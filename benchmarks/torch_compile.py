@@ -17,23 +17,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.new_process import measured_alone
+
 ROWS = {  # model, size or tokens, batch
     "sd15": ("sd15-unet", (512, 512), 2),
     "sdxl": ("sdxl-unet", (1024, 1024), 2),
-    "sd3": ("sd3", (1024, 1024), 2),
-    "bert": ("bert-base", (0, 0), 8),
-    "resnet50": ("resnet50", (0, 0), 8),
+    "sd3": ("sd3-medium", (1024, 1024), 2),
+    "bert": ("bert-base", (1, 128), 8),
+    "resnet50": ("resnet50", (224, 224), 8),
     "sd15-train": ("sd15-unet", (512, 512), 4),
-    "resnet50-train": ("resnet50", (0, 0), 8),
+    "resnet50-train": ("resnet50", (224, 224), 8),
     "sd15-sizes": ("sd15-unet", (512, 512), 2),
 }
 SIX = (  # batch, height, width
@@ -44,29 +45,6 @@ SIX = (  # batch, height, width
     (2, 1024, 576),
     (6, 448, 640),
 )
-SD3 = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 24,
-    "attention_head_dim": 64,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 192,
-}
-TINY_SD3 = SD3 | {
-    "num_layers": 2,
-    "attention_head_dim": 8,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 32,
-    "caption_projection_dim": 16,
-    "pooled_projection_dim": 32,
-}
-TINY_ROWS = {"bert-base": "bert-tiny"}
-SD3_TOKENS = 333
 Call = Callable[[], Any]
 
 
@@ -84,7 +62,7 @@ def main() -> None:
         return
     import torch
 
-    from strop.bench import environment
+    from strop.bench import environment, report
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {"kind": "torch-compile", "environment": environment.describe(device)}
@@ -92,49 +70,38 @@ def main() -> None:
     for row in args.rows.split(","):
         rows[row] = {}
         for contender in args.contenders.split(","):
-            rows[row][contender] = found = measured_apart(row, contender, args)
+            words = ["--one", row, contender, "--samples", str(args.samples)]
+            found = measured_alone(__file__, [*words, *["--tiny"] * args.tiny])
+            rows[row][contender] = found
             print(f"{row:15} {contender:15} {found}", flush=True)
             if args.out:
-                part = args.out.with_suffix(".part")
-                part.write_text(json.dumps({**result, "rows": rows}, indent=1))
-                part.replace(args.out)
-
-
-def measured_apart(row: str, contender: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a new process whose caches are empty."""
-    command = [sys.executable, __file__, "--one", row, contender, "--samples", str(args.samples)]
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: f"{folder}/{name}" for name in ("STROP_CACHE_DIR", "TRITON_CACHE_DIR")}
-        caches["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        done = subprocess.run(
-            [*command, *["--tiny"] * args.tiny],
-            env=os.environ | caches,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+                report.write_json({**result, "rows": rows}, args.out)
 
 
 def measured_here(row: str, contender: str, num_samples: int, *, is_tiny: bool) -> dict[str, Any]:
     import torch
 
+    from strop.bench.infer_rows import MODELS
     from strop.bench.timer import captured, synchronise
 
     name, size, batch = ROWS[row]
+    kind = MODELS[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_trained, has_sizes = row.endswith("-train"), row.endswith("-sizes")
-    model, inputs = built(name, device, is_tiny=is_tiny)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    workload = (kind.tiny if is_tiny else kind.full)(1)(device, dtype)
+    model = workload.target
     if is_trained:
         model.requires_grad_(True)
     fast = prepared(model, contender, is_trained)
     sizes = [(batch, *size)] if not has_sizes else list(SIX)
     if is_tiny:
-        sizes = [(batch, height // 8, width // 8) for batch, height, width in sizes]
-    calls = [step_of(fast, inputs(*one), is_trained) for one in sizes]
+        smaller = (
+            (one, kind.tiny_size or (rows // 8, columns // 8)) for one, rows, columns in sizes
+        )
+        sizes = [(one, *size) for one, size in smaller]
+    given = (workload.inputs((rows, columns), one) for one, rows, columns in sizes)
+    calls = [step_of(fast, each, is_trained) for each in given]
     seconds = []
     for call in calls:
         synchronise(device)
@@ -161,54 +128,6 @@ def samples_of(call: Call, device: Any, count: int) -> list[float]:
     for _ in range(5):
         call()
     return [round(elapsed_ms(call, device), 4) for _ in range(count)]
-
-
-def built(name: str, device: Any, *, is_tiny: bool) -> tuple[Any, Callable[..., dict[str, Any]]]:
-    """Return a model and what makes the arguments of a call with a batch and a size."""
-    import torch
-
-    from strop.bench.batches import NETWORKS
-    from strop.bench.infer_rows import MODELS
-
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    if name in MODELS:
-        build = (MODELS[name].tiny if is_tiny else MODELS[name].full)(1)
-        workload = build(device, dtype)
-        return workload.target, lambda batch, *size: workload.inputs(size, batch)
-    if name == "sd3":
-        return sd3(device, dtype, is_tiny=is_tiny)
-    named = TINY_ROWS.get(name, name) if is_tiny else name
-    network = next(network for network in NETWORKS if network.name == named)
-    torch.manual_seed(0)
-    model = network.build().eval().requires_grad_(False).to(device, dtype)
-
-    def given(batch: int, *size: int) -> dict[str, Any]:
-        made = network.arguments(batch, dtype)
-        return {key: value.to(device) for key, value in made.items()}
-
-    return model, given
-
-
-def sd3(device: Any, dtype: Any, *, is_tiny: bool) -> tuple[Any, Callable[..., dict[str, Any]]]:
-    import torch
-    from diffusers import SD3Transformer2DModel
-
-    from strop.bench.models import made_on, random_tensor
-
-    config = TINY_SD3 if is_tiny else SD3
-    with made_on(device, dtype):
-        model = SD3Transformer2DModel(**config).eval().requires_grad_(False)
-
-    def given(batch: int, height: int, width: int) -> dict[str, Any]:
-        shapes = {
-            "hidden_states": (batch, config["in_channels"], height // 8, width // 8),
-            "encoder_hidden_states": (batch, SD3_TOKENS, config["joint_attention_dim"]),
-            "pooled_projections": (batch, config["pooled_projection_dim"]),
-        }
-        made = {key: random_tensor(shape, device, dtype) for key, shape in shapes.items()}
-        return made | {"timestep": torch.full((batch,), 500.0, device=device, dtype=dtype)}
-
-    return model, given
 
 
 def prepared(model: Any, contender: str, is_trained: bool) -> Any:
