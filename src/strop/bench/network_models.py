@@ -25,9 +25,10 @@ from strop.bench.models import (
     made_on,
     random_tensor,
 )
+from strop.bench.zoo_model import SIZES, Config
 from strop.bench.zoo_modules import WithCache
+from strop.bench.zoo_vision import RESNET, VIT
 
-Config = Mapping[str, Any]
 Maker = Callable[[Any, Size, int, torch.device, torch.dtype], dict[str, Any]]
 
 T5_XXL: Config = {
@@ -54,21 +55,13 @@ QWEN_7B: Config = {
     "num_key_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]},
 }
+TINY_SIZES: Config = {**SIZES, "intermediate_size": 64}
 TINY_QWEN: Config = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    **TINY_SIZES,
     "num_key_value_heads": 2,
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
 }
-TINY_SIZES: Config = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
-VIT_L: Config = {
+LARGE: Config = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
@@ -97,17 +90,7 @@ TINY_EFFICIENTNET: Config = {
     "depth_coefficient": 0.4,
     "hidden_dim": 320,
 }
-TINY_RESNET: Config = {
-    "embedding_size": 16,
-    "hidden_sizes": (16, 32, 32, 64),
-    "depths": (1, 1, 1, 1),
-}
-BERT_LARGE: Config = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-}
+TINY_RESNET: Config = {**RESNET, "depths": (1, 1, 1, 1)}
 TINY_GPT2: Config = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 
 
@@ -188,7 +171,6 @@ def _network(
 _TEXT, _TINY_TEXT = (1, 512), (1, 24)
 _PROMPT = ((1, 77), (1, 16))
 _PICTURE, _SMALL = (224, 224), (32, 32)
-_VIT_SIZES = {"image_size": 32, "patch_size": 8}
 
 NETWORKS: tuple[NetworkModel, ...] = (
     _network("t5-xxl", "T5EncoderModel", _tokens, (T5_XXL, TINY_T5), (_TEXT, _TINY_TEXT), "bf16"),
@@ -213,22 +195,20 @@ NETWORKS: tuple[NetworkModel, ...] = (
         ((1, 128), _TINY_TEXT),
         "bf16",
     ),
-    _network(
-        "vit-l", "ViTModel", _pixels, (VIT_L, {**TINY_SIZES, **_VIT_SIZES}), (_PICTURE, _SMALL)
-    ),
+    _network("vit-l", "ViTModel", _pixels, (LARGE, VIT), (_PICTURE, _SMALL)),
     _network("swin-b", "SwinModel", _pixels, (SWIN_B, TINY_SWIN), (_PICTURE, (56, 56))),
     _network(
         "dinov2-b",
         "Dinov2Model",
         _pixels,
-        ({"image_size": 518, "patch_size": 14}, {**TINY_SIZES, **_VIT_SIZES}),
+        ({"image_size": 518, "patch_size": 14}, VIT),
         (_PICTURE, _SMALL),
     ),
     _network(
         "siglip-so400m",
         "SiglipVisionModel",
         _pixels,
-        (SIGLIP, {**TINY_SIZES, **_VIT_SIZES}),
+        (SIGLIP, VIT),
         ((384, 384), _SMALL),
     ),
     _network(
@@ -244,10 +224,8 @@ NETWORKS: tuple[NetworkModel, ...] = (
     _network(
         "resnet50", "ResNetForImageClassification", _pixels, ({}, TINY_RESNET), (_PICTURE, _SMALL)
     ),
-    _network("bert-base", "BertModel", _tokens, ({}, {**TINY_SIZES}), ((1, 128), _TINY_TEXT)),
-    _network(
-        "bert-large", "BertModel", _tokens, (BERT_LARGE, {**TINY_SIZES}), ((1, 384), _TINY_TEXT)
-    ),
+    _network("bert-base", "BertModel", _tokens, ({}, TINY_SIZES), ((1, 128), _TINY_TEXT)),
+    _network("bert-large", "BertModel", _tokens, (LARGE, TINY_SIZES), ((1, 384), _TINY_TEXT)),
     _network("gpt2", "GPT2LMHeadModel", _tokens, ({}, TINY_GPT2), (_TEXT, _TINY_TEXT)),
     _network(
         "gpt2-decode",

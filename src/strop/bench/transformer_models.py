@@ -11,15 +11,17 @@ import torch
 from strop.bench.models import Build, Size, Workload, call_for_tensor, made_on, random_tensor
 
 FLUX: dict[str, Any] = {"guidance_embeds": True}  # diffusers' defaults are Flux.1 dev
-TINY_FLUX: dict[str, Any] = {
-    "guidance_embeds": True,
+_TINY: dict[str, Any] = {
     "num_layers": 2,
-    "num_single_layers": 2,
     "num_attention_heads": 2,
     "attention_head_dim": 16,
     "joint_attention_dim": 32,
+}
+_TINY_ROTARY: dict[str, Any] = {**_TINY, "axes_dims_rope": (4, 4, 8)}
+TINY_FLUX: dict[str, Any] = FLUX | {
+    **_TINY_ROTARY,
+    "num_single_layers": 2,
     "pooled_projection_dim": 16,
-    "axes_dims_rope": (4, 4, 8),
 }
 WAN: dict[str, Any] = {
     "num_attention_heads": 12,
@@ -36,13 +38,7 @@ TINY_WAN: dict[str, Any] = {
     "freq_dim": 16,
 }
 QWEN: dict[str, Any] = {}  # diffusers' defaults are Qwen-Image
-TINY_QWEN: dict[str, Any] = {
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "joint_attention_dim": 32,
-    "axes_dims_rope": (4, 4, 8),
-}
+TINY_QWEN = _TINY_ROTARY
 SD3: dict[str, Any] = {
     "num_layers": 24,
     "num_attention_heads": 24,
@@ -55,12 +51,9 @@ SD35: dict[str, Any] = SD3 | {
     "qk_norm": "rms_norm",
 }
 TINY_SD3: dict[str, Any] = {
+    **_TINY,
     "sample_size": 16,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
     "caption_projection_dim": 32,
-    "joint_attention_dim": 32,
     "pooled_projection_dim": 16,
     "pos_embed_max_size": 16,
 }
