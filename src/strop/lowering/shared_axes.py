@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strop.errors import UnsupportedError
-from strop.ir.dims import Expr, product
+from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.lowering.drafts import Drafts
 from strop.lowering.positions import Dim, NodeIndex, Positions
@@ -117,21 +117,6 @@ class SharedAxes:
                     self.axes.unify(first.axes, loop.axes)
             elif not set(ours) & set(theirs):
                 self.axes.unify(ours, theirs)
-        for loop in self._loops:
-            self._share_sweep(loop)
-
-    def _share_sweep(self, loop: ReductionLoop) -> None:
-        """Let a loop over what nothing else reads here run over the elements of its row that the
-        kernel writes."""
-        looped = self.axes.leaves(loop.axes)
-        if self._stored_axes is None or not self.axes.loops.issuperset(looped):
-            return
-        dims = [dim for d, dim in enumerate(loop.index) if d not in loop.dims]
-        kept = {axis for dim in dims for axis in self.drafts.axes_of(dim)}
-        rest = [axis for axis in self.axes.leaves(self._stored_axes) if axis not in kept]
-        sizes = self.axes.size
-        if product(sizes[axis] for axis in rest) == product(sizes[axis] for axis in looped):
-            self.axes.unify(rest, looped)
 
     def align_stores(self) -> frozenset[Node]:
         """Let stores of the kernel's full size run over the axes of its reductions' loop, and
