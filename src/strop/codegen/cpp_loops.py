@@ -24,6 +24,7 @@ from strop.ir.loops import (
     Literal,
     Load,
     LoopKernel,
+    OfPair,
     Position,
     Reduce,
     Schedule,
@@ -264,6 +265,7 @@ class Loops:
             self._place(stmt)
         else:
             assert not isinstance(stmt, Reduce), "reductions are printed by their schedule"
+            assert not isinstance(stmt, OfPair), "only Triton's kernels have pairs"
             self.out(f"const {scalar_type(stmt.dtype)} {stmt.out} = {self._value(stmt)};")
 
     def _value(self, stmt: Load | Literal | Position | Apply) -> str:

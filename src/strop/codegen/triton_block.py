@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.codegen import triton_reduce
+from strop.codegen.triton_pairs import with_pairs
 from strop.codegen.triton_text import Flat, Form, Printer, Tile, loads_first, next_power_of_two
 from strop.ir.dims import Expr, product
 from strop.ir.loops import LoopKernel, Reduce, has_guards
@@ -35,7 +36,8 @@ def forms(kernel: LoopKernel) -> Iterator[Form]:
 
 def block(printer: Printer, most: int) -> tuple[Expr, int]:
     """Prints the kernel for at most so many rows of a block; its grid and number of warps."""
-    kernel, add = printer.kernel, printer.out.add
+    kernel, add = with_pairs(printer.kernel), printer.out.add
+    printer.kernel = kernel
     *outer, inner = kernel.cols
     cols = next_power_of_two(inner.size.value)
     printer.constants.update({"ROWS": most, "COLS": cols})

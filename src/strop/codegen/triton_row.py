@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strop.codegen import triton_reduce
+from strop.codegen.triton_pairs import with_pairs
 from strop.codegen.triton_text import (
     ALIGNED,
     Flat,
@@ -170,7 +171,7 @@ def short_forms(kernel: LoopKernel) -> Iterator[Form]:
 
 def row(printer: Printer, strided: bool, most: int | None = None) -> tuple[Expr, int]:
     """Prints the kernel; its grid and number of warps."""
-    kernel = printer.kernel
+    kernel = printer.kernel = with_pairs(printer.kernel)
     tile = row_tile(kernel, strided, most)
     printer.constants.update({"ROWS": tile.rows, "COLS": tile.cols})
     printer.out.add("first_row = tl.program_id(0) * ROWS")

@@ -21,6 +21,7 @@ from strop.ir.loops import (
     Literal,
     Load,
     LoopKernel,
+    OfPair,
     Position,
     Reduce,
     Stmt,
@@ -335,6 +336,10 @@ class Printer:
                 # once a launch, so as exact as eager's: Triton's own / is two ulps off
                 text = f"tl.div_rn({', '.join(a.text for a in args)})"
             self.define(stmt.out, text, dims, dtype, prefix)
+        elif isinstance(stmt, OfPair):
+            value = self.values[stmt.value]
+            text = f"of_{stmt.take}({value.text})"
+            self.define(stmt.out, text, value.dims, value.dtype, prefix)
         elif isinstance(stmt, Store):
             value = self.values[stmt.value]
             pointer, mask = self.pointer(f"p{stmt.param}", stmt.index, tile, value.dims)

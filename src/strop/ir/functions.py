@@ -36,7 +36,16 @@ _CHANCE = """    a = tl.abs(x)
     p = ((p * a + 8.33262074e-03) * a - 5.37043910e-02) * a - 4.58637588e-01
     chance = tl.exp2((p * a - 1.15120849) * a - 0.999996922)
 """
+#
+# of_even, of_odd: each lane gets what the even or the odd lane of its pair has. Both lie in one
+# thread, so nothing moves.
+_PAIR = """    even, odd = tl.split(tl.reshape(x, [x.numel // 2, 2]))
+"""
 FUNCTIONS: Mapping[str, str] = {
+    "of_even": f"""def of_even(x):
+{_PAIR}    return tl.reshape(tl.join(even, even), x.shape)""",
+    "of_odd": f"""def of_odd(x):
+{_PAIR}    return tl.reshape(tl.join(odd, odd), x.shape)""",
     "half_gelu": f"""def half_gelu(x):
 {_CHANCE}    return x * tl.where(x > 0, 1.0 - chance, chance)""",
     "gelu_slope": f"""def gelu_slope(x):

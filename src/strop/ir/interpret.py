@@ -20,6 +20,7 @@ from strop.ir.loops import (
     Literal,
     Load,
     LoopKernel,
+    OfPair,
     Position,
     Reduce,
     Stmt,
@@ -75,6 +76,8 @@ class _State:
             self.values[stmt.out] = self._elements(stmt.index).to(stmt.dtype)
         elif isinstance(stmt, Apply):
             self.values[stmt.out] = self._apply(stmt)
+        elif isinstance(stmt, OfPair):
+            self.values[stmt.out] = self.values[stmt.value].narrow(-1, int(stmt.take == "odd"), 1)
         elif isinstance(stmt, Reduce):
             results = self._reduce(stmt)
             for out, result in zip(stmt.outs, results, strict=True):

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -149,6 +149,20 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class OfPair:
+    """Take out = what the pair of cols has in which each col lies: the ``value`` of its even or its
+    odd col. The last col axis has two elements.
+
+    Lowering makes none: ``codegen.triton_pairs`` does, where both cols lie in one thread.
+    """
+
+    out: str
+    take: str  # "even" or "odd"
+    value: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     """Store params[param][index] = value, rounded once to the dtype of the param."""
 
@@ -157,7 +171,8 @@ class Store:
     value: str
 
 
-Stmt = Load | CheckIndex | Literal | Position | Apply | Reduce | Store
+Stmt = Load | CheckIndex | Literal | Position | Apply | Reduce | OfPair | Store
+S = TypeVar("S", bound=Stmt)
 
 
 @dataclass(frozen=True)
@@ -228,7 +243,7 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
         return stmt.args
     if isinstance(stmt, Reduce):
         return (stmt.arg,)
-    if isinstance(stmt, Store):
+    if isinstance(stmt, Store | OfPair):
         return (stmt.value,)
     if isinstance(stmt, CheckIndex):
         return (stmt.value, stmt.guard) if stmt.guard else (stmt.value,)
@@ -236,6 +251,27 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
         return ()
     names = tuple(name for name, _ in stmt.lookups)
     return (*names, stmt.guard) if stmt.guard else names
+
+
+def with_args(stmt: S, names: Mapping[str, str]) -> S:
+    """Put other names in the place of these values that a statement reads."""
+
+    def new(name: str) -> str:
+        return names.get(name, name)
+
+    changes: dict[str, Any] = {}
+    if isinstance(stmt, Apply):
+        changes = {"args": tuple(map(new, stmt.args))}
+    elif isinstance(stmt, Reduce):
+        changes = {"arg": new(stmt.arg)}
+    elif isinstance(stmt, Store | OfPair):
+        changes = {"value": new(stmt.value)}
+    elif isinstance(stmt, Load) and (stmt.guard or stmt.lookups):
+        lookups = tuple((new(name), stride) for name, stride in stmt.lookups)
+        changes = {"guard": stmt.guard and new(stmt.guard), "lookups": lookups}
+    elif isinstance(stmt, CheckIndex):
+        changes = {"value": new(stmt.value), "guard": stmt.guard and new(stmt.guard)}
+    return replace(stmt, **changes)
 
 
 def has_guards(kernel: LoopKernel) -> bool:

@@ -28,6 +28,7 @@ from strop.ir.loops import (
     Store,
     args_of,
     outs_of,
+    with_args,
 )
 from strop.ir.ops import Kind
 from strop.lowering.drafts import DraftStatement
@@ -242,7 +243,7 @@ def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
     kept: list[Stmt] = []
     for stmt in stmts:
         if renamed:
-            stmt = replace(stmt, **_args_renamed(stmt, renamed))
+            stmt = with_args(stmt, renamed)
         outs = outs_of(stmt)
         key = (
             replace(stmt, outs=())
@@ -257,26 +258,6 @@ def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
         made[key, detail] = outs
         kept.append(stmt)
     return kept
-
-
-def _args_renamed(stmt: Stmt, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a statement that say which values it reads, with these names."""
-
-    def new(name: str) -> str:
-        return names.get(name, name)
-
-    if isinstance(stmt, Apply):
-        return {"args": tuple(map(new, stmt.args))}
-    if isinstance(stmt, Reduce):
-        return {"arg": new(stmt.arg)}
-    if isinstance(stmt, Store):
-        return {"value": new(stmt.value)}
-    if isinstance(stmt, Load) and (stmt.guard or stmt.lookups):
-        lookups = tuple((new(name), stride) for name, stride in stmt.lookups)
-        return {"guard": stmt.guard and new(stmt.guard), "lookups": lookups}
-    if isinstance(stmt, CheckIndex):
-        return {"value": new(stmt.value), "guard": stmt.guard and new(stmt.guard)}
-    return {}
 
 
 def _merge_axes(axes: list[Axis], stmts: list[Stmt]) -> tuple[list[Axis], list[Stmt]]:
@@ -363,7 +344,7 @@ def _renamed(
     position = {new: i for i, new in enumerate(names.values())}
     renamed = []
     for stmt in stmts:
-        changes = _args_renamed(stmt, values)
+        changes: dict[str, Any] = {}
         if isinstance(stmt, Load | Store | Position):
             strides = sorted(
                 ((names[a], s) for a, s in stmt.index.strides), key=lambda pair: position[pair[0]]
@@ -373,7 +354,7 @@ def _renamed(
             changes["outs"] = tuple(values[o] for o in stmt.outs)
         elif not isinstance(stmt, Store):
             changes["out"] = values[stmt.out]
-        renamed.append(replace(stmt, **changes))
+        renamed.append(with_args(replace(stmt, **changes), values))
     new_rows = tuple(replace(a, name=names[a.name]) for a in rows)
     return renamed, new_rows, tuple(replace(a, name=names[a.name]) for a in cols)
 
