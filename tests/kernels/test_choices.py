@@ -40,6 +40,7 @@ MORE = [
 WIDER = [
     RESULTS / f"{name}_h100_2026-11-26.json" for name in ("attn_wgmma-heads", "linear_wgmma-widths")
 ]
+PAIRED = RESULTS / "linear_paired_h100_2026-11-27.json"
 
 
 @pytest.mark.parametrize("sweep", [*SWEEPS, *MORE], ids=lambda sweep: sweep.stem)
@@ -57,6 +58,18 @@ def test_wider_sweeps(sweep: Path) -> None:
     assert verdict.count >= 17
     assert verdict.mean >= select.MUST_MEAN
     assert verdict.worst.share > 0.8
+
+
+def test_products_with_factors_of_adapters() -> None:
+    """Each level of SD1.5's and SDXL's UNets has the fastest tile, and none the library: products
+    that go on over factors, and those with A, which have few columns."""
+    found = list(select.choices(PAIRED))
+    assert len(found) == len(json.loads(PAIRED.read_text())["rows"]) == 48
+    assert len({choice.chosen for choice in found}) >= 12
+    assert not any(choice.chosen in select.LIBRARIES for choice in found)
+    verdict = select.judged(found, held_out=False)
+    assert verdict.mean >= 0.995
+    assert verdict.worst.share >= 0.98, verdict
 
 
 def test_held_out() -> None:

@@ -14,6 +14,7 @@ from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import Box, ConvShape, box_of
 from strop.kernels.gemm.rows import GemmForm, form, has_steps
 from strop.kernels.gemm.tile import ENDS, GATED, MOST_SHARED, PLAIN, SUM, GemmTile
+from strop.kernels.gemm.times import Cost
 from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Lies, Problem, Torch
 from strop.kernels.tuned import h100, tuned
 from tests.gpus import A100, H100, RTX_5090
@@ -22,6 +23,7 @@ from tests.kernels.launching import SAME, call, problem
 SMS = H100.sms
 OP_OF = {PLAIN: "linear", GATED: "geglu", SUM: "linear_add"}
 TIMES = tuned(H100).gemm
+KEEPS = GemmTile(2, 80, 6, keeps_on=True)
 LINEARS = [  # of SD1.5 and SDXL: rows, columns, depth
     (8192, 320, 320),
     (8192, 960, 320),
@@ -282,6 +284,35 @@ def test_an_estimate_grows_with_the_work() -> None:
         ]
         assert us == sorted(us)
         assert us[0] < us[2]
+
+
+def test_a_step_takes_less_beside_idle_multiprocessors() -> None:
+    cost = Cost(2.0, 5.0, 0.2, spared=0.5)
+    assert cost.us(1, 10, 0.0) == pytest.approx(4.0)
+    assert cost.us(1, 10, 1.0) == pytest.approx(3.0)
+    assert cost.us(3, 10, 0.5) == pytest.approx(2.0 + 2 * 5.0 + 3 * 10 * 0.15)
+    assert replace(cost, spared=0.0).us(1, 10, 1.0) == pytest.approx(4.0)
+
+
+def test_tiles_that_wait_for_weights_are_as_wide_as_needed() -> None:
+    """Then all take as long; the one with the least to do has the most programs, which ask for
+    more weights at a time."""
+    of = products.line_of(128, 3840, 1280, PLAIN, 96)
+    small, large = (form(tile, of, sms=SMS) for tile in (GemmTile(1, 80, 8), KEEPS))
+    assert products.us_of(small, of, TIMES) == products.us_of(large, of, TIMES)
+    assert small.num_programs > large.num_programs
+    assert form_of(of) == small
+
+
+def test_few_columns_read_their_rows_once_for_each_tile() -> None:
+    """With few rows the smallest tile begins first, with many the one that reads them once is the
+    fastest, and one between them where that takes as long as the product."""
+    widths = {}
+    for rows in (512, 2048, 8192):
+        found = form_of(products.line_of(rows, 96, 1280, PLAIN))
+        assert found is not None
+        widths[rows] = found.product.tile.cols
+    assert widths == {512: 32, 2048: 64, 8192: 96}
 
 
 @pytest.mark.parametrize("end", ENDS)

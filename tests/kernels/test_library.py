@@ -253,9 +253,12 @@ def test_tiles_run_by_the_clock(factor: float) -> None:
             assert (other.begin, other.again, other.step) == pytest.approx(
                 (cost.begin / factor, cost.again / factor, cost.step / factor)
             )
+            assert other.spared == cost.spared
     assert found.clusters == h100.GEMM.clusters
     assert found.library.conv_ops == pytest.approx(factor * h100.LIBRARY.conv_ops)
     assert found.library.linear_ops == pytest.approx(factor * h100.LIBRARY.linear_ops)
+    assert found.library.linear_depth == pytest.approx(factor * h100.LIBRARY.linear_depth)
+    assert found.library.row_bytes == pytest.approx(factor * h100.LIBRARY.row_bytes)
     assert found.library.weight_bytes == h100.LIBRARY.weight_bytes
 
 

@@ -2,7 +2,8 @@
 left.
 
 A sweep is a JSON file of ``benchmarks/fit_kernels.py`` for ``attn_tma``, ``attn_wgmma``,
-``conv_wgmma`` or ``linear_wgmma``: at each shape the microseconds of the library and of every tile.
+``conv_wgmma``, ``linear_wgmma`` or ``linear_paired``: at each shape the microseconds of the library
+and of every tile.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from strop.errors import StropError
+from strop.ir.contractions import PAIRED
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -95,16 +97,21 @@ def _convolution(shape: Shape) -> Problem:
 
 
 def _linear(shape: Shape) -> Name:
-    if shape[-1] not in ENDS:
-        return BLAS
     rows, columns, depth, end = shape
+    return _paired((rows, columns, depth, 0, end)) if end in ENDS else BLAS
+
+
+def _paired(shape: Shape) -> Name:
+    """Return the choice for a linear whose sum goes on over ``rank`` channels, if there are any."""
+    rows, columns, depth, rank, end = shape
     op = next(op for op in products.LINEARS if products.OPS[op] == end)
+    pair = ((rows, rank), (columns, rank)) if rank else ()
     more: dict[str, tuple[tuple[int, ...], ...]] = {  # gates want biases, a sum its addend too
         "geglu": ((columns,),),
         "linear_add": ((rows, columns), (columns,)),
     }
-    shapes = ((rows, depth), (columns, depth), *more.get(op, ()))
-    return _gemm(Problem(op, (), shapes, torch.float16), BLAS)
+    shapes = ((rows, depth), (columns, depth), *pair, *more.get(op, ()))
+    return _gemm(Problem(PAIRED[op] if rank else op, (), shapes, torch.float16), BLAS)
 
 
 def _gemm(problem: Problem, library: str) -> Name:
@@ -120,6 +127,7 @@ RULES: Mapping[str, Callable[[Shape], Name]] = {
     "attn_wgmma": _attention,
     "conv_wgmma": _product,
     "linear_wgmma": _linear,
+    "linear_paired": _paired,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
     "attn_tma": frozenset(h100.ATTENTION_SHAPES),
@@ -193,7 +201,7 @@ def choices(sweep: Path) -> Iterator[RuleChoice]:
 
 
 def _was_fitted(kind: str, shape: Shape) -> bool:
-    return shape in FITTED[kind] if kind in FITTED else shape not in HELD_OUT[kind]
+    return shape in FITTED[kind] if kind in FITTED else shape not in HELD_OUT.get(kind, ())
 
 
 def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:

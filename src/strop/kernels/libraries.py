@@ -51,7 +51,8 @@ def linear_us(problem: Problem, device: Device) -> float:
     if end == SUM or of.width <= max(skinny.ROWS):
         us = max(us, begin + 2 * of.ins * columns / times.weight_bytes)
     if end == PLAIN and columns <= MOST_NARROW and of.width > max(skinny.ROWS):
-        us += 2 * of.width * of.ins / times.linear_bytes  # it waits for its input
+        # it waits for its input, or few programs add up a long sum
+        us += max(2 * of.width * of.ins / times.linear_bytes, of.ins / times.linear_depth)
     if of.further:  # a product of its own, which reads and writes the results once more
         us += begin + 2 * of.width * of.further * columns / times.linear_ops
         us += 4 * numel / times.behind_bytes

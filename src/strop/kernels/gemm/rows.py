@@ -131,15 +131,28 @@ def kind_of(of: ConvShape, end: str) -> str:
 
 def us_of(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
     """Return about how many microseconds it takes, on a GPU that does nothing else."""
-    product, tile = found.product, found.product.tile
-    depth = of.size**2 * of.ins + of.further
-    weights = 2 * depth * found.across * tile.cols * of.windows
-    cost: Cost = times.tiles[kind_of(of, product.end)][tile]
-    rounds = -(-found.num_tiles // times.clusters[tile.split])
+    return max(_busy_us(found, of, times), _waiting_us(found, of, times))
+
+
+def _busy_us(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
+    """Return what it takes where operands come as fast as they are multiplied."""
+    tile, kind = found.product.tile, kind_of(of, found.product.end)
+    cost: Cost = times.tiles[kind][tile]
+    most = times.clusters[tile.split]
+    rounds = -(-found.num_tiles // most)
     whole, halves = _whole_steps(of), _half_steps(of)
     steps = whole + halves / 2 if tile.split == 1 else -(-(whole + halves) // tile.split)
-    us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step
-    return max(us, weights / times.library.weight_bytes + times.library.weight_begin_us)
+    return cost.us(rounds, steps, 1 - found.num_tiles / (rounds * most))
+
+
+def _waiting_us(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
+    """Return what its operands take to come: weights, which no cache holds; or rows that have few
+    columns, once for every tile of these."""
+    depth, rates = of.size**2 * of.ins + of.further, times.library
+    if kind_of(of, found.product.end) == NARROW:
+        return rates.row_begin_us + 2 * of.width * depth * found.across / rates.row_bytes
+    weights = 2 * depth * found.across * found.product.tile.cols * of.windows
+    return weights / rates.weight_bytes + rates.weight_begin_us
 
 
 def _whole_steps(of: ConvShape) -> int:
@@ -166,10 +179,13 @@ def is_able(product: Product, of: ConvShape) -> bool:
 
 @lru_cache(maxsize=4096)
 def form_of(of: ConvShape, end: str, device: Device) -> tuple[GemmForm | None, float]:
-    """Return the fastest form and its microseconds, or None and NEVER where there is none."""
+    """Return the fastest form and its microseconds, or None and NEVER where there is none. Of those
+    that wait for operands, which take the same time, it is the one that has the least to do."""
     times = tuned(device).gemm
     found = {each: us_of(each, of, times) for each in _forms(of, end, device)}
-    best = min(found, key=lambda each: found[each], default=None)
+    least = min(found.values(), default=NEVER)
+    alike = (each for each, us in found.items() if us == least)
+    best = min(alike, key=lambda each: _busy_us(each, of, times), default=None)
     return best, NEVER if best is None else found[best]
 
 

@@ -17,14 +17,23 @@ from strop.kernels.gemm.tile import GemmTile
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Hold the microseconds of a tile: to begin and end, of every further round of programs but its
-    steps, and of a step of 64 channels."""
+    steps, and of a step of 64 channels. ``spared``: the share of a step that is spared where all
+    other multiprocessors are idle, as programs share what memory and caches give."""
 
     begin: float
     again: float
     step: float
+    spared: float = 0.0
 
     def times(self, factor: float) -> Cost:
-        return Cost(self.begin * factor, self.again * factor, self.step * factor)
+        return replace(
+            self, begin=self.begin * factor, again=self.again * factor, step=self.step * factor
+        )
+
+    def us(self, rounds: int, steps: float, idle: float) -> float:
+        """Return the time of rounds of so many steps, with this share of the processors idle."""
+        step = self.step * (1 - self.spared * idle)
+        return self.begin + (rounds - 1) * self.again + rounds * steps * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +47,12 @@ class LibraryTimes:
     linear_ops: float
     linear_bytes: float  # of results
     linear_begin_us: float
+    linear_depth: float  # channels a microsecond, of a product with few rows and columns
     gap_us: float  # what a launch costs that cannot come early
     weight_bytes: float  # of weights that no cache holds: each pass reads them again
     weight_begin_us: float
+    row_bytes: float  # of rows that a product with few columns reads, which were just written
+    row_begin_us: float
     behind_bytes: float  # of a kernel with gates, or a sum, behind a GEMM
     behind_begin_us: float
     adding_us: float  # a launch of torch's behind a GEMM
@@ -69,14 +81,17 @@ class GemmTimes:
     def _library_on(self, device: Device, fitted: Device) -> LibraryTimes:
         flops = _ratio(device.half_flops, fitted.half_flops)
         bandwidth = _ratio(device.memory_bandwidth, fitted.memory_bandwidth)
+        clock = _ratio(device.clock_hz, fitted.clock_hz)
         of = self.library
         return replace(
             of,
             conv_ops=of.conv_ops * flops,
             linear_ops=of.linear_ops * flops,
+            linear_depth=of.linear_depth * clock,  # of one program
             conv_bytes=of.conv_bytes * bandwidth,
             linear_bytes=of.linear_bytes * bandwidth,
             weight_bytes=of.weight_bytes * bandwidth,
+            row_bytes=of.row_bytes * flops,  # from a cache
             behind_bytes=of.behind_bytes * bandwidth,
         )
 

@@ -77,34 +77,35 @@ LINEAR_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 192, 4, keeps_on=True): Cost(3.3, 1.4, 0.556),
     GemmTile(3, 160, 4): Cost(4.5, 4.4, 0.656),
 }
-# Of results with few columns, such as products with an adapter's A: what counts is how many
-# programs read the rows. At 2048 rows and a depth of 1280 or 5120 these are what was measured
-# (linear_paired); at 8192 rows all tiles take longer, as the rows' bytes do, and in this order.
+# Of results with few columns, such as products with an adapter's A. These are the times of 128 and
+# 512 rows, whose programs do not disturb each other (linear_paired). With more rows it counts how
+# often these are read (LIBRARY.row_bytes); rows of 20 MB take up to 5 us more, in the same order.
 NARROW_TILES: Mapping[GemmTile, Cost] = {
-    GemmTile(1, 32, 8): Cost(1.0, 2.5, 0.165),
-    GemmTile(1, 32, 8, split=2): Cost(1.9, 2.8, 0.24),
-    GemmTile(1, 32, 8, split=3): Cost(3.0, 2.8, 0.28),
-    GemmTile(2, 32, 8, split=6): Cost(5.6, 6.0, 0.34),
-    GemmTile(2, 32, 8, keeps_on=True): Cost(3.0, 2.0, 0.22),
-    GemmTile(1, 64, 8): Cost(1.6, 6.0, 0.12),
-    GemmTile(1, 64, 8, split=2): Cost(2.4, 2.8, 0.25),
-    GemmTile(1, 64, 8, split=3): Cost(2.9, 2.8, 0.34),
-    GemmTile(2, 64, 8, split=6): Cost(6.5, 6.0, 0.40),
-    GemmTile(1, 96, 8): Cost(2.1, 9.0, 0.114),
-    GemmTile(1, 96, 8, split=3): Cost(3.4, 2.8, 0.29),
-    GemmTile(1, 80, 8): Cost(1.8, 9.0, 0.122),
+    GemmTile(1, 32, 8): Cost(1.6, 2.5, 0.1),
+    GemmTile(1, 32, 8, split=2): Cost(2.9, 2.8, 0.111),
+    GemmTile(1, 32, 8, split=3): Cost(3.1, 2.8, 0.115),
+    GemmTile(2, 32, 8, split=6): Cost(3.8, 6.0, 0.122),
+    GemmTile(2, 32, 8, keeps_on=True): Cost(1.9, 2.0, 0.14),
+    GemmTile(1, 64, 8): Cost(1.7, 6.0, 0.099),
+    GemmTile(1, 64, 8, split=2): Cost(3.1, 2.8, 0.119),
+    GemmTile(1, 64, 8, split=3): Cost(3.2, 2.8, 0.119),
+    GemmTile(2, 64, 8, split=6): Cost(4.2, 6.0, 0.145),
+    GemmTile(1, 96, 8): Cost(1.8, 9.0, 0.108),
+    GemmTile(1, 96, 8, split=3): Cost(3.5, 2.8, 0.154),
+    GemmTile(1, 80, 8): Cost(1.8, 9.0, 0.1),
     GemmTile(2, 80, 6, keeps_on=True): Cost(3.0, 7.6, 0.189),
     GemmTile(2, 128, 5, keeps_on=True): Cost(2.9, 1.1, 0.37),
 }
-# These are the tiles of LINEAR_TILES, and those that small products want.
+# These are the tiles of LINEAR_TILES, and those that small products want. Tiles of few rows or
+# columns were measured with a tenth to all of the multiprocessors at work.
 SUM_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 160, 5, keeps_on=True): Cost(5.0, 2.0, 0.44),
-    GemmTile(1, 160, 7): Cost(2.7, 9.8, 0.284),
-    GemmTile(2, 80, 7): Cost(2.8, 7.6, 0.272),
-    GemmTile(1, 80, 8): Cost(1.9, 9.0, 0.226),
+    GemmTile(1, 160, 7): Cost(2.7, 9.8, 0.27, spared=0.5),
+    GemmTile(2, 80, 7): Cost(2.8, 7.6, 0.29, spared=0.5),
+    GemmTile(1, 80, 8): Cost(1.9, 9.0, 0.196, spared=0.4),
     GemmTile(2, 128, 5, keeps_on=True): Cost(4.2, 1.4, 0.30),
     GemmTile(3, 160, 4): Cost(6.5, 4.4, 0.634),
-    GemmTile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
+    GemmTile(2, 160, 5, split=3): Cost(6.4, 7.9, 0.55, spared=0.3),
     GemmTile(2, 80, 7, split=2): Cost(4.9, 6.0, 0.39),
     GemmTile(2, 80, 7, split=4): Cost(3.5, 6.0, 0.41),
     GemmTile(1, 80, 8, split=2): Cost(3.0, 2.8, 0.253),
@@ -129,9 +130,12 @@ LIBRARY = LibraryTimes(
     linear_ops=856e6,
     linear_bytes=3.1e6,
     linear_begin_us=2.8,
+    linear_depth=1900.0,
     gap_us=1.5,
     weight_bytes=2.6e6,
     weight_begin_us=3.0,
+    row_bytes=3.6e6,
+    row_begin_us=0.9,
     behind_bytes=3.2e6,
     behind_begin_us=1.5,
     adding_us=4.0,
