@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from strop.errors import StropError
-from strop.ir.contractions import PAIRED
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -104,14 +103,14 @@ def _linear(shape: Shape) -> Name:
 def _paired(shape: Shape) -> Name:
     """Return the choice for a linear whose sum goes on over ``rank`` channels, if there are any."""
     rows, columns, depth, rank, end = shape
-    op = next(op for op in products.LINEARS if products.OPS[op] == end)
+    plain, paired = (op for op in products.LINEARS if products.OPS[op] == end)
     pair = ((rows, rank), (columns, rank)) if rank else ()
     more: dict[str, tuple[tuple[int, ...], ...]] = {  # gates want biases, a sum its addend too
         "geglu": ((columns,),),
         "linear_add": ((rows, columns), (columns,)),
     }
-    shapes = ((rows, depth), (columns, depth), *pair, *more.get(op, ()))
-    return _gemm(Problem(PAIRED[op] if rank else op, (), shapes, torch.float16), BLAS)
+    shapes = ((rows, depth), (columns, depth), *pair, *more.get(plain, ()))
+    return _gemm(Problem(paired if rank else plain, (), shapes, torch.float16), BLAS)
 
 
 def _gemm(problem: Problem, library: str) -> Name:
