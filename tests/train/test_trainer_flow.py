@@ -231,3 +231,15 @@ def test_untrained_weights_say_how_to_train_them(
     monkeypatch.setattr(sprites, "DIT_WEIGHTS", tmp_path / "nothing")
     with pytest.raises(StropError, match=r"not trained yet.*sprites-dit\.yaml"):
         trainer.session("text-to-image", model="sprites-dit", output_dir=tmp_path / "out")
+
+
+def test_latents_are_shifted_as_the_autoencoder_says(tiny_dit: Path, tmp_path: Path) -> None:
+    """Flux's own autoencoder has a mean that is taken off before latents are scaled."""
+    made = _session(tiny_dit, tmp_path / "out", train_batch_size=3)
+    batch, found = made.source.batch(NUMBER), []
+    for shift, scale in ((0.0, 1.0), (None, 1.0), (0.25, 0.5)):
+        made.model.vae.register_to_config(shift_factor=shift, scaling_factor=scale)
+        objective = Objective(made.settings, made.model, Recorded())
+        found.append(objective._latents(batch, generator(0, "noise", NUMBER)))
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], (found[0] - 0.25) * 0.5)

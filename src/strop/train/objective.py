@@ -139,8 +139,10 @@ class Objective:
         mean, log_variance = moments.chunk(2, dim=1)
         noise = torch.randn(mean.shape, device=mean.device, generator=source)
         latents = mean + noise * (0.5 * log_variance.clamp(-30.0, 20.0)).exp()
-        scale: float = self.model.vae.config.scaling_factor
-        return latents * scale
+        config = self.model.vae.config
+        if config.shift_factor:
+            latents = latents - config.shift_factor
+        return latents * float(config.scaling_factor)
 
     def _text(self, text: Tensor) -> Tensor:
         text = text.to(self.model.device, non_blocking=True)
