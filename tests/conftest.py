@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,4 +79,21 @@ def tiny_dit(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
             if not weight.any():
                 weight.normal_(0, 0.1, generator=source)
     transformer.save_pretrained(folder / "transformer", safe_serialization=True)
+    return folder
+
+
+@pytest.fixture
+def shipped_dit(
+    tiny_dit: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The tiny models in the place of those that ship: sprites-dit without what it shares."""
+    from strop.models import sprites
+
+    whole, folder = tmp_path / "weights", tmp_path / "dit_weights"
+    shutil.copytree(tiny_model, whole)
+    for part in ("transformer", "scheduler"):
+        shutil.copytree(tiny_dit / part, folder / part)
+    shutil.copy(tiny_dit / "model_index.json", folder)
+    monkeypatch.setattr(sprites, "WEIGHTS", whole)
+    monkeypatch.setattr(sprites, "DIT_WEIGHTS", folder)
     return folder

@@ -40,15 +40,6 @@ def as_sprites(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tiny_model
 
 
-@pytest.fixture
-def as_sprites_dit(tiny_dit: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The tiny transformer in place of the one that ships once it is trained."""
-    from strop.models import sprites
-
-    monkeypatch.setattr(sprites, "DIT_WEIGHTS", tiny_dit)
-    return tiny_dit
-
-
 def said(result: Result) -> str:
     """Everything that was printed, on one line and without frames."""
     return " ".join(result.output.replace("│", " ").split())

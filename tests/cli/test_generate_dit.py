@@ -23,7 +23,7 @@ COMMON = ("--steps", "2", "--seed", "5", "--size", "64x32", "--device", "cpu")
 
 
 def test_a_picture_is_the_same_with_and_without_strop(
-    invoke: Invoke, as_sprites_dit: Path, tmp_path: Path
+    invoke: Invoke, shipped_dit: Path, tmp_path: Path
 ) -> None:
     ours = invoke("generate", PROMPT, *DIT, *COMMON, "-o", "ours.png")
     assert ours.exit_code == 0, ours.output
@@ -38,7 +38,7 @@ def test_a_picture_is_the_same_with_and_without_strop(
 
 
 def test_guidance_and_a_negative_prompt_change_the_picture(
-    invoke: Invoke, as_sprites_dit: Path, tmp_path: Path
+    invoke: Invoke, shipped_dit: Path, tmp_path: Path
 ) -> None:
     plain = (*DIT, *COMMON, "--no-optimize")
     for name, more in {
@@ -52,7 +52,7 @@ def test_guidance_and_a_negative_prompt_change_the_picture(
     assert len(drawn) == 3
 
 
-def test_its_words_and_sizes_are_those_of_sprites(invoke: Invoke, as_sprites_dit: Path) -> None:
+def test_its_words_and_sizes_are_those_of_sprites(invoke: Invoke, shipped_dit: Path) -> None:
     unknown = invoke("generate", "an astronaut", *DIT)
     assert unknown.exit_code == 2
     assert "does not know" in said(unknown)
@@ -61,17 +61,25 @@ def test_its_words_and_sizes_are_those_of_sprites(invoke: Invoke, as_sprites_dit
     assert "16" in said(odd)
 
 
-def test_weights_that_are_not_trained_are_an_error(
+def test_lost_weights_are_an_error(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sprites, "DIT_WEIGHTS", tmp_path / "nothing")
     result = invoke("generate", PROMPT, *DIT)
     assert result.exit_code == 1
-    assert "not trained yet" in said(result)
-    assert "strop train text-to-image --config examples/sprites-dit.yaml" in said(result)
+    assert "no diffusers model" in said(result)
+    assert "reinstall strop" in said(result)
 
 
-def test_adapters_are_for_stable_diffusion(invoke: Invoke, as_sprites_dit: Path) -> None:
+def test_damaged_weights_are_an_error(invoke: Invoke, shipped_dit: Path) -> None:
+    damaged = shipped_dit / "transformer" / "diffusion_pytorch_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    result = invoke("generate", PROMPT, *DIT)
+    assert result.exit_code == 1
+    assert f"{damaged} is damaged" in said(result)
+
+
+def test_adapters_are_for_stable_diffusion(invoke: Invoke, shipped_dit: Path) -> None:
     result = invoke("generate", PROMPT, *DIT, "--lora", "style.safetensors")
     assert result.exit_code == 1
     assert "added to Stable Diffusion only" in said(result)
@@ -94,7 +102,7 @@ def test_embedded_guidance_is_refused(invoke: Invoke, tiny_dit: Path, tmp_path: 
     assert "Flux without embedded guidance" in said(result)
 
 
-def test_explain_names_its_graphs(invoke: Invoke, as_sprites_dit: Path, tmp_path: Path) -> None:
+def test_explain_names_its_graphs(invoke: Invoke, shipped_dit: Path, tmp_path: Path) -> None:
     words = ("--size", "64x32", "--device", "cpu", "--json", "r.json")
     result = invoke("explain", *DIT, *words)
     assert result.exit_code == 0, result.output

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from strop.models import sprites
 from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -61,8 +60,6 @@ def test_the_numbers_of_what_is_supported_are_those_of_the_pages() -> None:
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_code_block(number: int, tmp_path: Path) -> None:
     """In a process of its own, without warnings as errors: users have none either."""
-    if "sprites" in BLOCKS[number] and not sprites.WEIGHTS.exists():
-        pytest.skip("the weights are not trained yet")
     script = tmp_path / f"block_{number}.py"
     script.write_text(BLOCKS[number])
     run_script(script)

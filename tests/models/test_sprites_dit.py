@@ -113,19 +113,39 @@ def test_the_folder_is_scored(tiny_dit: Path) -> None:
     assert 0 <= report["summary"]["all_right"] <= 1
 
 
-def test_untrained_weights_are_an_error_that_says_how_to_train(
+def test_lost_weights_are_an_error_that_says_how_to_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sprites, "DIT_WEIGHTS", tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match=r"not trained yet.*dit --out.*sprites-dit\.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"lacks .*dit --out.*sprites-dit\.yaml"):
         sprites.load_dit()
 
 
-def test_trained_weights_are_loaded(tiny_dit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sprites, "DIT_WEIGHTS", tiny_dit)
-    pipe = sprites.load_dit(torch.bfloat16)
-    assert type(pipe).__name__ == "FluxPipeline"
-    assert pipe.transformer.dtype == pipe.text_encoder_2.dtype == torch.bfloat16
+def test_the_parts_that_do_not_ship_twice_are_those_of_sprites(
+    shipped_dit: Path, tiny_dit: Path
+) -> None:
+    assert not (shipped_dit / "vae").exists()
+    whole, ours = sprites.load_from(tiny_dit), sprites.load_dit()
+    for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        wanted, found = (getattr(pipe, part) for pipe in (whole, ours))
+        assert not found.training
+        pairs = zip(wanted.state_dict().items(), found.state_dict().items(), strict=True)
+        assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs), part
+    assert torch.equal(_drawn(ours, 32, 32), _drawn(whole, 32, 32))
+    half = sprites.load_dit(torch.bfloat16)
+    assert type(half).__name__ == "FluxPipeline"
+    assert half.transformer.dtype == half.text_encoder_2.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("shipped_dit")
+def test_a_damaged_part_of_sprites_is_named() -> None:
+    lost = sprites.WEIGHTS / "vae" / "diffusion_pytorch_model.safetensors"
+    lost.write_bytes(lost.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=rf"{lost} is no readable safetensors"):
+        sprites.load_dit()
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"lacks {lost}"):
+        sprites.load_dit()
 
 
 def test_damaged_and_missing_files_are_named(tiny_dit: Path, tmp_path: Path) -> None:

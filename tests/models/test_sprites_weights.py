@@ -7,11 +7,7 @@ from strop.models import sprites
 from strop.models.sprites import evaluate
 from strop.models.sprites.export import FILE_LIMIT, TOTAL_LIMIT
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    # Vanishes with the first commit of the weights.
-    pytest.mark.skipif(not sprites.WEIGHTS.exists(), reason="the weights are not trained yet"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_the_files_are_small_enough_to_ship() -> None:

@@ -225,12 +225,28 @@ def test_a_weighting_scheme_is_for_flow_matching(tiny_model: Path, tmp_path: Pat
         _session(tiny_model, tmp_path / "out", weighting_scheme="mode")
 
 
-def test_untrained_weights_say_how_to_train_them(
+def test_lost_weights_say_how_to_train_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sprites, "DIT_WEIGHTS", tmp_path / "nothing")
-    with pytest.raises(StropError, match=r"not trained yet.*sprites-dit\.yaml"):
+    with pytest.raises(StropError, match=r"lacks model_index\.json.*sprites-dit\.yaml"):
         trainer.session("text-to-image", model="sprites-dit", output_dir=tmp_path / "out")
+
+
+@pytest.mark.usefixtures("shipped_dit")
+def test_a_training_of_the_one_that_ships_gives_a_whole_folder(
+    tiny_dit: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    trainer.train("text-to-image", model="sprites-dit", output_dir=out, max_train_steps=1)
+    for part in ("vae/diffusion_pytorch_model", "text_encoder/model", "text_encoder_2/model"):
+        before, after = (load_file(place / f"{part}.safetensors") for place in (tiny_dit, out))
+        assert all(torch.equal(before[key], after[key]) for key in before), part
+    for name in ("tokenizer", "tokenizer_2"):
+        assert (out / name / "vocab.json").read_bytes() == (
+            tiny_dit / name / "vocab.json"
+        ).read_bytes()
+    assert sprites.load_from(out).vae.config.shift_factor == 0.0
 
 
 def test_latents_are_shifted_as_the_autoencoder_says(tiny_dit: Path, tmp_path: Path) -> None:

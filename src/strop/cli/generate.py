@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 EXAMPLES = """[bold]Examples[/]
 $ strop generate "a red circle above a blue square on a white background" -o out.png
 $ strop generate "a small green star at the top left" --size 64x96 --seed 3 --compare
+$ strop generate "a green ring" --model sprites-dit
 $ strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30
 
 [bold]With adapters[/]
@@ -67,8 +68,8 @@ NegativeOption = Annotated[str, typer.Option(help="Describe what the picture sho
 ModelOption = Annotated[
     str,
     typer.Option(
-        help="Draw with this model: 'sprites', which ships with Strop, 'sprites-dit', a transformer"
-        " of Flux's kind, or a diffusers folder."
+        help="Draw with this model: 'sprites' or 'sprites-dit', a UNet and a transformer of Flux's"
+        " kind that ship with Strop, or a diffusers folder."
     ),
 ]
 DtypeOption = Annotated[

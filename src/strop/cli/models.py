@@ -52,10 +52,7 @@ def find_model(name: str, others: Iterable[str] = ()) -> ModelFolder:
     if name in _BUILT_IN:
         from strop.models import sprites
 
-        try:
-            folder = sprites.folder_of(name)
-        except FileNotFoundError as error:
-            raise CommandError(str(error)) from error
+        folder = sprites.folder_of(name)
         advice = "reinstall strop, or give a diffusers folder with --model"
     else:
         folder, known = Path(name).expanduser(), ", ".join(map(repr, (*_BUILT_IN, *others)))
@@ -94,15 +91,22 @@ def _check_parts(folder: Path) -> None:
 
     index = _read_json(folder / "model_index.json")
     wanted = [name for name, kind in index.items() if isinstance(kind, list) and kind[0]]
-    missing = [name for name in wanted if not (folder / name).is_dir()]
+    places = [_place(folder, name) for name in wanted]
+    missing = [name for name, place in zip(wanted, places, strict=True) if not place.is_dir()]
     if missing:
         raise CommandError(f"{folder} lacks {', '.join(missing)}; save the model again")
-    for file in sorted(folder.glob("*/*.safetensors")):
+    for file in sorted(file for place in places for file in place.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
                 opened.keys()
         except SafetensorError as error:
             raise CommandError(f"{file} is damaged ({error}); save the model again") from error
+
+
+def _place(folder: Path, part: str) -> Path:
+    from strop.models import sprites
+
+    return sprites.folder_of_part(folder, part)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -119,7 +123,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _sizes(folder: Path, part: str) -> dict[str, Any]:
     """Return the configuration of a part, which must tell its levels."""
-    path = folder / part / "config.json"
+    path = _place(folder, part) / "config.json"
     config = _read_json(path)
     if "block_out_channels" not in config:
         raise CommandError(f"{path} has no block_out_channels; strop cannot tell its picture sizes")

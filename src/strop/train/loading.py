@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import OptionError, UnsupportedError
+from strop.models import sprites
 from strop.train.model import DiffusionModel, FlowModel, NoiseModel
 from strop.train.settings import Settings
 
@@ -39,12 +40,7 @@ _NOT_FOR_FLOW = (
 def folder_of(settings: Settings) -> Path:
     """Return where the model lies, after a check of its index, which is fast."""
     if settings.is_sprites:
-        from strop.models import sprites
-
-        try:
-            return sprites.folder_of(settings.pretrained_model_name_or_path)
-        except FileNotFoundError as error:
-            raise OptionError(str(error)) from error
+        return sprites.folder_of(settings.pretrained_model_name_or_path)
     folder = Path(settings.pretrained_model_name_or_path).expanduser()
     index = folder / "model_index.json"
     if not index.is_file():
@@ -76,7 +72,7 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
     folder = folder_of(settings)
     is_flow = (folder / FlowModel.denoiser).is_dir()
     try:
-        pipe = _pipeline(folder, is_flow)
+        pipe = _pipeline(settings, folder, is_flow)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"cannot load {folder}: {error}") from error
     make = _flow_model if is_flow else _noise_model
@@ -87,9 +83,11 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
     return model
 
 
-def _pipeline(folder: Path, is_flow: bool) -> Any:
+def _pipeline(settings: Settings, folder: Path, is_flow: bool) -> Any:
     from diffusers import FluxPipeline, StableDiffusionPipeline
 
+    if settings.is_sprites:
+        return sprites.load_from(folder)
     common: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
     if is_flow:
         return FluxPipeline.from_pretrained(folder, dtype=torch.float32, **common)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import TrainingError
+from strop.models import sprites
 from strop.train import files, lora
 from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
@@ -65,7 +66,7 @@ def _save_part(
     elif name == "scheduler":
         model.sampler.save_pretrained(folder)
     else:
-        shutil.copytree(model.folder / name, folder)
+        shutil.copytree(sprites.folder_of_part(model.folder, name), folder)
 
 
 def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
@@ -80,7 +81,10 @@ def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
 def _untrained(model: DiffusionModel, name: str, dtype: torch.dtype) -> Any:
     """Load a part from where it came from: mixed precision has rounded the one in memory."""
     part = type(model.modules[name]).from_pretrained(  # type: ignore[attr-defined]
-        model.folder / name, dtype=torch.float32, use_safetensors=True, local_files_only=True
+        sprites.folder_of_part(model.folder, name),
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
     )
     _check_finite(name, part.named_parameters(), dtype)
     return nn.Module.to(part, dtype)

@@ -23,7 +23,7 @@ class ModelSettings:
         "",
         str,
         "Model",
-        "Start from this model: 'sprites', which ships with Strop, 'sprites-dit', or a diffusers "
+        "Start from this model: 'sprites' or 'sprites-dit', which ship with Strop, or a diffusers "
         "folder.",
         alias="model",
         fixed=True,

@@ -60,8 +60,6 @@ def _close_gates(model: FluxTransformer2DModel) -> None:
 def pipeline(settings: DitSettings, base: StableDiffusionPipeline) -> FluxPipeline:
     """Join an untrained transformer with the autoencoder and the text encoder of `base`."""
     channels, width = base.vae.config.latent_channels, base.text_encoder.config.hidden_size
-    # The latents have zero mean already; Flux adds its shift without asking whether there is one.
-    base.vae.register_to_config(shift_factor=0.0)
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=base.vae,

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from strop.models.guidance import guided
-from strop.models.sprites import WEIGHTS, draw, load_from
+from strop.models.sprites import NAMES, draw, folder_of, folder_of_part, load_from
 from strop.models.sprites.grammar import BUCKETS, caption
 from strop.models.sprites.score import Score, score
 from strop.models.sprites.specs import draw_training_specs, held_out_prompts, scenes
@@ -104,13 +104,17 @@ def draw_prompts(
 
 
 def evaluate(folder: Path, options: Options) -> dict[str, Any]:
-    """Score the model in `folder` on held-out prompts.
+    """Score the model in `folder` on held-out prompts; returns what `evaluate_pipeline` does."""
+    return evaluate_pipeline(load_from(folder, device=options.device), options)
+
+
+def evaluate_pipeline(pipe: Any, options: Options) -> dict[str, Any]:
+    """Score a pipeline, which may be optimised, on held-out prompts.
 
     Returns:
         "summary" with the share of right pictures per attribute, for one and for two things and
         per size, "options", and "prompts" with the judgement of each.
     """
-    pipe = load_from(folder, device=options.device)
     pipe.set_progress_bar_config(disable=True)
     prompts = held_out_prompts(options.count, options.seed)
     rows: list[dict[str, Any]] = []
@@ -145,9 +149,18 @@ def _summary(rows: list[dict[str, Any]], scores: list[Score]) -> dict[str, Any]:
     return summary
 
 
+def _folder(word: str) -> Path:
+    return folder_of(word) if word in NAMES else Path(word)
+
+
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m strop.models.sprites.evaluate")
-    parser.add_argument("--folder", type=Path, default=WEIGHTS, help="diffusers folder to score")
+    parser.add_argument(
+        "--folder",
+        type=_folder,
+        default=NAMES[0],
+        help=f"{' or '.join(NAMES)}, which ship with strop, or a diffusers folder to score",
+    )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=Options.guidance)
@@ -164,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = _arguments(words)
     if args.validate_scorer:
-        vae = load_vae(args.folder / "vae", torch.device(args.device))
+        vae = load_vae(folder_of_part(args.folder, "vae"), torch.device(args.device))
         report: dict[str, Any] = {"summary": validate_scorer(vae, args.count, args.seed)}
     else:
         options = Options(args.count, args.steps, args.guidance, args.seed, args.device)

@@ -54,6 +54,7 @@ def vae(settings: NetworkSettings) -> AutoencoderKL:
         up_block_types=("UpDecoderBlock2D",) * levels,
         # `fold_statistics` brings latents to zero mean and unit variance per channel.
         scaling_factor=1.0,
+        shift_factor=0.0,  # Flux adds it without asking whether there is one
     )
 
 
