@@ -44,7 +44,11 @@ def test_the_commands_run(
     monkeypatch.setattr("strop.models.sprites.WEIGHTS", tiny_model)
     shutil.copytree(tiny_model, "stable-diffusion-v1-5")
     shutil.copytree(tiny_dit, "runs/sprites-dit-start")
-    Path("examples").symlink_to(Path(__file__).parents[2] / "examples")
+    Path("examples").mkdir()
+    for file in (Path(__file__).parents[2] / "examples").glob("*.yaml"):
+        # Compiling takes a minute, and is tested in test_trainer_flow.py.
+        text = file.read_text().replace("compile_unet: true", "compile_unet: false")
+        (Path("examples") / file.name).write_text(text)
     for name in ("pictures", "dog"):
         trainer.draw_pictures(tmp_path / name, 2)
     (tmp_path / "train.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", TEXT, re.S | re.M)[0])

@@ -102,6 +102,7 @@ class TrainingLoop:
             with (
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
                 self.stop.watching(),
+                self.session.model.attention(self.settings.compile_unet),
             ):
                 return self._run()
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,6 +75,10 @@ class DiffusionModel:
         device: torch.device = self.unet.device
         return device
 
+    def attention(self, is_compiled: bool) -> AbstractContextManager[Any]:
+        """Return what steps of the optimizer run in, for libraries of attention that are wrong."""
+        return nullcontext()
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return autocast for calls of what is trained, whose weights are fp32, and of the parts
         together."""
@@ -120,6 +125,24 @@ class NoiseModel(DiffusionModel):
         )
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Have torch choose another library than cuDNN for attention.
+
+    torch keeps the plans of cuDNN's backward by query, key and value alone, and uses one for every
+    gradient. In Flux's single blocks that gradient is a part of a wider tensor, as attention is
+    joined with the MLP, and in double blocks it is dense: read by the other one's plan, which takes
+    5 times as much memory, it is an illegal access, or a wrong gradient without a word. What Strop
+    compiles lays out both alike.
+    """
+    is_on = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(is_on)
+
+
 @dataclass(frozen=True)
 class FlowModel(DiffusionModel):
     """Hold Flux, which is trained by flow matching. The first text encoder gives one vector for a
@@ -137,6 +160,9 @@ class FlowModel(DiffusionModel):
     @property
     def grid(self) -> int:
         return self.factor * 2  # a token holds two rows of two latents
+
+    def attention(self, is_compiled: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_compiled else without_cudnn_attention()
 
     @property
     def num_latents(self) -> int:

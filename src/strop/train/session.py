@@ -20,7 +20,7 @@ from strop.train.data import Captions, FolderSource, Source, SpritesSource, dige
 from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
 from strop.train.learner import Learner
 from strop.train.lock import Hold
-from strop.train.model import DiffusionModel
+from strop.train.model import DiffusionModel, FlowModel
 from strop.train.settings import Settings
 from strop.wording import counted
 
@@ -88,6 +88,7 @@ def _prepare(
     found = _checkpoint(settings, warn)
     on_progress("loading the model", 0, 1)
     model = loading.load(settings, device)
+    _warn_of_attention(settings, model, warn)
     side = models.resolution_of(settings, model)
     source = _source(settings, model, side, folder, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
@@ -106,6 +107,16 @@ def _prepare(
         total,
         hold,
     )
+
+
+def _warn_of_attention(settings: Settings, model: DiffusionModel, warn: Warn) -> None:
+    """Say that attention runs without cuDNN, which torch would take for half types on a GPU."""
+    is_half_on_gpu = model.half is not None and model.device.type == "cuda"
+    if is_half_on_gpu and isinstance(model, FlowModel) and not settings.compile_unet:
+        warn(
+            "attention runs without cuDNN, whose gradients torch gets wrong for Flux "
+            "(docs/limits.md); --compile_unet trains with it, and faster"
+        )
 
 
 def _device(settings: Settings) -> torch.device:
