@@ -168,13 +168,13 @@ def pointwise_tile(kernel: LoopKernel, most: int | None) -> tuple[int, int, int]
 
 
 def _has_few_long_rows(kernel: LoopKernel) -> bool:
-    """Tell whether there may be as few rows as one, of a length that is not known: a slice of the
-    tokens of a batch. A tile of several rows then has idle lanes: the picture's part of attention's
-    result in Flux.1 (one row of 12.6 million elements) took 120 us in tiles of 16 rows, where its
-    bytes take 18."""
-    num_rows = kernel.num_rows
-    is_short = len(num_rows.roots) < 2 and num_rows.divisor < SMALL[0]
-    return is_short and not kernel.num_cols.is_const
+    """Tell whether there may be as few rows as one, each of many elements: a slice of the tokens of
+    a batch. A tile of several rows then has idle lanes: the picture's part of attention's result in
+    Flux.1 (one row of 12.6 million elements) took 120 us in tiles of 16 rows, where its bytes take
+    18."""
+    num_rows, num_cols = kernel.num_rows, kernel.num_cols
+    is_long = not num_cols.is_const and num_cols.divisor >= POINTWISE_COLS
+    return is_long and len(num_rows.roots) < 2 and num_rows.divisor < SMALL[0]
 
 
 def _is_line(kernel: LoopKernel) -> bool:
