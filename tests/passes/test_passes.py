@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from strop import passes
 from strop.diffusion.components import adapter_for
 from strop.ir.graph import Graph, Node, compute_nodes
 from strop.options import Options
@@ -73,6 +75,16 @@ def test_linears_of_one_input_become_one(bias: bool):
     assert [str(p.shape[0]) for p in parts] == ["32"] * (2 if bias else 1)
     assert all(len(p.attrs["merged"]) == 3 for p in parts)
     assert ops(optimized(Heads(bias), "b s 8", disable=("dot_merge",)))["linear"] == 3
+
+
+@pytest.mark.parametrize(("most_bytes", "pieces"), [(1024, [3]), (512, [2]), (511, []), (255, [])])
+def test_a_piece_has_a_bound(most_bytes: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch):
+    """The weights of q and k have 256 bytes each, that of v 512."""
+    names = vars(sys.modules[passes.dot_merge.__module__])
+    monkeypatch.setitem(names, "MOST_BYTES", most_bytes)
+    graph = optimized(Heads(), "b s 8")
+    assert [len(part.attrs["merged"]) for part in merged(graph)] == pieces
+    assert ops(graph)["linear"] == 3 - sum(pieces) + len(pieces)
 
 
 def test_a_weight_used_twice_is_merged_once():
