@@ -40,6 +40,7 @@ from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime.build.devices import gpu
 from strop.runtime.run import bounds_checks, growing_memory
+from strop.runtime.run.layouts import bytes_of
 
 if TYPE_CHECKING:
     from strop.dispatch.dynamo import AotLog, AotRecord
@@ -175,6 +176,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         derived=derived_inputs(
             ServedModule(dispatcher.state, dispatcher.loop, counters.hoisted, _latest(dispatcher))
         ),
+        weights_bytes=bytes_of(dispatcher.state.tensors),
         unfolded=unfolded_layers(dispatcher.module),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),

@@ -78,6 +78,7 @@ def _derived(c: ComponentRow) -> str:
             escape(row.kind),
             counted(row.count, row.unit),
             f"{row.size_bytes / 1e6:.2f}",
+            f"{row.beside_bytes / 1e6:.2f}",
             _number(row.num_made),
             _number(row.num_reuses),
             escape(row.remade),
@@ -86,7 +87,11 @@ def _derived(c: ComponentRow) -> str:
         for row in c.derived
     )
     return "<h3>Derived inputs</h3>" + _table(
-        ("derived input", "", "MB", "made", "used again", "anew when", ""), rows
+        (
+            *("derived input", "", "MB", "MB beside the weights"),
+            *("made", "used again", "anew when", ""),
+        ),
+        rows,
     )
 
 

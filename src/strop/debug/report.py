@@ -146,6 +146,7 @@ class ComponentRow:
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
     derived: tuple[DerivedInput, ...] = ()  # what is read in the place of weights and arguments
+    weights_bytes: int = 0
     unfolded: Mapping[str, int] = field(default_factory=dict)  # layers with adapters, by reason
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
@@ -154,6 +155,11 @@ class ComponentRow:
     @property
     def latest(self) -> GraphRow | None:
         return next((g for g in self.graphs if g.is_latest), None)
+
+    @property
+    def beside_bytes(self) -> int:
+        """Return the memory that derived inputs take beside the weights."""
+        return sum(row.beside_bytes for row in self.derived)
 
     def derived_of(self, kind: str) -> DerivedInput | None:
         return next((row for row in self.derived if row.kind == kind), None)
@@ -283,6 +289,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
     ]
     lines += ["  derived inputs:"] if c.derived else []
     lines += [f"    {row}" for row in c.derived]
+    lines += [f"    {_beside_text(c)}"] if c.derived and c.weights_bytes else []
     lines += [
         f"  adapters of {counted(count, 'layer')} are traced as they are: {why}"
         for why, count in c.unfolded.items()
@@ -295,6 +302,13 @@ def _component_lines(c: ComponentRow) -> list[str]:
         lines += [f"  {line}" for line in _graph_lines(graph)]
     lines += [f"  {line}" for line in profile_lines(c.profile)] if c.profile else []
     return lines
+
+
+def _beside_text(c: ComponentRow) -> str:
+    return (
+        f"together {c.beside_bytes / 1e6:.2f} MB beside {c.weights_bytes / 1e6:.2f} MB of weights"
+        f" ({c.beside_bytes / c.weights_bytes:.1%})"
+    )
 
 
 def _graph_lines(g: GraphRow) -> list[str]:

@@ -14,6 +14,7 @@ from strop.dispatch.adapter_weights import AdapterWeights
 from strop.dispatch.entry import Entry
 from strop.dispatch.low_rank_weights import num_products
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.placed_weights import PlacedPieces
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.loop.hoisting import Kept, Tally, read_by, read_by_all, written
 from strop.runtime.run.executor import Bound
@@ -39,9 +40,9 @@ class ServedModule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DerivedInput:
-    """Say how many there are of a kind, in how many bytes, copies to compare sources with included;
-    how often they were made, and how many calls found them made before, where that is counted.
-    ``remade`` says when they are made anew."""
+    """Say how many there are of a kind, in how many bytes, copies to compare sources with included,
+    and how many of these lie where weights do; how often they were made, and how many calls found
+    them made before, where that is counted. ``remade`` says when they are made anew."""
 
     count: int
     size_bytes: int
@@ -51,9 +52,17 @@ class DerivedInput:
     kind: str = ""
     unit: str = ""
     remade: str = ""
+    shared_bytes: int = 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """Return the memory that they take beside the weights."""
+        return self.size_bytes - self.shared_bytes
 
     def __str__(self) -> str:
         count, size = counted(self.count, self.unit), f"{self.size_bytes / 1e6:.2f} MB"
+        if self.shared_bytes:
+            size += f" ({self.beside_bytes / 1e6:.2f} MB of it beside the weights)"
         reused = f"used again {self.num_reuses}x" if self.num_reuses else ""
         facts = (count, size, self.detail, f"made {self.num_made}x", reused)
         return f"{self.kind}: {', '.join(filter(None, facts))}; anew when {self.remade}"
@@ -80,15 +89,22 @@ def derived_inputs(served: ServedModule) -> tuple[DerivedInput, ...]:
 
 
 def _merged(served: ServedModule) -> DerivedInput:
-    weights = served.state.merged
-    detail = "which their parts share"
-    return DerivedInput(len(weights), weights.size_bytes, weights.num_writes, detail=detail)
+    return _placed(served, served.state.merged)
 
 
 def _padded(served: ServedModule) -> DerivedInput:
-    weights = served.state.padded
-    detail = "which they share but for the zeros"
-    return DerivedInput(len(weights), weights.size_bytes, weights.num_writes, detail=detail)
+    return _placed(served, served.state.padded)
+
+
+def _placed(served: ServedModule, pieces: PlacedPieces) -> DerivedInput:
+    detail = f"the largest of {pieces.most_bytes / 1e6:.2f} MB lay beside its parts when made"
+    return DerivedInput(
+        len(pieces),
+        pieces.size_bytes,
+        pieces.num_writes,
+        detail=detail,
+        shared_bytes=pieces.shared_bytes(served.state.tensors),
+    )
 
 
 def _effective(served: ServedModule) -> DerivedInput:

@@ -17,7 +17,26 @@ from torch import Tensor
 from strop.dispatch.cornered_factors import standing
 from strop.ir.ops import OPS
 from strop.ir.program import InputSpec, Program
-from strop.runtime.run.layouts import read_as
+from strop.runtime.run.layouts import bytes_of, read_as
+
+MOST_LEFT_BYTES = 512 << 20  # that torch keeps of what Parameters have left
+
+
+class LeftMemory:
+    """Count the memory of a GPU that Parameters have left. torch keeps it for later, in blocks of
+    their sizes, in which no merged weight has room: the device gets it back now and then."""
+
+    def __init__(self) -> None:
+        self._size_bytes = 0
+
+    def note(self, weight: Tensor) -> None:
+        """Note that a weight is about to leave its memory."""
+        if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
+            return
+        if self._size_bytes > MOST_LEFT_BYTES:
+            torch.cuda.empty_cache()
+            self._size_bytes = 0
+        self._size_bytes += weight.nbytes
 
 
 class PlacedPieces:
@@ -34,6 +53,16 @@ class PlacedPieces:
     @property
     def size_bytes(self) -> int:
         return sum(piece.nbytes for piece in self._pieces.values())
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the bytes of the largest, which lies beside its parts while it is made."""
+        return max((piece.nbytes for piece in self._pieces.values()), default=0)
+
+    def shared_bytes(self, weights: Sequence[Tensor]) -> int:
+        """Return how many of the bytes lie where weights do."""
+        pieces = [*self._pieces.values()]
+        return self.size_bytes - (bytes_of([*pieces, *weights]) - bytes_of(weights))
 
     def add(self, pieces: Sequence[Tensor]) -> None:
         """Keep these from one binding to the next."""
@@ -69,31 +98,47 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     Merged weights are one piece of memory whose row slices are the Parameters. What kernels read
     lies as it was traced; on CUDA other convolution weights become channels-last. Values, shapes
     and identity of the Parameters stay.
+
+    Each piece is there beside the weights that it is made of, and no longer: nothing here holds
+    what a Parameter has left, so that there is never more than the weights and one piece.
     """
+    left = LeftMemory()
     read = _read_by_place(program)
     for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
-        strides = tuple(stride.value for stride in spec.strides) if index in read else None
-        seen = read_as(tensor.detach(), spec.dtype)
-        if strides is not None and not _steps_like(seen, strides):
-            new = torch.empty_strided(seen.shape, strides, dtype=seen.dtype, device=seen.device)
-            new.copy_(seen)
-            tensor.data = torch.view_as_complex(new) if seen.dtype != tensor.dtype else new
-    placed: list[Tensor | None] = [t.detach() for t in tensors]
-    twins = _twins(tensors)
-    for spec in program.inputs[len(tensors) :]:
-        parts = [tensors[i] for i in spec.merged]
-        if spec.corners:
-            placed.append(standing([size.value for size in spec.shape], parts, spec.corners))
-        else:
-            placed.append(_merged(parts, _rows(spec, parts), twins) if parts else None)
-    placed[: len(tensors)] = [t.detach() for t in tensors]  # where they lie now
+        if index in read:
+            _lay_out(tensor, spec, left)
+    pieces = _pieces(program, tensors, left)
     if program.device == "cuda":
         for index in _convolution_weights(program) - read:
             weight = tensors[index]
             if not weight.is_contiguous(memory_format=torch.channels_last):
+                left.note(weight)
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-            placed[index] = weight.detach()
-    return placed
+    return [*(t.detach() for t in tensors), *pieces]  # where they lie now
+
+
+def _lay_out(tensor: Tensor, spec: InputSpec, left: LeftMemory) -> None:
+    """Have a weight lie at the strides that it was traced at."""
+    strides = tuple(stride.value for stride in spec.strides)
+    seen = read_as(tensor.detach(), spec.dtype)
+    if _steps_like(seen, strides):
+        return
+    new = torch.empty_strided(seen.shape, strides, dtype=seen.dtype, device=seen.device)
+    new.copy_(seen)
+    left.note(tensor)
+    tensor.data = torch.view_as_complex(new) if seen.dtype != tensor.dtype else new
+
+
+def _pieces(program: Program, tensors: Sequence[Tensor], left: LeftMemory) -> list[Tensor | None]:
+    """Return what stands for the inputs behind the weights: each is made of some of these."""
+    twins, found = _twins(tensors), list[Tensor | None]()
+    for spec in program.inputs[len(tensors) :]:
+        parts = [tensors[i] for i in spec.merged]
+        if spec.corners:
+            found.append(standing([size.value for size in spec.shape], parts, spec.corners))
+        else:
+            found.append(_merged(parts, _rows(spec, parts), twins, left) if parts else None)
+    return found
 
 
 def _read_by_place(program: Program) -> set[int]:
@@ -133,7 +178,12 @@ def _rows(spec: InputSpec, parts: Sequence[Tensor]) -> int:
     return max(own, spec.shape[0].value) if spec.shape[0].is_const else own
 
 
-def _merged(parts: Sequence[Tensor], rows: int, twins: Mapping[int, Sequence[Tensor]]) -> Tensor:
+def _merged(
+    parts: Sequence[Tensor],
+    rows: int,
+    twins: Mapping[int, Sequence[Tensor]],
+    left: LeftMemory,
+) -> Tensor:
     """Return the parts as one tensor of so many rows, which is made anew only if they do not lie
     behind each other already. ``twins``, by address, go with the part that lies where they do."""
     found = _lying_together(parts, rows)
@@ -144,6 +194,7 @@ def _merged(parts: Sequence[Tensor], rows: int, twins: Mapping[int, Sequence[Ten
     whole = torch.cat([*(p.detach() for p in parts), behind])
     for part in parts:
         piece = _piece(whole, start, part.shape[0])
+        left.note(part)
         for twin in twins.get(part.data_ptr(), ()):
             if _is_laid_out_as(twin, part):
                 twin.data = piece

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,3 +33,19 @@ def read_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return complex numbers as pairs of real ones, in the same memory, for who reads real ones."""
     is_pairs = tensor.is_complex() and not dtype.is_complex
     return torch.view_as_real(tensor) if is_pairs else tensor
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes of memory tensors lie in, each byte once whoever shares it."""
+    total, behind = 0, 0
+    for start, end in sorted(_span(tensor) for tensor in tensors if tensor.numel()):
+        total += max(0, end - max(start, behind))
+        behind = max(behind, end)
+    return total
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.itemsize
