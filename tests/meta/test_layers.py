@@ -159,6 +159,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("debug.step_times", "bench.timer"): "times by the clock of the benchmarks",
     ("bench.waits", "runtime.build.compilers"): "how many kernels somebody has waited for",
     ("bench.waits", "runtime.run.cuda_graphs"): "how many graphs have been captured",
+    ("bench.infer_contenders", "runtime.run.layouts"): "bytes_of, of weights that several have",
     ("bench.census", "frontend.objects"): "as_tree, to compare results that are caches",
     (
         "bench.infer_variants",

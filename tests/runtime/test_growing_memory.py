@@ -63,9 +63,16 @@ def test_it_goes_back_when_the_last_tensor_in_it_is_gone(memory: HostMemory) -> 
     assert memory.pages.used_bytes == growing_memory.held_bytes(CPU) == 0
     assert not memory.pages.reserved
     assert memory.num_waits == 1, "kernels may still be at work there"
-    assert growing_memory.peak_bytes(CPU) == 2 * PAGE
-    growing_memory.forget_peak(CPU)
-    assert growing_memory.peak_bytes(CPU) == 0
+
+
+def test_who_watches_is_told_before_it_changes(memory: HostMemory) -> None:
+    workspace, told = Workspace(CPU), list[int]()
+    growing_memory.watch(CPU, lambda: told.append(growing_memory.held_bytes(CPU)))
+    for size_bytes in (PAGE, 2 * PAGE, PAGE):
+        workspace.reserve(size_bytes, Guest())
+    workspace.give_back()
+    assert told == [0, PAGE, 2 * PAGE], "before it grew, grew again and was given back"
+    assert not growing_memory.held_bytes(CPU)
 
 
 def test_nothing_goes_back_amid_a_capture(memory: HostMemory) -> None:

@@ -22,6 +22,7 @@ from strop.bench import peers, timer
 from strop.bench.cases import BenchCase
 from strop.bench.infer_rows import InferRow
 from strop.bench.models import Size, Workload
+from strop.runtime.run.layouts import bytes_of
 
 Found = dict[str, Any]  # for the JSON
 Save = Callable[[Found], None]
@@ -136,7 +137,8 @@ def _without_machine(line: str) -> str:
 
 @dataclass
 class Contender:
-    """Hold a model set up in one way, and the bytes that it has come to hold since it was built."""
+    """Hold a model set up in one way, and the bytes that it has come to hold, its weights
+    included."""
 
     workload: Workload
     device: torch.device
@@ -145,10 +147,17 @@ class Contender:
     since_optimize: float = 0.0  # clock when it was handed to Strop; 0 once it has run
 
     @staticmethod
-    def built(build: Callable[[], Workload], device: torch.device) -> Contender:
+    def built(
+        build: Callable[[], Workload], device: torch.device, *, is_shared: bool = False
+    ) -> Contender:
+        """Build one. Where it has the weights of all others, they count as if it were alone."""
         before = timer.allocated(device)
         found = Contender(build(), device)
-        found.held_bytes = found.weights_bytes = timer.allocated(device) - before
+        size_bytes = timer.allocated(device) - before
+        if is_shared:
+            target = found.workload.target
+            size_bytes = bytes_of([*target.parameters(), *target.buffers()])
+        found.held_bytes = found.weights_bytes = size_bytes
         return found
 
     def run(self, work: Callable[[], Any]) -> tuple[Any, int | None]:
@@ -186,7 +195,9 @@ class Field:
         """Return the contender of Strop or of a peer; peers with one setup share it."""
         key = name if name == "strop" else peers.peer_named(name).setup
         if key not in self.built:
-            self.built[key] = Contender.built(lambda: self._workload(name), self.device)
+            self.built[key] = Contender.built(
+                lambda: self._workload(name), self.device, is_shared=self.case.is_large
+            )
             if name == "strop":
                 timer.synchronise(self.device)
                 self.built[key].since_optimize = time.perf_counter()
@@ -235,7 +246,7 @@ class Field:
         found: Found = {
             "first_s": seconds[0],
             "second_s": seconds[1],
-            "peak_bytes": peak,
+            "peak_bytes": peak,  # weights included
             "weights_bytes": who.weights_bytes or None,
         }
         return given["call"], found, results

@@ -19,7 +19,10 @@ APART = {"random": "summary", "switches": "switches"}
 INDUCTOR_GRAPHS = ("inductor-graph", "inductor-blocks-graph")
 INDUCTORS = ("inductor", "inductor-graph", "inductor-blocks", "inductor-blocks-graph")
 MOST_S = 0.5  # that no call of a step may take once its shape has run
-HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", "launches", "note")
+HEADER = (
+    *("row", "run", "p20", "p50", "p80", "of eager", "first s"),
+    *("peak GiB, with weights", "launches", "note"),
+)
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -99,7 +102,12 @@ def _note(result: Result, name: str, found: Found) -> str:
         return f"measured {found['from'][:10]}"
     if name != "strop":
         return ""
-    said = (verdict(result), _error_text(result), _busy_text(result, found))
+    said = (
+        verdict(result),
+        _error_text(result),
+        _busy_text(result, found),
+        _memory_text(result, found),
+    )
     return ", ".join(filter(None, said))
 
 
@@ -109,6 +117,15 @@ def _busy_text(result: Result, found: Found) -> str:
     if result["measures"] != "picture" or busy_us is None:
         return ""
     return f"GPU busy {busy_us / 1e3 / found['p50_ms']:.0%}"
+
+
+def _memory_text(result: Result, found: Found) -> str:
+    """Return Strop's peak as a share of eager's, weights included in both."""
+    ours = found.get("peak_bytes")
+    eager = result["contenders"].get("eager", {}).get("peak_bytes")
+    if result["measures"] == "memory" or not ours or not eager:
+        return ""
+    return f"peak {ours / eager:.3f} of eager's"
 
 
 def value_of(result: Result) -> float | None:

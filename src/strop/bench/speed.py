@@ -25,7 +25,10 @@ KEPT = ("row", "model", "batch", "dtype", "is_tiny", "error")
 TIMES = ("p20_ms", "p50_ms", "p80_ms", "first_s", "peak_bytes", "skipped", "failed")
 NAMES = tuple(network.name for network in NETWORKS)
 MUST, MUST_MEAN = 1.02, 0.95  # of Inductor in a graph: each row, and the geometric mean of all
-HEADER = ("network", "batch", "type", "Strop", *PEERS, "of Inductor", "peak GiB", "eager's", "")
+HEADER = (
+    *("network", "batch", "type", "Strop", *PEERS, "of Inductor"),
+    *("peak GiB, with weights", "eager's", ""),
+)
 Row = dict[str, Any]
 
 

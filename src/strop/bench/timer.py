@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,9 @@ from strop.runtime.run import growing_memory
 
 Call = Callable[[], Any]
 T = TypeVar("T")
+# By device: the most bytes since ``forget_peak`` that tensors had, and with what torch keeps for
+# later, up to the latest change of working memory.
+_PEAKS: dict[torch.device, tuple[int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +133,35 @@ def allocated(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """Return the most of these since ``forget_peak``. The peaks of torch's memory and of working
-    memory are added, as if both were of one moment: it is never less than there was."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.max_memory_allocated(device) + growing_memory.peak_bytes(device)
+    """Return the most of these at one moment since ``forget_peak``."""
+    return _peaks(device)[0]
 
 
 def peak_reserved(device: torch.device) -> int:
     """Return the same with what torch keeps for later."""
+    return _peaks(device)[1]
+
+
+def _peaks(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
-        return 0
-    return torch.cuda.max_memory_reserved(device) + growing_memory.peak_bytes(device)
+        return 0, 0
+    held, before = growing_memory.held_bytes(device), _PEAKS.get(device, (0, 0))
+    allocated = torch.cuda.max_memory_allocated(device) + held
+    reserved = torch.cuda.max_memory_reserved(device) + held
+    return max(before[0], allocated), max(before[1], reserved)
+
+
+def _note_peak(device: torch.device) -> None:
+    """Note the most so far: working memory is about to be more, or less."""
+    _PEAKS[device] = _peaks(device)
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        growing_memory.forget_peak(device)
+        _PEAKS[device] = 0, 0
+        growing_memory.watch(device, partial(_note_peak, device))
 
 
 def give_back(device: torch.device) -> None:

@@ -5,7 +5,8 @@ addresses as the GPU has bytes, of which the lower part has memory behind it; to
 behind the next ones, and whoever is bound to the lower part stays so. Other memory is allocated
 anew, and whoever is bound to the old one binds again.
 
-torch does not count memory of such ranges: ``held_bytes`` and ``peak_bytes`` do.
+torch does not count memory of such ranges: ``held_bytes`` does. Who wants to know the most that
+both came to at one moment is told before there is more or less of it (``watch``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,7 +112,8 @@ class AddressSpace:
         self._pages, self.device = pages, pages.device
         self._left: deque[Extent] = deque()  # to be given back
         self._lock = threading.Lock()
-        self.held_bytes = self.peak_bytes = 0
+        self.held_bytes = 0
+        self.before_change: Callable[[], None] | None = None  # of ``held_bytes``
 
     def reserve(self) -> AddressRange:
         """Return a range in which all memory of the device would have room."""
@@ -139,8 +141,7 @@ class AddressSpace:
                 )
             self._put(extent.address + extent.size_bytes, more)
             extent.size_bytes += more
-            self.held_bytes += more
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            self._change(more)
 
     def reclaim(self) -> None:
         """Give memory that nobody refers to any more back to the device."""
@@ -154,7 +155,12 @@ class AddressSpace:
                 if extent.size_bytes:
                     self._pages.take(extent.address, extent.size_bytes)
                 self._pages.free(extent.address, extent.capacity_bytes)
-                self.held_bytes -= extent.size_bytes
+                self._change(-extent.size_bytes)
+
+    def _change(self, more_bytes: int) -> None:
+        if self.before_change is not None:
+            self.before_change()
+        self.held_bytes += more_bytes
 
     def _put(self, address: int, size_bytes: int) -> None:
         """Put memory behind addresses. Where there is too little, torch gives back what it keeps
@@ -210,13 +216,8 @@ def held_bytes(device: torch.device) -> int:
     return space.held_bytes if space else 0
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Return the most of it since the last ``forget_peak``."""
-    space = _SPACES.get(_with_index(device))
-    return space.peak_bytes if space else 0
-
-
-def forget_peak(device: torch.device) -> None:
-    space = _SPACES.get(_with_index(device))
-    if space:
-        space.peak_bytes = space.held_bytes
+def watch(device: torch.device, before_change: Callable[[], None]) -> None:
+    """Have this be called before ``held_bytes`` of a device changes, instead of what was before."""
+    space = space_of(device)
+    if space is not None:
+        space.before_change = before_change
