@@ -81,22 +81,35 @@ def test_weights_are_put_in_place_layer_by_layer(tmp_path: Path) -> None:
 
 
 class Leaving:
-    nbytes, is_cuda = 100, True
+    """A weight on a GPU, as far as it is looked at."""
+
+    nbytes, is_cuda, device = 100, True, torch.device("cuda", 0)
+
+    def __init__(self, readers: list[Any]) -> None:
+        self._readers = readers
+
+    def detach(self) -> Leaving:
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self._readers.append(stream)
 
 
 def test_the_device_gets_back_what_weights_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would keep it in blocks in which no piece has room."""
-    emptied = list[int]()
+    emptied, readers = list[int](), list[Any]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "this one")
     monkeypatch.setattr(placed_weights, "MOST_LEFT_BYTES", 250)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(number))
     is_capturing = list[bool]()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(is_capturing))
     left, number = placed_weights.LeftMemory(), 0
     for number in range(16):
-        left.note(Leaving())  # type: ignore[arg-type]
+        left.note(Leaving(readers))  # type: ignore[arg-type]
         if number == 7:
             is_capturing.append(True)
     assert emptied == [3, 6], "nobody can while a graph is captured"
+    assert readers == ["this one"] * 8
 
 
 # models

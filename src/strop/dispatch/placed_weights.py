@@ -30,9 +30,11 @@ class LeftMemory:
         self._size_bytes = 0
 
     def note(self, weight: Tensor) -> None:
-        """Note that a weight is about to leave its memory."""
+        """Note that a weight is about to leave its memory. It is still to be read on this stream,
+        which may be another than the one that torch would give the memory to."""
         if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
             return
+        weight.detach().record_stream(torch.cuda.current_stream(weight.device))
         if self._size_bytes > MOST_LEFT_BYTES:
             torch.cuda.empty_cache()
             self._size_bytes = 0
