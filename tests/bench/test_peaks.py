@@ -120,14 +120,19 @@ def test_the_table_says_whether_strop_takes_more_than_eager() -> None:
     (row,) = chosen_rows(["D1"])
     times = {"p20_ms": 1.0, "p50_ms": 1.0, "p80_ms": 1.0, "first_s": 1.0}
     contenders = {
-        "strop": {**times, "peak_bytes": 3 << 30},
-        "eager": {**times, "peak_bytes": 2 << 30},
+        "strop": {**times, "peak_bytes": 3 << 30, "weights_bytes": 1 << 30},
+        "eager": {**times, "peak_bytes": 2 << 30, "weights_bytes": 1 << 30},
     }
     result = SimpleNamespace(
         row=row.name, unit="ms", measures="step", must=1.0, stretch=1.0, is_tiny=False
     )
-    header, ours, eager = infer_report.rows_of([{**vars(result), "contenders": contenders}])
+    found = {**vars(result), "contenders": contenders}
+    header, ours, eager, memory = infer_report.rows_of([found])
     column = header.index("peak GiB, with weights")
     assert (ours[column], eager[column]) == ("3.00", "2.00")
-    assert "peak 1.500 of eager's" in ours[-1]
-    assert "eager's" not in eager[-1]
+    said = "3.00 GiB, eager's 2.00, of which weights 1.00: 1.500 of eager's"
+    assert (memory[1], memory[-1]) == ("peak memory", f"{said}, more than 1.0")
+    contenders["strop"]["peak_bytes"] = 2 << 30
+    assert infer_report.memory_text(found).endswith("1.00: 1.000 of eager's")
+    del contenders["eager"]
+    assert len(infer_report.rows_of([found])) == 2

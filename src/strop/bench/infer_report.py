@@ -18,6 +18,7 @@ Result = Mapping[str, Any]
 APART = {"random": "summary", "switches": "switches"}
 INDUCTOR_GRAPHS = ("inductor-graph", "inductor-blocks-graph")
 INDUCTORS = ("inductor", "inductor-graph", "inductor-blocks", "inductor-blocks-graph")
+MOST_MEMORY = 1.0  # of eager's
 MOST_S = 0.5  # that no call of a step may take once its shape has run
 HEADER = (
     *("row", "run", "p20", "p50", "p80", "of eager", "first s"),
@@ -102,12 +103,7 @@ def _note(result: Result, name: str, found: Found) -> str:
         return f"measured {found['from'][:10]}"
     if name != "strop":
         return ""
-    said = (
-        verdict(result),
-        _error_text(result),
-        _busy_text(result, found),
-        _memory_text(result, found),
-    )
+    said = (verdict(result), _error_text(result), _busy_text(result, found))
     return ", ".join(filter(None, said))
 
 
@@ -119,13 +115,17 @@ def _busy_text(result: Result, found: Found) -> str:
     return f"GPU busy {busy_us / 1e3 / found['p50_ms']:.0%}"
 
 
-def _memory_text(result: Result, found: Found) -> str:
-    """Return Strop's peak as a share of eager's, weights included in both."""
-    ours = found.get("peak_bytes")
-    eager = result["contenders"].get("eager", {}).get("peak_bytes")
-    if result["measures"] == "memory" or not ours or not eager:
+def memory_text(result: Result) -> str:
+    """Return Strop's peak beside eager's, weights included in both, or nothing."""
+    ours, eager = (result["contenders"].get(name, {}) for name in ("strop", "eager"))
+    if not ours.get("peak_bytes") or not eager.get("peak_bytes"):
         return ""
-    return f"peak {ours / eager:.3f} of eager's"
+    share = ours["peak_bytes"] / eager["peak_bytes"]
+    weights = eager.get("weights_bytes")
+    known = f", of which weights {gib(weights)}" if weights else ""
+    verdict = "" if share <= MOST_MEMORY else f", more than {MOST_MEMORY}"
+    peaks = f"{gib(ours['peak_bytes'])} GiB, eager's {gib(eager['peak_bytes'])}"
+    return f"{peaks}{known}: {share:.3f} of eager's{verdict}"
 
 
 def value_of(result: Result) -> float | None:
@@ -183,8 +183,10 @@ def _error_text(result: Result) -> str:
 
 
 def _extras(result: Result) -> list[tuple[str, str]]:
-    """Return random shapes, the split of a start and the ladder, one line each."""
+    """Return peaks, random shapes, the split of a start and the ladder, one line each."""
     found = []
+    if memory := memory_text(result):
+        found.append(("peak memory", memory))
     if "random" in result:
         found.append(("random shapes", random_text(result)))
     if "split_s" in result:

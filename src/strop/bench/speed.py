@@ -180,6 +180,9 @@ def _note(row: Row) -> str:
     if row.get("error") and not row["error"].get("is_good", True):
         said.append(f"error {row['error']['rms']:.1e}, eager {row['error']['rms_eager']:.1e}")
     said += [f"{count} x {why}" for why, count in (row.get("fallbacks") or {}).items()]
+    peaks = [row["contenders"].get(name, {}).get("peak_bytes") for name in ("strop", "eager")]
+    if all(peaks) and peaks[0] > peaks[1]:
+        said.append(f"peak {peaks[0] / peaks[1]:.3f} of eager's")
     if (found := share(row)) and found > MUST:
         said.append(f"more than {MUST}")
     return "; ".join(said)

@@ -23,22 +23,28 @@ MOST_LEFT_BYTES = 512 << 20  # that torch keeps of what Parameters have left
 
 
 class LeftMemory:
-    """Count the memory of a GPU that Parameters have left. torch keeps it for later, in blocks of
-    their sizes, in which no merged weight has room: the device gets it back now and then."""
+    """Count the memory of a GPU that parts of pieces have left. torch keeps it for later, in blocks
+    of their sizes, in which no piece has room: the device gets it back now and then."""
 
     def __init__(self) -> None:
         self._size_bytes = 0
 
-    def note(self, weight: Tensor) -> None:
-        """Note that a weight is about to leave its memory. It is still to be read on this stream,
-        which may be another than the one that torch would give the memory to."""
-        if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
+    def note(self, part: Tensor) -> None:
+        """Note that a weight is about to leave its memory for a piece."""
+        if not part.is_cuda or torch.cuda.is_current_stream_capturing():
             return
-        weight.detach().record_stream(torch.cuda.current_stream(weight.device))
+        keep_for_readers(part)
         if self._size_bytes > MOST_LEFT_BYTES:
             torch.cuda.empty_cache()
             self._size_bytes = 0
-        self._size_bytes += weight.nbytes
+        self._size_bytes += part.nbytes
+
+
+def keep_for_readers(weight: Tensor) -> None:
+    """Have torch give the memory of a weight, which is about to leave it, to nobody until what
+    reads it on this stream is done: torch would give it to another stream, where it is from."""
+    if weight.is_cuda and not torch.cuda.is_current_stream_capturing():
+        weight.detach().record_stream(torch.cuda.current_stream(weight.device))
 
 
 class PlacedPieces:
@@ -104,22 +110,21 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     Each piece is there beside the weights that it is made of, and no longer: nothing here holds
     what a Parameter has left, so that there is never more than the weights and one piece.
     """
-    left = LeftMemory()
     read = _read_by_place(program)
     for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
         if index in read:
-            _lay_out(tensor, spec, left)
-    pieces = _pieces(program, tensors, left)
+            _lay_out(tensor, spec)
+    pieces = _pieces(program, tensors)
     if program.device == "cuda":
         for index in _convolution_weights(program) - read:
             weight = tensors[index]
             if not weight.is_contiguous(memory_format=torch.channels_last):
-                left.note(weight)
+                keep_for_readers(weight)
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     return [*(t.detach() for t in tensors), *pieces]  # where they lie now
 
 
-def _lay_out(tensor: Tensor, spec: InputSpec, left: LeftMemory) -> None:
+def _lay_out(tensor: Tensor, spec: InputSpec) -> None:
     """Have a weight lie at the strides that it was traced at."""
     strides = tuple(stride.value for stride in spec.strides)
     seen = read_as(tensor.detach(), spec.dtype)
@@ -127,13 +132,13 @@ def _lay_out(tensor: Tensor, spec: InputSpec, left: LeftMemory) -> None:
         return
     new = torch.empty_strided(seen.shape, strides, dtype=seen.dtype, device=seen.device)
     new.copy_(seen)
-    left.note(tensor)
+    keep_for_readers(tensor)
     tensor.data = torch.view_as_complex(new) if seen.dtype != tensor.dtype else new
 
 
-def _pieces(program: Program, tensors: Sequence[Tensor], left: LeftMemory) -> list[Tensor | None]:
+def _pieces(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Return what stands for the inputs behind the weights: each is made of some of these."""
-    twins, found = _twins(tensors), list[Tensor | None]()
+    twins, left, found = _twins(tensors), LeftMemory(), list[Tensor | None]()
     for spec in program.inputs[len(tensors) :]:
         parts = [tensors[i] for i in spec.merged]
         if spec.corners:
