@@ -3,8 +3,11 @@ are put there."""
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from functools import cache
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import strop
+from strop import passes
 from strop.api import dispatchers_of
 from strop.bench import timer
 from strop.bench.infer_rows import MODELS
@@ -110,6 +114,54 @@ def test_the_device_gets_back_what_weights_have_left(monkeypatch: pytest.MonkeyP
             is_capturing.append(True)
     assert emptied == [3, 6], "nobody can while a graph is captured"
     assert readers == ["this one"] * 8
+
+
+class Modulations(nn.Module):
+    """Layers of one input, as those of all blocks of Flux.1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).sin() for layer in self.layers])
+
+
+def scaled(module: nn.Module) -> None:
+    for weight in module.parameters():
+        weight.mul_(1.5)
+
+
+def loaded(module: nn.Module) -> None:
+    state = {name: value * 0.5 for name, value in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+
+
+def moved(module: nn.Module) -> None:
+    module.double().float()
+
+
+@torch.no_grad()
+def test_weights_of_one_input_may_lie_in_several_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = vars(sys.modules[passes.dot_merge.__module__])
+    monkeypatch.setitem(names, "MOST_BYTES", 3 * WIDTH * WIDTH * 4)
+    eager = Modulations().eval().requires_grad_(False)
+    fast = copy.deepcopy(eager)
+    strop.optimize(fast, options=tiny.options(cache_dir=str(tmp_path), strict=True))
+    x, parameters = torch.randn(5, WIDTH), [*fast.parameters()]
+    for change in (None, scaled, loaded, moved):
+        for module in (eager, fast) if change else ():
+            change(module)
+        torch.testing.assert_close(fast(x), eager(x))
+        merged = strop.explain(fast).components[0].derived_of(MERGED)
+        assert merged is not None
+        assert (merged.count, merged.beside_bytes) == (2 * 3, 0)  # weights and biases: 3, 3 and 2
+        if change is not loaded:
+            assert all(map(is_, fast.parameters(), parameters))
+        parameters = [*fast.parameters()]
+        assert all(w.untyped_storage().nbytes() == w.nbytes for w in parameters)
 
 
 # models
