@@ -4,6 +4,7 @@ and never more than what it allows, since a wider access would be misaligned."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from strop.codegen.triton import emit
 from strop.ir.dims import symbol
 from strop.ir.loops import LoopKernel, Schedule
+from strop.ir.source import KernelSource
 from strop.runtime.build.cubin import compile_cubin
 from tests.codegen.kernels import Sample, Writer, axis, index, reads, writes
 from tests.codegen.triton_samples import CONTIGUOUS
@@ -25,7 +27,7 @@ ASYNC = re.compile(r"\bcp\.async\.\w+\.shared\.global[\w.:]* \[[^\]]*\], \[[^\]]
 
 
 @cache
-def ptx(kernel: LoopKernel) -> str:
+def ptx(source: KernelSource) -> str:
     texts: list[str] = []
     usual = triton.compile
 
@@ -36,19 +38,24 @@ def ptx(kernel: LoopKernel) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "compile", noted)
-        compile_cubin(emit(kernel).source, 90)
+        compile_cubin(source, 90)
     (text,) = texts
     return text
 
 
+def accesses(source: KernelSource) -> dict[str, Counter[int]]:
+    """How many accesses of so many bytes to global memory there are."""
+    text = ptx(source)
+    found: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
+    for kind, count, bits in ACCESS.findall(text):
+        found[kind][int(count or 1) * int(bits) // 8] += 1
+    found["ld"].update(int(size, 16) for size in ASYNC.findall(text))
+    return found
+
+
 def widths(kernel: LoopKernel) -> dict[str, set[int]]:
     """Bytes of the accesses to global memory."""
-    text = ptx(kernel)
-    found: dict[str, set[int]] = {"ld": set(), "st": set()}
-    for kind, count, bits in ACCESS.findall(text):
-        found[kind].add(int(count or 1) * int(bits) // 8)
-    found["ld"] |= {int(size, 16) for size in ASYNC.findall(text)}
-    return found
+    return {kind: set(found) for kind, found in accesses(emit(kernel).source).items()}
 
 
 @pytest.mark.parametrize(

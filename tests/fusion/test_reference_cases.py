@@ -67,6 +67,11 @@ def standardised(x: Tensor) -> Tensor:
     return (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
 
 
+def statistics_of_looked_up(table: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    y = table[(x * 3).abs().long() % 7] + 1
+    return *torch.var_mean(y), y.amax()
+
+
 def clamped_where_infinite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """As T5's blocks keep fp16 finite, and what normalises their result."""
     x = x + y
@@ -220,6 +225,17 @@ CASES: dict[str, Case] = {
     "scaled_by_the_norm_of_all": Case(lambda x: x / x.norm(), ("b r c",), (COLUMN, POINTWISE)),
     "standardised_over_all": Case(
         lambda x: (x - x.mean()) / x.std(), ("b r c",), (COLUMN, POINTWISE), empty=False
+    ),
+    # inner axes are lanes, some of them idle, or only a part of the innermost one
+    "statistics_of_all_with_bias": Case(
+        lambda x, w: (*torch.var_mean(x + w), (x + w).amax()),
+        ("b r 96", "96"),
+        (COLUMN,),
+        empty=False,
+    ),
+    "statistics_of_all_looked_up": Case(statistics_of_looked_up, ("7 4096", "r"), (COLUMN,)),
+    "statistics_of_all_looked_up_by_two": Case(
+        statistics_of_looked_up, ("7 72", "b r"), (COLUMN,), empty=False
     ),
     "largest_of_all_marked": Case(
         lambda x, y: torch.where(x == x.amax(), y, x), ("r c", "r c"), (COLUMN, POINTWISE)

@@ -2,18 +2,21 @@
 other.
 
 Every program owns one slab of rows and keeps a running state in each lane, so that its loads are
-contiguous whatever the groups are. It then folds its lanes to the kept cols and leaves the result
-in scratch. The program that arrives last merges all slabs in a fixed order and runs the tail:
-deterministic, no atomics on floats, and no program ever waits for another.
+contiguous whatever the groups are. Where none is kept, an inner axis of known size is lanes
+(``lanes``); else all axes are one line, whose slabs begin at whole cache lines. The program then
+folds its lanes to the kept cols and leaves the result in scratch. The program that arrives last
+merges all slabs in a fixed order and runs the tail: deterministic, no atomics on floats, and no
+program ever waits for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from strop.codegen.lanes import with_lanes
 from strop.codegen.triton_reduce import (
     combine,
     finish,
@@ -25,7 +28,16 @@ from strop.codegen.triton_reduce import (
     step_weight,
     update,
 )
-from strop.codegen.triton_text import TYPES, Flat, Form, Printer, Tile, next_power_of_two
+from strop.codegen.triton_text import (
+    ALIGNED,
+    NO_LIMIT,
+    TYPES,
+    Flat,
+    Form,
+    Printer,
+    Tile,
+    next_power_of_two,
+)
 from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const, product, symbol
 from strop.ir.loops import (
@@ -72,9 +84,14 @@ class Tiling:
 TILING = Tiling(8 << 10, 4, 3, 8, 2 << 10, 64)
 TILING_OF_GROUPS = Tiling(16 << 10, 8, 3, 4, 8 << 10, 256)
 TILING_OF_GROUPS_OF_SEVERAL = Tiling(8 << 10, 8, 5, 8, 8 << 10, 256)
-# One lane has no cols to share, so its programs take two steps each, and a MB keeps half of an
-# H100's multiprocessors busy. Their states are single numbers, of which many are merged at once.
-TILING_OF_ONE = Tiling(8 << 10, 4, 3, 2, 2 << 10, 256)
+# A single kept number leaves no cols to share, so programs take two steps each, and a MB keeps half
+# of an H100's multiprocessors busy. Their states are single numbers, and all are merged at once:
+# each pass over some of them is a trip to memory.
+TILING_OF_ONE = Tiling(8 << 10, 4, 3, 2, 2 << 10, 1024)
+# A load of a looked-up place waits for the place, step by step. A pipeline would copy places to
+# shared memory before it can know where the next loads are, so it has more in each step.
+TILING_OF_LOOKUPS = Tiling(16 << 10, 4, 1, 1, 2 << 10, 1024)
+ALIGNED_SLAB = 64  # elements: slabs of one line begin where 128 bytes of fp16 do
 BLOCKED_COLS = 256  # of a tile when the cols are not known
 # A tile has so many cols when the cols are many and all kept: 128 bytes of fp16 a row, and enough
 # programs without cutting few rows into slabs, which costs a second pass.
@@ -95,7 +112,7 @@ class ColumnPlan:
 
 class _Column:
     def __init__(self, printer: Printer, most: int | None) -> None:
-        kernel = printer.kernel
+        kernel = printer.kernel = with_lanes(printer.kernel)
         self.printer, self.has_few_rows = printer, most is not None
         self.add = printer.out.add
         self.parallel = tuple(axis for axis in kernel.rows if not axis.reduced)
@@ -108,13 +125,16 @@ class _Column:
         self.per_kept = product(axis.size for axis in self.lanes)
         self.reductions = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
         self.moments = any(stmt.kind == "moments" for stmt in self.reductions)
+        self.is_line = kernel.num_cols == const(1)
+        self.looks_up = any(isinstance(stmt, Load) and stmt.lookups for stmt in kernel.body)
         self.tiling = self._tiling()
         self.cols = self._cols_tile()
         self.col_tiles = (kernel.num_cols + (self.cols - 1)) // self.cols
         most = MAX_ELEMENTS * 32 * self.tiling.num_warps
         elements = min(most, self.tiling.tile_bytes // max(self._load_bytes(), 1))
         self.tile_rows = 1 << max((elements // self.cols).bit_length() - 1, 0)
-        self.is_pipelined = self.tile_rows * self.cols * self._load_bytes() <= STAGED_BYTES
+        tile_bytes = self.tile_rows * self.cols * self._load_bytes()
+        self.is_pipelined = self.tiling.stages > 1 and tile_bytes <= STAGED_BYTES
         self.par = Flat("par", self.parallel, "", wide=True)
 
     def _cols_tile(self) -> int:
@@ -132,14 +152,17 @@ class _Column:
 
     def _loads(self) -> list[Load]:
         """Return the loop's loads of what is read from memory for each element of the tile. A
-        group's statistics, which many neighbours share, come from the cache."""
+        group's statistics or a token's number, which many neighbours share, come from the
+        cache."""
         kernel = self.printer.kernel
         reduced = {axis.name for axis in self.rows}
-        along = {axis.name for axis in kernel.cols[-1:] if axis.size != const(1)}
+        along = {axis.name for axis in (self.rows if self.is_line else kernel.cols)[-1:]}
         return [
             stmt
             for stmt in kernel.body
-            if isinstance(stmt, Load) and stmt.index.axes & reduced and along <= stmt.index.axes
+            if isinstance(stmt, Load)
+            and (stmt.lookups or stmt.index.axes & reduced)
+            and along <= stmt.index.axes
         ]
 
     def _load_bytes(self) -> int:
@@ -147,8 +170,10 @@ class _Column:
         return sum(self.printer.kernel.params[load.param].dtype.itemsize for load in self._loads())
 
     def _tiling(self) -> Tiling:
+        if self.num_kept == const(1):
+            return TILING_OF_LOOKUPS if self.looks_up else TILING_OF_ONE
         if not self.lanes:
-            return TILING_OF_ONE if self.printer.kernel.num_cols == const(1) else TILING
+            return TILING
         return TILING_OF_GROUPS_OF_SEVERAL if len(self._loads()) > 1 else TILING_OF_GROUPS
 
     @property
@@ -186,12 +211,18 @@ class _Column:
 
 
 def forms(kernel: LoopKernel) -> Iterator[Form]:
-    """Yield the form for few rows, where their number is not known."""
+    """Yield the form for few rows, where their number is not known, or that of one line for as many
+    elements as are whole vectors."""
     rows = product(axis.size for axis in kernel.rows if axis.reduced)
     is_wide = kernel.num_cols.is_const and kernel.num_cols.value > BLOCKED_COLS
     is_for_each = any(not axis.reduced for axis in kernel.rows)
     if is_wide and is_for_each and not rows.is_const and not any(a.reduced for a in kernel.cols):
         yield Form(kernel, rows, FEW_ROWS)
+    is_line = kernel.num_cols == const(1) and len(kernel.rows) == 1
+    if is_line and not rows.is_const and not rows.is_multiple_of(ALIGNED):
+        eighths = replace(kernel.rows[0], size=symbol("eighths") * ALIGNED)
+        meaning = {"eighths": rows // ALIGNED}
+        yield Form(replace(kernel, rows=(eighths,)), rows, NO_LIMIT, ALIGNED, meaning)
 
 
 def column(printer: Printer, most: int | None = None) -> ColumnPlan:
@@ -205,7 +236,11 @@ def column(printer: Printer, most: int | None = None) -> ColumnPlan:
     symbolic = printer.scalars.symbolic
     groups = symbolic(plan.num_parallel) * symbolic(plan.col_tiles)
     most = MOST_STEPS * plan.tile_rows if plan.lanes else 0
-    split = Split(symbolic(plan.num_rows), groups, plan.tiling.steps * plan.tile_rows, most)
+    least = plan.tiling.steps * plan.tile_rows
+    rows = symbolic(plan.num_rows)
+    if plan.num_kept == const(1):  # what counts is elements
+        rows, least, most = rows * plan.per_kept, least * plan.per_kept.value, 0
+    split = Split(rows, groups, least, most)
     return ColumnPlan(groups * symbol("splits"), plan.tiling.num_warps, plan.scratch(), split)
 
 
@@ -222,7 +257,10 @@ def _slab(plan: _Column) -> None:
     else:
         add("par = group")
         add("col = tl.arange(0, COLS)[None, :]")
-    add(f"slab = ({rows} + splits - 1) // splits")
+    slab = f"({rows} + splits - 1) // splits"
+    if plan.is_line:
+        slab = f"({slab} + {ALIGNED_SLAB - 1}) // {ALIGNED_SLAB} * {ALIGNED_SLAB}"
+    add(f"slab = {slab}")
     add("begin = split * slab")
     add(f"end = tl.minimum(begin + slab, {rows})")
 
@@ -251,7 +289,7 @@ def _sweep(plan: _Column) -> None:
         plan.add("row_mask = row < end")
         printer.ids(row, kernel.body)
         step_weight(printer, plan.reductions, "(first - begin)", "ROWS")
-        for stmt in kernel.body:
+        for stmt in _in_order(plan):
             if isinstance(stmt, Reduce):
                 update(printer, stmt, tile)
             elif stmt not in hoisted:
@@ -262,6 +300,14 @@ def _sweep(plan: _Column) -> None:
     for reduction in plan.reductions:
         settle(printer, reduction)
         fold(printer, reduction, 0, "seen", "tl.maximum(length, 1)")
+
+
+def _in_order(plan: _Column) -> list[Stmt]:
+    """Return the body; what a step can load at once comes before it waits for a place."""
+    body = list(plan.printer.kernel.body)
+    if plan.looks_up:
+        body.sort(key=lambda s: not isinstance(s, Load) or bool(s.guard or s.lookups))
+    return body
 
 
 def _without_rows(plan: _Column) -> list[Stmt]:
@@ -287,6 +333,9 @@ def _publish(plan: _Column) -> None:
     printer, add = plan.printer, plan.add
     num_kept, per_kept = plan.num_kept.value, plan.per_kept.value
     printer.constants["KEPT"] = next_power_of_two(num_kept)
+    if num_kept == 1:
+        _publish_one(plan)
+        return
     printer.constants["LANES"] = next_power_of_two(per_kept)
     add("own = tl.arange(0, KEPT)[:, None]")
     add("lane = tl.arange(0, LANES)[None, :]")
@@ -308,6 +357,18 @@ def _publish(plan: _Column) -> None:
         fold(printer, stmt, 1, "lane_count", f"tl.maximum(length * {per_kept}, 1)", "_own")
     is_padded = num_kept != next_power_of_two(num_kept)
     _store_partials(plan, "_own", "own", f"own < {num_kept}" if is_padded else "")
+
+
+def _publish_one(plan: _Column) -> None:
+    """Fold all lanes to one number."""
+    if plan.moments:
+        masked = "tl.where(col_mask, length, 0)" if _has_col_mask(plan) else "length"
+        plan.add(f"lane_count = {masked}")
+    for stmt in plan.reductions:
+        total = f"tl.maximum(length * {plan.text(plan.per_kept)}, 1)"
+        fold(plan.printer, stmt, 1, "lane_count", total)
+    plan.add("own = tl.arange(0, KEPT)[:, None]")
+    _store_partials(plan, "", "own", "")
 
 
 def _has_col_mask(plan: _Column) -> bool:
@@ -385,8 +446,8 @@ def _merge(plan: _Column, masked: bool) -> None:
                 names = zip(state_names(stmt, "_total"), state_names(stmt), strict=True)
                 for total, own in names:
                     add(f"{total} = {own}")
+    count = plan.text(plan.num_rows * plan.per_kept) if plan.moments else ""
     for stmt in plan.reductions:
-        count = plan.text(plan.num_rows * plan.per_kept)
         finish(printer, stmt, count, frozenset("c"), "_total")
 
 

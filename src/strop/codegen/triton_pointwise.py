@@ -14,6 +14,7 @@ from strop.codegen import pieces
 from strop.codegen.triton_pairs import with_pairs
 from strop.codegen.triton_text import (
     ALIGNED,
+    NO_LIMIT,
     Flat,
     Form,
     Printer,
@@ -34,7 +35,6 @@ POINTWISE_ELEMENTS = 1024  # of any other tile: 8 a thread
 POINTWISE_COLS = 64  # 128 bytes of fp16, and short vectors along the cols are cheap
 FLAT_ELEMENTS, UNALIGNED_ELEMENTS = 1024, 512
 TRANSPOSE_SIDE = 64  # rows and cols of a tile that is contiguous along both
-NO_LIMIT = 2**62
 # These are for tiles that read something once for all of their rows: they have enough rows to
 # share it, and warps that lie above each other. GroupNorm's second half at 2x320x128x128 takes
 # 17.8 us, and 26.4 with (64, 64, 8).

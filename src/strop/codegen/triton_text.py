@@ -45,6 +45,7 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float64: "tl.float64",
 }
 LIMIT = 2**31
+NO_LIMIT = 2**62
 ALIGNED = 8  # elements: 16 bytes of fp16
 
 
