@@ -20,14 +20,17 @@ RMS_FACTOR, RMS_ULPS = 1.10, 0.5
 MAX_FACTOR, MAX_ULPS = 2.0, 2.0
 
 
-def assert_as_accurate_as_eager(actual: Tensor, eager: Tensor, reference64: Tensor) -> None:
-    """Raises AssertionError with the figures when ``actual`` is worse than the rule allows.
+def assert_as_accurate_as_eager(
+    actual: Tensor, eager: Tensor, reference64: Tensor, what: str = ""
+) -> None:
+    """Raises AssertionError with the figures, and with ``what`` was compared, when ``actual`` is
+    worse than the rule allows.
 
     Non-finite elements must be those of ``eager``; errors are taken over the finite ones.
     """
     own, base, reference = _finite_parts(actual, eager, reference64)
     ulp = torch.finfo(actual.dtype).eps * _rms(reference) if own.numel() else 0.0
-    _judge(own - reference, base - reference, ulp)
+    _judge(own - reference, base - reference, ulp, what)
 
 
 def assert_as_accurate_together(triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -62,13 +65,18 @@ def _finite_parts(
     return actual[finite].double(), eager[finite].double(), reference64[finite]
 
 
-def _judge(own: Tensor, base: Tensor, ulp: float) -> None:
-    limits = {
-        "RMS": (_rms(own), RMS_FACTOR * _rms(base) + RMS_ULPS * ulp),
-        "maximum": (_max(own), MAX_FACTOR * _max(base) + MAX_ULPS * ulp),
-    }
-    for name, (error, limit) in limits.items():
-        assert error <= limit, f"{name} error {error:.3e} is above {limit:.3e} (ulp {ulp:.3e})"
+def _judge(own: Tensor, base: Tensor, ulp: float, what: str = "") -> None:
+    prefix = f"{what}: " if what else ""
+    for name, of, factor, ulps in (
+        ("RMS", _rms, RMS_FACTOR, RMS_ULPS),
+        ("maximum", _max, MAX_FACTOR, MAX_ULPS),
+    ):
+        error, eager = of(own), of(base)
+        limit = factor * eager + ulps * ulp
+        assert error <= limit, (
+            f"{prefix}{name} error {error:.3e} is above {limit:.3e} (eager {eager:.3e},"
+            f" ulp {ulp:.3e})"
+        )
 
 
 def psnr(image: Tensor, reference: Tensor, peak: float = 1.0) -> float:

@@ -86,14 +86,15 @@ def in_registers(
         printer.define(stmt.outs[0], total(stmt.kind, blocks), dims, stmt.dtype)
         return
     mean, var = stmt.outs
-    printer.define(mean, f"{total('sum', blocks)} / {count}", dims, stmt.dtype)
+    text = printer.quotient(total("sum", blocks), count, stmt.dtype)
+    printer.define(mean, text, dims, stmt.dtype)
     squares = []
     for place, (x, mask) in enumerate(operands):
         diff = f"{mean}_diff{place or ''}"
         printer.out.add(f"{diff} = {masked(f'{x} - {mean}', mask)}")
         squares.append(f"{diff} * {diff}")
     mean_squares = total("squares", squares) if len(squares) > 1 else across("sum", squares[0], 1)
-    printer.define(var, f"{mean_squares} / {count}", dims, stmt.dtype)
+    printer.define(var, printer.quotient(mean_squares, count, stmt.dtype), dims, stmt.dtype)
 
 
 def in_block(printer: Printer, stmt: Reduce, tile: Tile, count: str) -> None:
@@ -113,10 +114,11 @@ def in_block(printer: Printer, stmt: Reduce, tile: Tile, count: str) -> None:
         printer.define(stmt.outs[0], total(masked(x)), frozenset(), stmt.dtype)
         return
     mean, var = stmt.outs
-    printer.define(mean, f"{total(masked(x))} / {count}", frozenset(), stmt.dtype)
+    text = printer.quotient(total(masked(x)), count, stmt.dtype)
+    printer.define(mean, text, frozenset(), stmt.dtype)
     printer.out.add(f"{mean}_diff = {masked(f'{x} - {mean}')}")
     squares = total(f"{mean}_diff * {mean}_diff")
-    printer.define(var, f"{squares} / {count}", frozenset(), stmt.dtype)
+    printer.define(var, printer.quotient(squares, count, stmt.dtype), frozenset(), stmt.dtype)
 
 
 def combine(kind: str, left: str, right: str) -> str:
@@ -199,7 +201,8 @@ def fold(
         add(f"{names[0]} = {across(stmt.kind, names[0], axis)}")
         return
     mean, m2 = names
-    add(f"{mean}_all = {across('sum', f'{mean} * {count}', axis)} / {total}")
+    weighted = across("sum", f"{mean} * {count}", axis)
+    add(f"{mean}_all = {printer.quotient(weighted, total, stmt.dtype)}")
     add(f"{mean}_diff = {mean} - {mean}_all")
     squares = f"{m2} + {count} * {mean}_diff * {mean}_diff"
     add(f"{m2} = {across('sum', squares, axis)}")
@@ -213,4 +216,5 @@ def finish(
     names = state_names(stmt, stage)
     printer.values[stmt.outs[0]] = TileValue(names[0], dims, stmt.dtype)
     if stmt.kind == "moments":
-        printer.define(stmt.outs[1], f"{names[1]} / {total}", dims, stmt.dtype)
+        text = printer.quotient(names[1], total, stmt.dtype)
+        printer.define(stmt.outs[1], text, dims, stmt.dtype)

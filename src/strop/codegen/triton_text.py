@@ -241,6 +241,19 @@ class Printer:
     constants: dict[str, int] = field(default_factory=dict)
     program: str = "tl.program_id(0)"
 
+    @property
+    def is_exact(self) -> bool:
+        """Tell whether fp32 leaves the kernel: half types hide what a division loses, and a kernel
+        that moves twice as many bytes has time for a better one."""
+        return any(p.is_output and p.dtype is torch.float32 for p in self.kernel.params)
+
+    def quotient(self, total: str, count: str, dtype: torch.dtype) -> str:
+        """Return a reduction's sum over the number of its terms, which is an integer."""
+        if dtype is not torch.float32 or not self.is_exact:
+            return f"{total} / {count}"
+        number = f"{count}.0" if count.isdigit() else f"({count}).to(tl.float32)"
+        return f"tl.div_rn({total}, {number})"
+
     def mask(self, name: str, size: Expr, tile: int) -> dict[str, str]:
         """Return the mask of a tile dimension, printed, where tiles may stick out."""
         if size.is_multiple_of(tile):
@@ -333,8 +346,10 @@ class Printer:
             dims = frozenset().union(*(arg.dims for arg in args))
             dtype = compute_dtype(stmt.dtype)
             text = apply_text(stmt, [a.text for a in args])
-            if stmt.op == "div" and not dims and dtype is torch.float32:
-                # once a launch, so as exact as eager's: Triton's own / is two ulps off
+            is_exact = not dims or (self.is_exact and stmt.dtype is torch.float32)
+            if stmt.op == "div" and is_exact and dtype is torch.float32:
+                # once a launch, or what leaves in fp32, is as exact as eager's: Triton's own / is
+                # two ulps off, and all elements that share a divisor by the same two
                 text = f"tl.div_rn({', '.join(a.text for a in args)})"
             self.define(stmt.out, text, dims, dtype, prefix)
         elif isinstance(stmt, OfPair):

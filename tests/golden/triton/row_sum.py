@@ -25,7 +25,7 @@ def row_sum(p0, p1, p2, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: t
     v1_sum -= v1_sum_lost
     v1_sum = tl.sum(v1_sum, axis=1, keep_dims=True)
     tl.store(tl.broadcast_to(p1 + row.to(tl.int64), [ROWS, 1]), v1_sum)
-    v3 = v1_sum / v2
+    v3 = tl.div_rn(v1_sum, v2)
     tl.store(tl.broadcast_to(p2 + row.to(tl.int64), [ROWS, 1]), v3)
 
 # grid s1, 4 warps
