@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import strop
 from strop.api import dispatchers_of
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
-from strop.debug.costs import machine
+from strop.debug.costs import TRIP_US, machine
 from strop.debug.explain import _graph_row, explain, num_recompiles, operator_of
 from strop.debug.listing import graph_text
 from strop.debug.report import _graph_lines
@@ -359,7 +360,8 @@ def test_a_kernel_of_few_programs_is_estimated_by_them() -> None:
         assert kernel.bytes_moved == 640_000
         whole_us = 640_000 / able.bandwidth * 1e6
         assert step.bound_us == pytest.approx(whole_us, abs=0.001)
-        assert kernel.estimated_us == pytest.approx(whole_us * 132 / num_programs, abs=0.001)
+        moving_us = max(whole_us * 132 / num_programs, TRIP_US)
+        assert kernel.estimated_us == pytest.approx(moving_us, abs=0.001)
         assert step.estimated_us == pytest.approx(kernel.estimated_us, abs=0.001)
         texts[num_programs] = "\n".join(_graph_lines(graph))
     assert "leaves the GPU empty: 2 programs a launch, together ~14.2 us, 0.2 us by" in texts[2]
@@ -416,3 +418,17 @@ def test_launches_against_the_profiler(cache_dir: str) -> None:
     assert len(kernels) == report.num_launches
     generated = {k.name: k.num_launches for k in report.graphs[0].kernels}
     assert sum(n in generated for n in kernels) == sum(generated.values())
+
+
+def test_a_kernel_that_waits_in_turn_says_so() -> None:
+    """Enough programs for all multiprocessors may still have far more to do than to move."""
+    traced = trace(lambda x: x.softmax(1), "b 300000", b=150)
+    signature = Signature(traced.returned, traced.captured.guards)
+    compiled = compile_graph(traced.graph, signature, "cuda", Options())
+    graph = _graph_row(compiled.program, compiled, {"b": 150}, machine(H100))
+    (kernel,) = graph.kernels
+    assert (kernel.num_programs, kernel.is_slow) == (150, False)
+    slow = replace(graph, kernels=(replace(kernel, estimated_us=4 * kernel.whole_us),))
+    found = "has more to do than to move: 150 programs a launch"
+    assert found in "\n".join(_graph_lines(slow))
+    assert found not in "\n".join(_graph_lines(graph))

@@ -20,12 +20,14 @@ from strop.codegen import (
     triton_reduce,
     triton_row,
 )
+from strop.codegen.effort import effort_of
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
 from strop.ir.functions import EARLY, FUNCTIONS
 from strop.ir.loops import LoopKernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     BOUNDS_CHECK,
+    Effort,
     Emitted,
     KernelForm,
     KernelSource,
@@ -94,12 +96,17 @@ def _emit(
         return _assemble_parts(printer, parts, most)
     if kernel.schedule is Schedule.POINTWISE:
         grid, num_warps = triton_pointwise.pointwise(printer, most)
-        return _assemble(printer, grid, num_warps)
+        elements = printer.constants.get("ROWS", 1) * printer.constants["COLS"]
+        effort = effort_of(printer.kernel, elements)
+        return _assemble(printer, grid, num_warps, effort=effort)
     if kernel.schedule is Schedule.ROW:
         grid, num_warps = triton_row.row(printer, is_transposing(kernel), most)
-        return _assemble(printer, grid, num_warps)
+        effort = triton_row.effort(printer, is_transposing(kernel), most)
+        return _assemble(printer, grid, num_warps, effort=effort)
     plan = triton_column.column(printer, most)
-    return _assemble(printer, plan.grid, plan.num_warps, plan.scratch, plan.split)
+    return _assemble(
+        printer, plan.grid, plan.num_warps, plan.scratch, plan.split, effort=plan.effort
+    )
 
 
 def _assemble_parts(printer: Printer, parts: Sequence[LoopKernel], most: int | None) -> Emitted:
@@ -118,6 +125,7 @@ def _assemble(
     scratch: tuple[tuple[str, Scratch], ...] = (),
     split: Split | None = None,
     functions: Sequence[str] = (),
+    effort: Effort | None = None,
 ) -> Emitted:
     kernel = printer.kernel
     printed = [*functions, *printer.out.lines]
@@ -155,5 +163,6 @@ def _assemble(
         constants=tuple(printer.constants.items()),
         num_warps=num_warps,
         max_registers=triton_column.MAX_REGISTERS if split else None,
+        effort=effort,
     )
     return Emitted(source, tuple(printer.scalars.sizes))

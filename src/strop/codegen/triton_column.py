@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from strop.codegen.effort import effort_of
 from strop.codegen.lanes import with_lanes
 from strop.codegen.triton_reduce import (
     combine,
@@ -53,7 +54,7 @@ from strop.ir.loops import (
     outs_of,
     spaces,
 )
-from strop.ir.source import Scratch, Split
+from strop.ir.source import Effort, Scratch, Split
 
 STAGED_BYTES = 16 * 1024  # above this a pipeline, which holds two tiles more, is not worth its room
 MAX_ELEMENTS = 32  # of a tile, for each thread
@@ -90,7 +91,7 @@ TILING_OF_GROUPS_OF_SEVERAL = Tiling(8 << 10, 8, 5, 8, 8 << 10, 256)
 TILING_OF_ONE = Tiling(8 << 10, 4, 3, 2, 2 << 10, 1024)
 # A load of a looked-up place waits for the place, step by step. A pipeline would copy places to
 # shared memory before it can know where the next loads are, so it has more in each step.
-TILING_OF_LOOKUPS = Tiling(16 << 10, 4, 1, 1, 2 << 10, 1024)
+TILING_OF_LOOKUPS = Tiling(16 << 10, 8, 1, 1, 2 << 10, 1024)
 ALIGNED_SLAB = 64  # elements: slabs of one line begin where 128 bytes of fp16 do
 BLOCKED_COLS = 256  # of a tile when the cols are not known
 # A tile has so many cols when the cols are many and all kept: 128 bytes of fp16 a row, and enough
@@ -108,6 +109,7 @@ class ColumnPlan:
     num_warps: int
     scratch: tuple[tuple[str, Scratch], ...]
     split: Split
+    effort: Effort
 
 
 class _Column:
@@ -219,7 +221,7 @@ def forms(kernel: LoopKernel) -> Iterator[Form]:
     if is_wide and is_for_each and not rows.is_const and not any(a.reduced for a in kernel.cols):
         yield Form(kernel, rows, FEW_ROWS)
     is_line = kernel.num_cols == const(1) and len(kernel.rows) == 1
-    if is_line and not rows.is_const and not rows.is_multiple_of(ALIGNED):
+    if is_line and not rows.is_const and _is_odd(rows):
         eighths = replace(kernel.rows[0], size=symbol("eighths") * ALIGNED)
         meaning = {"eighths": rows // ALIGNED}
         yield Form(replace(kernel, rows=(eighths,)), rows, NO_LIMIT, ALIGNED, meaning)
@@ -241,7 +243,21 @@ def column(printer: Printer, most: int | None = None) -> ColumnPlan:
     if plan.num_kept == const(1):  # what counts is elements
         rows, least, most = rows * plan.per_kept, least * plan.per_kept.value, 0
     split = Split(rows, groups, least, most)
-    return ColumnPlan(groups * symbol("splits"), plan.tiling.num_warps, plan.scratch(), split)
+    grid = groups * symbol("splits")
+    return ColumnPlan(grid, plan.tiling.num_warps, plan.scratch(), split, _effort(plan))
+
+
+def _effort(plan: _Column) -> Effort:
+    """Describe a program's loop. Elements that lie anywhere are not copied ahead of it."""
+    runs_ahead = plan.is_pipelined and not (plan.is_line and _is_odd(plan.num_rows))
+    sweep = plan.printer.scalars.symbolic(plan.num_rows)
+    elements = plan.tile_rows * plan.cols
+    ahead = plan.tiling.stages - 1 if runs_ahead else 1
+    return effort_of(plan.printer.kernel, elements, sweep, plan.tile_rows, ahead)
+
+
+def _is_odd(size: Expr) -> bool:
+    return not size.is_multiple_of(ALIGNED)
 
 
 def _slab(plan: _Column) -> None:

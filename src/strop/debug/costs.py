@@ -2,8 +2,10 @@
 a step gets.
 
 The bound is max(bytes / bandwidth, FLOPs / peak): each buffer once and in full, each operation at
-the device's peak. It says where time must go, not where it goes. The estimate of a kernel is what
-the multiprocessors that have a program can do: one program moves 1/132 of what an H100 does.
+the device's peak. It says where time must go, not where it goes. The estimate of a kernel is the
+longest of what its code is known to take: the multiprocessors that have a program move the bytes
+(one program moves 1/132 of what an H100 does), programs wait for memory as often as one load needs
+what another has found, and instructions are issued (``working_us``).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
 from strop.ir.program import CallStep, KernelStep, Program, Step
+from strop.ir.source import KernelSource
 
 Sizes = Mapping[str, int]
 HALF = (torch.float16, torch.bfloat16)
@@ -57,6 +60,10 @@ COPIES = {"H100": 2.98e12, "H200": 4.3e12}
 SHARE = 0.9
 GUESS = 100e12, 20e12  # half and single precision, of an architecture that is not in the table
 CORE_FLOPS = 48e9  # a guess: 2 x 8 lanes, fused, at 1.5 GHz under load
+# A trip to memory and back under load, and what a multiprocessor holds and issues in a cycle.
+TRIP_US = 0.7
+MOST_WARPS, MOST_PROGRAMS, LANES = 64, 32, 128
+MERGING_TRIPS = 3  # of a split kernel's last program: states, arrival, and all states back
 SHORT_US = 2.0  # a kernel takes so long that has next to nothing to do
 TOO_SLOW = 3  # times what was expected: such a kernel gets a line of its own
 
@@ -101,10 +108,32 @@ def num_programs(program: Program, step: Step, sizes: Sizes, sms: int) -> int:
     if not isinstance(step, KernelStep) or not program.sources[step.kernel].grid:
         return 0
     source = program.sources[step.kernel]
+    return _numel(source.grid, _arguments(source, step, sizes, sms))
+
+
+def _arguments(source: KernelSource, step: KernelStep, sizes: Sizes, sms: int) -> dict[str, int]:
     names = {f"s{n}": size.eval(sizes) for n, size in enumerate(step.scalars)}
     if source.split is not None:
         names["splits"] = source.split.count(names, sms)
-    return _numel(source.grid, names)
+    return names
+
+
+def working_us(program: Program, step: Step, sizes: Sizes, device: Device) -> float:
+    """Return the microseconds that a kernel's programs wait for memory in turn, or issue
+    instructions, whichever is longer; 0 where nobody has counted."""
+    if not isinstance(step, KernelStep) or not device.sms:
+        return 0.0
+    source = program.sources[step.kernel]
+    effort = source.effort
+    if effort is None:
+        return 0.0
+    names = _arguments(source, step, sizes, device.sms)
+    programs, steps = _numel(source.grid, names), effort.steps(names)
+    at_once = device.sms * min(MOST_PROGRAMS, MOST_WARPS // source.num_warps)
+    trips = math.ceil(programs / at_once) * math.ceil(steps / effort.ahead) * effort.trips
+    trips += MERGING_TRIPS if names.get("splits", 1) > 1 else 0
+    issued = programs * steps * effort.elements * effort.instructions
+    return max(trips * TRIP_US, issued / (device.sms * LANES * device.clock_hz) * 1e6)
 
 
 def _kernel_bytes(program: Program, number: int, lookups: Expr | None, sizes: Sizes) -> int:

@@ -338,7 +338,7 @@ def _kernels(
             flops[step.kernel] += cost.flops
             bound[step.kernel] += cost.bound_us
             programs[step.kernel].append(cost.num_programs)
-            estimated[step.kernel] += able.moving_us(cost.bytes_moved, cost.num_programs)
+            estimated[step.kernel] += cost.estimated_us
     total = sum(cost.bound_us for cost in costs) or 1.0
     rows = []
     for number, launches in steps.items():
@@ -357,6 +357,7 @@ def _kernels(
                 share=round(bound[number] / total, 4),
                 num_programs=min(programs[number]),
                 whole_us=round(able.moving_us(moved, 0), 3),
+                num_sms=able.device.sms,
             )
         )
     return tuple(rows)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strop.api import dispatchers_of, optimize, restore
 from strop.debug import ceilings
-from strop.debug.costs import machine
+from strop.debug.costs import machine, working_us
 from strop.debug.explain import explain
 from strop.debug.report import Report
 from strop.debug.roofline import ProfileRow, StepCost, Times, profile_row
@@ -186,6 +186,7 @@ def _costs(subject: Subject) -> tuple[StepCost, ...]:
                 number in hoisted,
                 row.num_programs,
                 able.occupied(row.num_programs),
+                working_us(program, step, env, able.device),
             )
         )
     return tuple(costs)

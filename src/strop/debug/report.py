@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from strop.debug.chosen import ChoiceRow
-from strop.debug.costs import is_too_slow
+from strop.debug.costs import TOO_SLOW, is_too_slow
 from strop.debug.roofline import ProfileRow, profile_lines
 from strop.dispatch.derived_inputs import DerivedInput
 from strop.wording import counted
@@ -22,9 +22,10 @@ class KernelRow:
 
     ``bytes_moved`` counts, over all its launches in a call, each buffer it touches once and in
     full, at the latest shape; ``estimated_us`` is that over the bandwidth of the multiprocessors
-    that have a program, ``whole_us`` over that of the device. ``num_programs`` is the fewest of a
-    launch, 0 where that is unknown. ``flops`` is 0 for a graph from the disk cache, and ``share``
-    that of the graph's bound.
+    that have a program, or what these wait and compute if that is longer (debug.costs);
+    ``whole_us`` is that over the bandwidth of the device. ``num_programs`` is the fewest of a
+    launch, 0 where that is unknown; ``num_sms`` counts the device's multiprocessors. ``flops`` is 0
+    for a graph from the disk cache, and ``share`` that of the graph's bound.
     """
 
     name: str
@@ -38,12 +39,18 @@ class KernelRow:
     share: float = 0.0
     num_programs: int = 0
     whole_us: float = 0.0
+    num_sms: int = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Tell whether it has too few programs for what it moves, or these have far more to do."""
+        one = max(self.num_launches, 1)
+        return is_too_slow(self.estimated_us / one, self.whole_us / one)
 
     @property
     def leaves_empty(self) -> bool:
         """Tell whether it has too few programs for what it moves."""
-        one = max(self.num_launches, 1)
-        return is_too_slow(self.estimated_us / one, self.whole_us / one)
+        return 0 < self.num_programs * TOO_SLOW < self.num_sms
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +350,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
             f"  {k.flops / 1e6:.2f} MFLOP"
             f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
         )
-    lines += [_empty_line(k) for k in g.kernels if k.leaves_empty]
+    lines += [_slow_line(k) for k in g.kernels if k.is_slow]
     lines += [f"  its code fixes {text}" for text in g.fixed]
     lines += [f"  {text}" for text in _block_texts(g)]
     for op, origins in _opaque(g).items():
@@ -357,10 +364,14 @@ def _graph_lines(g: GraphRow) -> list[str]:
     return lines
 
 
-def _empty_line(k: KernelRow) -> str:
+def _why_slow(k: KernelRow) -> str:
+    return "leaves the GPU empty" if k.leaves_empty else "has more to do than to move"
+
+
+def _slow_line(k: KernelRow) -> str:
     return (
-        f"  {k.name} leaves the GPU empty: {counted(k.num_programs, 'program')} a launch, together"
-        f" ~{k.estimated_us:.1f} us, {k.whole_us:.1f} us by all multiprocessors"
+        f"  {k.name} {_why_slow(k)}: {counted(k.num_programs, 'program')} a launch, together"
+        f" ~{k.estimated_us:.1f} us, {k.whole_us:.1f} us by its bytes alone"
         f"  <- {_from(k.origins)}"
     )
 

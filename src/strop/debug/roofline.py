@@ -38,6 +38,7 @@ class StepCost:
     is_hoisted: bool  # in a denoise loop it runs once
     num_programs: int  # 0 where unknown
     occupied: float  # share of the multiprocessors that have one
+    working_us: float = 0.0  # what its programs wait and compute, whatever they move
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class TimedStep(StepCost):
     """Describe a step and its time. What depends on that is None where no kernel could be
     attributed."""
 
-    bound_us: float
-    bound_by: str  # "memory" or "arithmetic"
-    estimated_us: float  # the bound of the multiprocessors that have a program
+    bound_us: float = 0.0
+    bound_by: str = ""  # "memory" or "arithmetic"
+    estimated_us: float = 0.0  # by the multiprocessors that have a program, and what these do
     num_kernels: int = 0
     us: float | None = None
     gb_per_s: float | None = None
@@ -154,7 +155,7 @@ def _timed(cost: StepCost, found: tuple[float, int] | None, ceilings: Ceilings) 
         **asdict(cost),
         bound_us=round(bound, 3),
         bound_by=by,
-        estimated_us=round(bound / cost.occupied, 3),
+        estimated_us=round(max(bound / cost.occupied, cost.working_us), 3),
     )
     if found is None:
         return step

@@ -15,6 +15,7 @@ from strop.debug.costs import (
     call_flops,
     group_flops,
     num_programs,
+    working_us,
 )
 from strop.debug.listing import buffer_text, call_text, type_text
 from strop.debug.report import StepRow, ValueRow
@@ -99,6 +100,7 @@ def step_rows(
         flops = _flops(step, plan, sizes) if runs is not None else 0
         bound_us, by = able.bound_us(num_bytes, flops, _computed_in(program, step))
         programs = num_programs(program, runs, sizes, able.device.sms) if runs is not None else 0
+        working = working_us(program, runs, sizes, able.device) if runs is not None else 0.0
         rows.append(
             StepRow(
                 number,
@@ -112,7 +114,7 @@ def step_rows(
                 bound_us,
                 by,
                 programs,
-                round(max(bound_us, able.moving_us(num_bytes, programs)), 3),
+                round(max(bound_us, able.moving_us(num_bytes, programs), working), 3),
             )
         )
         maker.update(dict.fromkeys(made, number))

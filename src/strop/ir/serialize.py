@@ -30,6 +30,7 @@ _CLASSES: dict[str, Any] = {
         source.KernelSource,
         source.Scratch,
         source.Split,
+        source.Effort,
         Ref,
         GeneratorRef,
     )

@@ -4,7 +4,7 @@ data."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,6 +64,28 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """Say what a program does, for estimates: ``instructions`` for each of the ``elements`` of a
+    step, and ``trips`` to memory of a step that wait for each other.
+
+    A ``sweep``, over the scalar names, is walked by ``stride``, and shared by programs where the
+    kernel is split. The loads of ``ahead`` steps are on their way at once.
+    """
+
+    instructions: int
+    elements: int
+    trips: int
+    sweep: Expr
+    stride: int
+    ahead: int
+
+    def steps(self, sizes: Mapping[str, int]) -> int:
+        """Return the steps of one program."""
+        own = -(-self.sweep.eval(sizes) // sizes.get("splits", 1))
+        return max(1, -(-own // self.stride))
+
+
+@dataclass(frozen=True, slots=True)
 class KernelSource:
     """Hold one generated kernel: equal kernels of a model have equal KernelSources.
 
@@ -93,6 +115,7 @@ class KernelSource:
     wide: bool = False  # integers have 64 bits; those in C++ always have
     boxes: tuple[tuple[int, ...], ...] = ()  # per param, () for pointers; or no param has one
     steps: tuple[int, ...] = ()  # in PTX, of the first box, by dim: () where it has all elements
+    effort: Effort | None = field(default=None, compare=False)  # None where nobody has counted
 
     def box(self, param: int) -> tuple[int, ...]:
         return self.boxes[param] if self.boxes else ()
