@@ -13,10 +13,11 @@ import torch
 
 from strop.codegen.triton import emit
 from strop.ir.dims import symbol
-from strop.ir.loops import LoopKernel, Schedule
+from strop.ir.loops import LoopKernel, Schedule, with_sizes
 from strop.ir.source import KernelSource
 from strop.runtime.build.cubin import compile_cubin
 from tests.codegen.kernels import Sample, Writer, axis, index, reads, writes
+from tests.codegen.test_triton import check
 from tests.codegen.triton_samples import CONTIGUOUS
 
 triton = pytest.importorskip("triton")
@@ -120,3 +121,28 @@ def test_offsets_and_unknown_sizes(offset: int, factor: int, load: int, store: i
     assert max(found["st"]) <= store
     if (load, store) == (16, 16):
         assert (found["ld"], found["st"]) == ({16}, {16})
+
+
+def biased(heads: int) -> Sample:
+    """out[h, i, j] = x[h, i, j] + bias[i, j], as attention has it, for any number of words."""
+    s = symbol("s")
+    w = Writer(torch.float32)
+    x = w.load(0, index(h=s * s, i=s, j=1))
+    w.store(2, index(h=s * s, i=s, j=1), w.apply("add", x, w.load(1, index(i=s, j=1))))
+    axes = (axis("h", heads), axis("i", s)), (axis("j", s),)
+    params = reads(F16, F16) + writes(F16)
+    kernel = LoopKernel("biased", Schedule.POINTWISE, *axes, params, w.take())
+    return Sample(kernel, (s * s * heads, s * s, s * s * heads), ())
+
+
+def test_rows_that_happen_to_be_whole_vectors():
+    """There is a form for them, which is right, and none for other lengths."""
+    sample = biased(3)
+    forms = emit(sample.kernel).variants
+    assert [form.multiple for form in forms] == [1, 8]
+    found = accesses(forms[-1].source)
+    assert (set(found["ld"]), set(found["st"])) == ({16}, {16})
+    check(sample, {"s": 24})
+    check(sample, {"s": 23})
+    other = with_sizes(sample.kernel, {"s": symbol("s") * 3})  # no symbol says how long a row is
+    assert [form.multiple for form in emit(other).variants] == [1]

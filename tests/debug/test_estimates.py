@@ -26,7 +26,6 @@ from tests.gpus import H100
 T5_LARGE_US = {
     "row_take_cast_square_mean_add_rsqrt": 2.688,
     "pointwise_sub_gt_cast_mul_add_abs": 1.44,
-    "pointwise_where": 8.912,
     "row_clamp_cast_square_mean_add_rsqrt": 2.171,
     "pointwise_relu": 2.632,
 }
@@ -52,7 +51,8 @@ def t5_large() -> tuple[Compiled, dict[str, int]]:
 
 
 def test_no_kernel_took_three_times_its_estimate() -> None:
-    """The bias of attention has 90 instructions for each element, a third of its time by bytes."""
+    """Of those whose code has not changed since. The bias of attention took 8.9 us with 92
+    instructions for each element; it has 56 now."""
     found, sizes = t5_large()
     estimates = {}
     for step, row in zip(
@@ -63,7 +63,7 @@ def test_no_kernel_took_three_times_its_estimate() -> None:
     for name, us in T5_LARGE_US.items():
         assert not is_too_slow(us, estimates[name]), (name, us, estimates[name])
         assert estimates[name] < 1.1 * us, (name, us, estimates[name])
-    assert estimates["pointwise_where"] > 4.0
+    assert 2.5 < estimates["pointwise_where"] < 8.9
 
 
 def test_steps_of_programs_that_share_a_sweep() -> None:

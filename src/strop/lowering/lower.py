@@ -31,6 +31,7 @@ from strop.ir.loops import (
     with_args,
 )
 from strop.ir.ops import Kind
+from strop.lowering.affine_places import without_affine_places
 from strop.lowering.drafts import DraftStatement
 from strop.lowering.generic import generic_split
 from strop.lowering.values import Values
@@ -117,6 +118,8 @@ class _Finish:
 
     def kernel(self) -> Lowered:
         stmts = _deduplicated([self._stmt(d) for d in self.values.drafts.all])
+        table = self.values.axes
+        stmts = without_affine_places(stmts, lambda axis: table.size[int(axis[1:])])
         reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.shared.reduced_axes)}
         axes = self._ordered_axes(stmts, reduced)
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
