@@ -147,11 +147,11 @@ def _shapes(
             if not isinstance(size, torch.SymInt):
                 shape.append(str(int(size)))
                 continue
-            symbol = str(size.node._expr)  # node.expr gives what it was replaced by since
-            where.setdefault(symbol, (argument, dim))
-            fixed = size.node.maybe_as_int()
+            where.setdefault(str(size.node._expr), (argument, dim))
+            # Its own symbol, or what it was replaced by since: Dynamo has found sizes to be equal.
+            known, fixed = str(size.node.expr), size.node.maybe_as_int()
             is_open = fixed is None
-            shape.append(names.setdefault(symbol, f"d{len(names)}") if is_open else str(fixed))
+            shape.append(names.setdefault(known, f"d{len(names)}") if is_open else str(fixed))
         shapes.append(tuple(shape))
     return where, tuple(shapes)
 
