@@ -13,7 +13,6 @@ fifths of its inference went into layer norms and activations, which torch takes
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,23 +24,22 @@ from typing import Any
 
 import sympy
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._guards import ShapeGuard
 from torch._prims_common import (
     compute_elementwise_output_strides,
-    is_contiguous_for_memory_format_or_false,
     suggest_memory_format,
 )
 from torch._subclasses import FakeTensor, fake_impls
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
 
-from strop.frontend.fake_tensors import fake_memory, fake_view
+from strop.frontend.fake_orders import Size, exact, fake, forget_sizes, like, order_of
 from strop.frontend.numbers import Numbers, numbers_in
+from strop.frontend.view_rules import viewed
 
 aten = torch.ops.aten
-Size = int | SymInt
 COMPARISONS = "c10/core/SymInt.h"  # the file of those in C++; Python's have none
 STROP, FRONTEND = (
     str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(__file__).parent)
@@ -58,14 +56,14 @@ def shape_rules() -> Iterator[None]:
         with operator_rules(), _orders_of_larger_sizes():
             yield
     finally:
-        _ORDERS.clear()  # a trace of Dynamo's may be around this one
+        forget_sizes()  # a trace of Dynamo's may be around this one
 
 
 @contextmanager
 def operator_rules() -> Iterator[None]:
     """Put those of operators alone in force: torch answers all questions about memory itself."""
     usual, fast = fake_impls.op_implementations_dict, fake_impls.get_fast_op_impls()
-    _ORDERS.clear()  # symbols of another trace have the same names
+    forget_sizes()
     with (
         _replaced(
             usual, {operator: _first(rule, usual.get(operator)) for operator, rule in RULES.items()}
@@ -201,53 +199,6 @@ def _sliced(
     return x.as_strided(sizes, strides, offset)
 
 
-def _viewed(mode: Any, x: Tensor, shape: Sequence[Size]) -> Tensor | None:
-    """Look at contiguous memory in another shape, where sizes are products: torch asks all that it
-    may then know, and divides by sympy's simplification."""
-    sizes, before = list(_exact(shape)), _exact(x.shape)
-    given = [size for size in sizes if size != -1]
-    if len(sizes) - len(given) > 1 or not all(map(_is_product, (*given, *before))):
-        return None
-    rest = sympy.Mul(*before) / sympy.Mul(*given)
-    if _order(x) != "contiguous" or not _is_product(rest):
-        return None
-    shape = list(shape)
-    if len(given) < len(sizes):
-        traced = math.prod(map(_hint, x.shape)) // abs(math.prod(map(_hint, shape)))
-        shape[sizes.index(-1)] = _count(mode, rest, traced)
-    elif rest != 1:
-        return None  # torch's own error
-    strides: list[Size] = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    is_same = _exact(shape) == before
-    assert isinstance(x, FakeTensor)
-    places = x.stride() if is_same else strides[: len(shape)]
-    return fake_view(x, x, shape, places, x.storage_offset())
-
-
-def _is_product(size: Any) -> bool:
-    """Tell whether a size is a number above 0, a positive symbol, or a product of these."""
-    for factor in sympy.Mul.make_args(sympy.sympify(size)):
-        base, power = factor.as_base_exp()
-        is_power = base.is_Symbol and base.is_positive and power.is_Integer and power > 0
-        if not (is_power or (factor.is_Integer and factor > 0)):
-            return False
-    return True
-
-
-def _hint(size: Size) -> int:
-    return int(size.node.hint) if isinstance(size, SymInt) else size
-
-
-def _count(mode: Any, size: Any, traced: int) -> Size:
-    """Return a size by its expression and its value in this trace."""
-    if size.is_Integer:
-        return int(size)
-    found: Size = mode.shape_env.create_symintnode(size, hint=traced)
-    return found
-
-
 def _is_the_end(end: Any) -> bool:
     return isinstance(end, int) and end == sys.maxsize
 
@@ -282,12 +233,12 @@ def _into_slice(
     step: int = 1,
 ) -> Tensor | None:
     _check_fills(part, aten.slice.Tensor(x, dim, start, end, step))
-    return _like(mode, x) if _order(x) else None
+    return like(mode, x) if order_of(x) else None
 
 
 def _into_one(mode: Any, x: Tensor, part: Tensor, dim: int, index: Any) -> Tensor | None:
     _check_fills(part, aten.select.int(x, dim, index))
-    return _like(mode, x) if _order(x) else None
+    return like(mode, x) if order_of(x) else None
 
 
 def _check_fills(part: Tensor, place: Tensor) -> None:
@@ -370,8 +321,29 @@ def _empty(mode: Any, x: Tensor, shape: Sequence[Size], dtype: torch.dtype) -> T
 
 def _gradient(mode: Any, grad: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """Give an activation's gradient the shape and layout of what arrives."""
-    is_like = grad.dtype == x.dtype and _exact(grad.shape) == _exact(x.shape)
-    return _like(mode, grad) if is_like and _order(grad) else None
+    is_like = grad.dtype == x.dtype and exact(grad.shape) == exact(x.shape)
+    return like(mode, grad) if is_like and order_of(grad) else None
+
+
+def _group_norm(
+    mode: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: Any,
+    c: Any,
+    pixels: Any,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, ...] | None:
+    """Give a result like what arrives, and statistics in its type: to take the norm apart takes
+    forty times as long."""
+    given = [parameter for parameter in (weight, bias) if parameter is not None]
+    of_one_type = x.is_floating_point() and all(p.dtype == x.dtype for p in given)
+    divides = isinstance(c, int) and groups > 0 and c % groups == 0
+    if not (of_one_type and divides and order_of(x) == "contiguous"):
+        return None
+    return like(mode, x), *(fake(mode, x, (n, groups), (groups, 1)) for _ in range(2))
 
 
 def _group_norm_gradients(
@@ -388,10 +360,10 @@ def _group_norm_gradients(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...] | None:
     """Do the same for a group norm, whose formula takes a tenth of a second."""
-    if not _order(x):
+    if not order_of(x):
         return None
-    of_x = _like(mode, x) if mask[0] else None
-    return of_x, *(_fake(mode, x, (c,), (1,)) if wanted else None for wanted in mask[1:])
+    of_x = like(mode, x) if mask[0] else None
+    return of_x, *(fake(mode, x, (c,), (1,)) if wanted else None for wanted in mask[1:])
 
 
 def _layer_norm_gradients(
@@ -407,10 +379,10 @@ def _layer_norm_gradients(
 ) -> tuple[Tensor | None, ...] | None:
     own = (x, weight, bias)
     is_whole = all(value is not None for wanted, value in zip(mask, own, strict=True) if wanted)
-    if not is_whole or _order(x) != "contiguous":
+    if not is_whole or order_of(x) != "contiguous":
         return None
     return tuple(
-        _like(mode, value) if wanted and value is not None else None
+        like(mode, value) if wanted and value is not None else None
         for wanted, value in zip(mask, own, strict=True)
     )
 
@@ -425,10 +397,10 @@ def _layer_norm(
 ) -> tuple[Tensor, ...] | None:
     """Give contiguous results, as eager does, and statistics in the type that torch keeps them
     in."""
-    count, ends = len(normalized), _exact(normalized)
+    count, ends = len(normalized), exact(normalized)
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
-    of_one_type = all(p.dtype == x.dtype and _exact(p.shape) == ends for p in parameters)
-    is_whole = 0 < count <= x.dim() and _exact(x.shape[x.dim() - count :]) == ends
+    of_one_type = all(p.dtype == x.dtype and exact(p.shape) == ends for p in parameters)
+    is_whole = 0 < count <= x.dim() and exact(x.shape[x.dim() - count :]) == ends
     if not (of_one_type and is_whole and x.is_floating_point()):
         return None
     wide = x.dtype if x.device.type == "cpu" else torch.promote_types(x.dtype, torch.float32)
@@ -445,8 +417,8 @@ def _unary(mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     what arrives."""
     if not x.is_floating_point():
         return None
-    if _order(x):
-        return _like(mode, x)
+    if order_of(x):
+        return like(mode, x)
     with mode:
         return torch.empty_like(x)
 
@@ -459,24 +431,32 @@ def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
     if not isinstance(a, Tensor) or not a.is_floating_point():
         return None
     if not isinstance(b, Tensor):
-        return _like(mode, a) if isinstance(b, int | float) and _order(a) else None
+        return like(mode, a) if isinstance(b, int | float) and order_of(a) else None
     if a.dtype != b.dtype or a.device != b.device:
         return None
-    sizes, others = _exact(a.shape), _exact(b.shape)
+    sizes, others = exact(a.shape), exact(b.shape)
     if len(sizes) < len(others) or (sizes != others and not _spreads(others, sizes)):
         a, b, sizes, others = b, a, others, sizes
     if sizes == others:
-        if _order(a) and _order(a) == _order(b):
-            return _like(mode, a)
-        return _fake(mode, a, a.shape, compute_elementwise_output_strides(a, b))
-    return _like(mode, a) if _spreads(others, sizes) and _order(a) else None
+        if order_of(a) and order_of(a) == order_of(b):
+            return like(mode, a)
+        return fake(mode, a, a.shape, compute_elementwise_output_strides(a, b))
+    return like(mode, a) if _spreads(others, sizes) and order_of(a) else None
+
+
+def _cloned(mode: Any, x: Tensor, *, memory_format: Any = None) -> Tensor | None:
+    """Give a copy of what lies in a usual order the same order, or that which is asked for."""
+    if memory_format is torch.contiguous_format:
+        return like(mode, x) if order_of(x) == "contiguous" else None
+    keeps = memory_format in (None, torch.preserve_format)
+    return like(mode, x) if keeps and order_of(x) else None
 
 
 def _written(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
     """Give ``y[..., 0::2] = part`` a shape: torch's own rule asks in which order both lie, and so
     for sizes of at least 2. It refuses what has an element at several places."""
-    is_own = all(stride != 0 for stride in _exact(x.stride()))
-    return x if is_own and _spreads(_exact(part.shape), _exact(x.shape)) else None
+    is_own = all(stride != 0 for stride in exact(x.stride()))
+    return x if is_own and _spreads(exact(part.shape), exact(x.shape)) else None
 
 
 def _normed(
@@ -493,7 +473,7 @@ def _normed(
 
 def _overwritten(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
     """Do the same for a value of its own."""
-    if not _spreads(_exact(part.shape), _exact(x.shape)):
+    if not _spreads(exact(part.shape), exact(x.shape)):
         return None
     with mode:
         return torch.empty_like(x)
@@ -507,46 +487,9 @@ def _spreads(sizes: Sequence[Any], over: Sequence[Any]) -> bool:
     return all(a == 1 or a == b for a, b in zip(sizes, ends, strict=True))
 
 
-def _exact(sizes: Sequence[Size]) -> tuple[Any, ...]:
-    """Return sizes as expressions, which compare without guards."""
-    return tuple(s.node.expr if isinstance(s, SymInt) else s for s in sizes)
-
-
-# by shape and strides; "" for any but the two that torch's own rule has
-_ORDERS: dict[tuple[tuple[Any, ...], tuple[Any, ...]], str] = {}
-
-
-def _order(x: Tensor) -> str:
-    key = _exact(x.shape), _exact(x.stride())
-    if key not in _ORDERS:
-        formats = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
-        _ORDERS[key] = next(
-            (
-                name
-                for name, value in formats.items()
-                if is_contiguous_for_memory_format_or_false(x, memory_format=value)
-            ),
-            "",
-        )
-    return _ORDERS[key]
-
-
-def _like(mode: Any, x: Tensor) -> Tensor:
-    """Make an empty tensor like x, which is dense: to count its bytes by sizes and strides takes
-    longer than by the number of its elements."""
-    assert isinstance(x, FakeTensor)
-    memory = fake_memory(mode, x.shape, x.dtype)
-    return fake_view(x, memory, x.shape, x.stride(), 0)
-
-
-def _fake(mode: Any, x: Tensor, shape: Sequence[Size], strides: Sequence[Size]) -> Tensor:
-    """Make an empty tensor on the device and in the type of x."""
-    meta = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
-    return FakeTensor(mode, meta, x.device)
-
-
 RULES: dict[Any, Rule] = {
-    aten.view.default: _viewed,
+    aten.view.default: viewed,
+    aten._unsafe_view.default: viewed,
     aten.slice.Tensor: _sliced,
     aten.slice_scatter.default: _into_slice,
     aten.select_scatter.default: _into_one,
@@ -558,11 +501,13 @@ RULES: dict[Any, Rule] = {
 FAST_RULES: dict[Any, Rule] = {
     aten.linalg_vector_norm.default: _normed,
     aten.pixel_unshuffle.default: _unshuffled,
+    aten.clone.default: _cloned,
     aten.silu_backward.default: _gradient,
     aten.gelu_backward.default: _gradient,
     aten.native_group_norm_backward.default: _group_norm_gradients,
     aten.native_layer_norm_backward.default: _layer_norm_gradients,
     aten.native_layer_norm.default: _layer_norm,
+    aten.native_group_norm.default: _group_norm,
     **dict.fromkeys(
         (
             aten.gelu.default,

@@ -1,0 +1,70 @@
+"""Tell what is known of the sizes of a fake tensor and of its order in memory, and make others like
+it, without a guard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch._prims_common import is_contiguous_for_memory_format_or_false
+from torch._subclasses import FakeTensor
+
+from strop.frontend.fake_tensors import fake_memory, fake_view
+
+Size = int | SymInt
+# by shape and strides; "" for any but the two that torch's own rule has
+_ORDERS: dict[tuple[tuple[Any, ...], tuple[Any, ...]], str] = {}
+_POSITIVE: dict[Any, bool] = {}
+
+
+def exact(sizes: Sequence[Size]) -> tuple[Any, ...]:
+    """Return sizes as expressions, which compare without guards."""
+    return tuple(s.node.expr if isinstance(s, SymInt) else s for s in sizes)
+
+
+def order_of(x: Tensor) -> str:
+    """Return "contiguous" or "channels last", or "" for another order and for one that is not
+    known."""
+    key = exact(x.shape), exact(x.stride())
+    if key not in _ORDERS:
+        formats = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+        _ORDERS[key] = next(
+            (
+                name
+                for name, value in formats.items()
+                if is_contiguous_for_memory_format_or_false(x, memory_format=value)
+            ),
+            "",
+        )
+    return _ORDERS[key]
+
+
+def is_positive(mode: Any, size: Any) -> bool:
+    """Tell whether a symbol, or a number that is computed of some, is above 0 whatever they are."""
+    if size not in _POSITIVE:
+        is_symbolic = not size.is_number and mode.shape_env is not None
+        is_above = is_symbolic and bool(mode.shape_env.bound_sympy(size).lower >= 1)
+        _POSITIVE[size] = is_above and bool(size.is_integer)
+    return _POSITIVE[size]
+
+
+def forget_sizes() -> None:
+    """Forget what is known of a trace: symbols of another one have the same names."""
+    _ORDERS.clear()
+    _POSITIVE.clear()
+
+
+def like(mode: Any, x: Tensor) -> Tensor:
+    """Make an empty tensor like x, which is dense: to count its bytes by sizes and strides takes
+    longer than by the number of its elements."""
+    assert isinstance(x, FakeTensor)
+    memory = fake_memory(mode, x.shape, x.dtype)
+    return fake_view(x, memory, x.shape, x.stride(), 0)
+
+
+def fake(mode: Any, x: Tensor, shape: Sequence[Size], strides: Sequence[Size]) -> Tensor:
+    """Make an empty tensor on the device and in the type of x."""
+    meta = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
+    return FakeTensor(mode, meta, x.device)
