@@ -10,6 +10,8 @@ import torch
 from torch import SymInt, Tensor
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses import FakeTensor
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from strop.frontend.fake_tensors import fake_memory, fake_view
 
@@ -45,9 +47,19 @@ def is_positive(mode: Any, size: Any) -> bool:
     """Tell whether a symbol, or a number that is computed of some, is above 0 whatever they are."""
     if size not in _POSITIVE:
         is_symbolic = not size.is_number and mode.shape_env is not None
-        is_above = is_symbolic and bool(mode.shape_env.bound_sympy(size).lower >= 1)
-        _POSITIVE[size] = is_above and bool(size.is_integer)
+        _POSITIVE[size] = is_symbolic and bool(size.is_integer) and _least(mode, size) >= 1
     return _POSITIVE[size]
+
+
+def _least(mode: Any, size: Any) -> Any:
+    """Return the least value of what is computed of sizes. Calls with sizes of 0 are none for the
+    graphs of our own traces, which torch does not know."""
+    env = mode.shape_env
+    ranges = {symbol: env.bound_sympy(symbol) for symbol in size.free_symbols}
+    if getattr(env, "are_sizes_positive", False):
+        positive = ValueRanges(1, int_oo)
+        ranges = {symbol: known & positive for symbol, known in ranges.items()}
+    return bound_sympy(size, ranges).lower
 
 
 def forget_sizes() -> None:

@@ -83,6 +83,7 @@ class TracedSizes(ShapeEnv):
     """Hold the sizes and the numbers of a trace of ours."""
 
     numbers = Numbers(())
+    are_sizes_positive = True
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if numbers_in(orig_expr):
@@ -325,6 +326,21 @@ def _gradient(mode: Any, grad: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> 
     return like(mode, grad) if is_like and order_of(grad) else None
 
 
+def _added_product(
+    mode: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor | None:
+    """Give the product of two matrices, to which a row is added, a contiguous shape."""
+    is_row = c.dim() == 1 and exact(c.shape) == exact(b.shape[1:]) and c.dtype == a.dtype
+    return _product(mode, a, b) if is_row else None
+
+
+def _product(mode: Any, a: Tensor, b: Tensor) -> Tensor | None:
+    fits = a.dim() == b.dim() == 2 and exact(a.shape[1:]) == exact(b.shape[:1])
+    if not fits or a.dtype != b.dtype or a.device != b.device or a.layout is not b.layout:
+        return None
+    return fake(mode, a, (a.shape[0], b.shape[1]), (b.shape[1], 1))
+
+
 def _group_norm(
     mode: Any,
     x: Tensor,
@@ -495,6 +511,8 @@ RULES: dict[Any, Rule] = {
     aten.select_scatter.default: _into_one,
     aten.max_pool2d_with_indices.default: _largest,
     aten.avg_pool2d.default: _average,
+    aten.mm.default: _product,
+    aten.addmm.default: _added_product,
     aten.copy_.default: _written,
     aten.copy.default: _overwritten,
 }
