@@ -9,7 +9,8 @@ and "samples_ms" are calls after it, each behind the one before, as a denoise lo
 whose name ends in "-train" time a forward and its backward, and those that end in "-sizes" the
 first call at each of six sizes in turn. "inductor" compiles the whole model; "-graph" captures one
 call of it in a hand-made CUDA graph, where there is a GPU. "dynamo_s" is Dynamo's share,
-as ``strop.explain`` says it. Weights are random, at full size.
+as ``strop.explain`` says it, "traces_s" the shares of Dynamo and of Strop in each compile, and
+"second_to_first" how much longer the second one took. Weights are random, at full size.
 """
 
 from __future__ import annotations
@@ -179,6 +180,13 @@ def counts_of(model: Any, contender: str) -> dict[str, Any]:
         clock = FRAMES.clock
         found["dynamo_s"] = round(clock.dynamo_seconds, 3)
         found["num_traces"] = clock.num_traces
+        found["traces_s"] = [
+            {"dynamo": round(trace.dynamo_seconds, 3), "strop": round(trace.own_seconds, 3)}
+            for trace in clock.traces
+        ]
+        if clock.num_traces > 1:
+            first, second = (trace.seconds for trace in clock.traces[:2])
+            found["second_to_first"] = round(second / first, 3)
         found["notes"] = list(report.notes)
     return found
 

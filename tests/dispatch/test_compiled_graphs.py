@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 
 import strop
 from strop.dispatch import dynamo as aot
 from strop.dispatch.served_graph import ServedGraph
 from strop.dispatch.torch_compile import FRAMES
 from strop.errors import OptionError
+from strop.frontend.shape_rules import RULES
+from strop.frontend.view_rules import viewed
 from tests.e2e import tiny
+
+aten = torch.ops.aten
 
 OPTIONS = {"cache_dir": tiny.cache_dir(), "strict": True}
 
@@ -132,6 +137,69 @@ def test_six_sizes_take_two_traces_and_two_graphs() -> None:
     assert (num_calls(), num_eager()) == (6, 0)
     assert not aot.AOT_LOG.through_aot
     assert FRAMES.clock.dynamo_seconds > 0
+
+
+class Attending(nn.Module):
+    """It takes the batch of its prompt for that of its picture, as attention in a UNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        batch, rows = x.shape[0], (self.project(t) for t in (x, prompt, prompt))
+        heads = (t.view(batch, -1, 4, 2).transpose(1, 2) for t in rows)
+        return nn.functional.scaled_dot_product_attention(*heads)
+
+
+def test_sizes_that_dynamo_has_found_equal_are_one_symbol() -> None:
+    eager, before = Attending(), FRAMES.clock.num_traces
+    fast = compiled(eager)
+    with torch.no_grad():
+        for batch, pixels, tokens in ((2, 6, 3), (2, 8, 3), (4, 5, 7), (3, 9, 2)):
+            given = torch.randn(batch, pixels, 8), torch.randn(batch, tokens, 8)
+            torch.testing.assert_close(fast(*given), eager(*given), rtol=1e-4, atol=1e-5)
+    assert FRAMES.clock.num_traces - before == num_captures() == 2
+    assert not any(variant.fixed for graph in graphs() for variant in graph.variants.all)
+
+
+def test_the_second_trace_takes_nothing_apart_for_its_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither a norm nor a view: torch's own rules for these took a third of it."""
+    apart: list[str] = []
+
+    def note(operator: Any) -> None:
+        own = decomposition_table[operator]
+
+        def noted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(size, torch.SymInt) for size in x.shape):
+                apart.append(str(operator))
+            return own(x, *args, **kwargs)
+
+        monkeypatch.setitem(decomposition_table, operator, noted)
+
+    for operator in (aten.native_group_norm.default, aten.addmm.default):
+        note(operator)
+    by_rule: list[bool] = []
+
+    def rule(*given: Any) -> Any:
+        found = viewed(*given)
+        by_rule.append(found is not None)
+        return found
+
+    monkeypatch.setitem(RULES, aten.view.default, rule)
+    eager = Skipped().eval()
+    fast, before = compiled(copy.deepcopy(eager)), FRAMES.clock.num_traces
+    with torch.no_grad():
+        for side in (8, 12):
+            given = torch.randn(2, 4, side, 8), torch.randn(2, 7, 8)
+            torch.testing.assert_close(fast(*given), eager(*given), rtol=1e-4, atol=1e-5)
+    assert FRAMES.clock.num_traces - before == 2
+    assert len(FRAMES.clock.traces) == FRAMES.clock.num_traces
+    assert not apart
+    assert all(by_rule)
+    assert len(by_rule) >= 4
 
 
 def test_an_equal_graph_is_known_when_dynamo_asks_again() -> None:

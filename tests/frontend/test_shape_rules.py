@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from strop.frontend.capture import capture, fake_input, fake_roots
 from strop.frontend.functional import memory_of
-from strop.frontend.shape_rules import FAST_RULES, _unary, shape_rules
+from strop.frontend.shape_rules import FAST_RULES, RULES, TracedSizes, _unary, shape_rules
 from strop.frontend.step import capture_step
+from strop.frontend.view_rules import viewed
 from strop.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten
@@ -136,6 +137,60 @@ def test_gradients_of_norms(layout: str, mask: tuple[bool, ...]) -> None:
         assert ours == theirs
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_group_norms(layout: str, dtype: torch.dtype, affine: bool) -> None:
+    def make(x: Tensor) -> Any:
+        weight = x.new_ones(8) if affine else None
+        x = LAYOUTS[layout](x)
+        n, c, h, w = x.shape
+        return aten.native_group_norm(x, weight, weight, n, c, h * w, 4, 1e-5)
+
+    (ours, guards), (theirs, own) = both(make, dtype)
+    assert ours == theirs
+    assert guards <= own
+
+
+def test_group_norms_of_the_wrong_size_are_refused() -> None:
+    with traced_input(torch.float32) as x, shape_rules():
+        n, c, h, w = x.shape
+        with pytest.raises(Exception, match="divisib"):
+            aten.native_group_norm(x, None, None, n, c, h * w, 3, 1e-5)
+
+
+@pytest.mark.parametrize("memory_format", [None, torch.preserve_format, torch.contiguous_format])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies(layout: str, memory_format: torch.memory_format | None) -> None:
+    (ours, _), (theirs, _) = both(
+        lambda x: aten.clone(LAYOUTS[layout](x), memory_format=memory_format)
+    )
+    assert ours == theirs
+
+
+def test_products() -> None:
+    def make(x: Tensor) -> Any:
+        rows, matrix = x.flatten(2).transpose(1, 2).reshape(-1, 8), x.new_ones(6, 8)
+        row, whole = x.new_ones(6), x.new_ones(rows.shape[0], 6)
+        return [
+            aten.mm(rows, matrix.t()),
+            aten.mm(rows.t(), rows),
+            *(aten.addmm(c, rows, matrix.t()) for c in (row, whole, row[:1])),
+            aten.addmm(row, rows, matrix.t(), beta=2, alpha=0.5),
+        ]
+
+    (ours, guards), (theirs, own) = both(make)
+    assert ours == theirs
+    assert guards <= own
+
+
+def test_products_of_the_wrong_size_are_refused() -> None:
+    with traced_input(torch.float32) as x, shape_rules():
+        rows = x.permute(0, 2, 3, 1).reshape(-1, 8)
+        with pytest.raises(RuntimeError, match="reduction dim"):
+            aten.mm(rows, x.new_ones(9, 8))
+
+
 ACTIVATIONS = [rule for rule, how in FAST_RULES.items() if how is _unary]
 
 
@@ -217,6 +272,50 @@ def test_views(name: str) -> None:
         ours, theirs = both(make)
     assert ours == theirs
     assert ours[0][3] is True
+
+
+HALVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "pixels in one dim": lambda x: x.view(x.shape[0], 8, -1),
+    "rows": lambda x: x.view(x.shape[0] * 8, x.shape[2] * x.shape[3]),
+    "pixels behind channels": lambda x: x.permute(0, 2, 3, 1).view(
+        x.shape[0], x.shape[2] * x.shape[3], 8
+    ),
+    "heads": lambda x: x.flatten(2).transpose(1, 2).contiguous().view(x.shape[0], -1, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("is_ours", [True, False], ids=["our trace", "another's"])
+def test_views_of_what_is_computed_of_sizes(name: str, is_ours: bool) -> None:
+    """The halves that a convolution leaves, rounded up, are above 0, and so are products of
+    them."""
+
+    def made(with_rules: bool) -> Any:
+        env = TracedSizes() if is_ours else ShapeEnv()
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        roots = fake_roots(mode, HINTS)
+        with mode:
+            x = fake_input(TensorSpec(SHAPE, torch.float32, torch.device("cpu")), roots)
+            half = x.new_empty((x.shape[0], 8, *((size - 1) // 2 + 1 for size in x.shape[2:])))
+            with shape_rules() if with_rules else nullcontext():
+                found = HALVES[name](half)
+        assert memory_of(found) == memory_of(half) or name == "heads"
+        return look(found), [v if isinstance(v, int) else v.node.hint for v in found.shape]
+
+    with fx_config.patch(use_duck_shape=False, backed_size_oblivious=is_ours):
+        calls: list[Any] = []
+
+        def noted(*given: Any) -> Any:
+            calls.append(viewed(*given))
+            return calls[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(RULES, aten.view.default, noted)
+            ours = made(True)
+        assert ours[1] == made(False)[1]
+        assert ours[0] == made(False)[0]
+    assert calls
+    assert all(call is not None for call in calls)
 
 
 def test_views_of_the_wrong_size_are_refused() -> None:

@@ -20,6 +20,8 @@ from strop.dispatch.torch_compile import FRAMES
 from strop.errors import OptionError
 from strop.wording import counted
 
+MOST_SHOWN = 6  # traces of Dynamo's in the line about it
+
 
 def explain_compiled(obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
     """Report all graphs that somebody may still call. Raises OptionError where there are none."""
@@ -43,11 +45,14 @@ def explain_compiled(obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def dynamo_line() -> str:
-    """Say how long Dynamo has traced in this process, without Strop's part."""
+    """Say how long Dynamo has traced in this process, without Strop's part, and what each of its
+    latest traces took."""
     clock = FRAMES.clock
+    each = [f"{t.dynamo_seconds:.2f} + {t.own_seconds:.2f}" for t in clock.traces[-MOST_SHOWN:]]
     return (
         f"Dynamo traced {counted(clock.num_traces, 'time')} for Strop, in"
         f" {clock.dynamo_seconds:.2f} s; Strop's part in it took {clock.own_seconds:.2f} s more"
+        f" (the latest, Dynamo + Strop: {', '.join(each)} s)"
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,17 +29,35 @@ from strop.frontend.capture import ONE_AT_A_TIME
 from strop.frontend.shape_rules import operator_rules
 
 
-@dataclass
-class DynamoClock:
-    """Say how often Dynamo traced for us, and the seconds that this took, with and without ours."""
+@dataclass(frozen=True, slots=True)
+class FrameTrace:
+    """Hold what one trace of Dynamo's took, with and without our work for it."""
 
-    num_traces: int = 0
-    seconds: float = 0.0  # of all
-    own_seconds: float = 0.0  # of Strop's part in it
+    seconds: float
+    own_seconds: float  # Strop's part
 
     @property
     def dynamo_seconds(self) -> float:
         return self.seconds - self.own_seconds
+
+
+@dataclass
+class DynamoClock:
+    """Say how often Dynamo traced for us, and the seconds that this took, with and without ours."""
+
+    traces: list[FrameTrace] = field(default_factory=list)
+
+    @property
+    def num_traces(self) -> int:
+        return len(self.traces)
+
+    @property
+    def dynamo_seconds(self) -> float:
+        return sum(trace.dynamo_seconds for trace in self.traces)
+
+    @property
+    def own_seconds(self) -> float:
+        return sum(trace.own_seconds for trace in self.traces)
 
 
 class TracedFrames:
@@ -81,9 +99,8 @@ class TracedFrames:
         if settings is not None:
             settings.close()
         if self._own_seconds:
-            self.clock.num_traces += 1
-            self.clock.seconds += (time.time_ns() - self._started_ns) / 1e9
-            self.clock.own_seconds += self._own_seconds
+            seconds = (time.time_ns() - self._started_ns) / 1e9
+            self.clock.traces.append(FrameTrace(seconds, self._own_seconds))
             self._own_seconds = 0.0
 
 

@@ -462,10 +462,12 @@ def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
 
 def _cloned(mode: Any, x: Tensor, *, memory_format: Any = None) -> Tensor | None:
     """Give a copy of what lies in a usual order the same order, or that which is asked for."""
-    if memory_format is torch.contiguous_format:
-        return like(mode, x) if order_of(x) == "contiguous" else None
-    keeps = memory_format in (None, torch.preserve_format)
-    return like(mode, x) if keeps and order_of(x) else None
+    is_kept = memory_format in (None, torch.preserve_format) and order_of(x)
+    if is_kept or (memory_format is torch.contiguous_format and order_of(x) == "contiguous"):
+        return like(mode, x)
+    if memory_format is not torch.contiguous_format:
+        return None
+    return FakeTensor(mode, torch.empty(x.shape, dtype=x.dtype, device="meta"), x.device)
 
 
 def _written(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
@@ -512,7 +514,6 @@ RULES: dict[Any, Rule] = {
     aten.max_pool2d_with_indices.default: _largest,
     aten.avg_pool2d.default: _average,
     aten.mm.default: _product,
-    aten.addmm.default: _added_product,
     aten.copy_.default: _written,
     aten.copy.default: _overwritten,
 }
@@ -520,6 +521,7 @@ FAST_RULES: dict[Any, Rule] = {
     aten.linalg_vector_norm.default: _normed,
     aten.pixel_unshuffle.default: _unshuffled,
     aten.clone.default: _cloned,
+    aten.addmm.default: _added_product,
     aten.silu_backward.default: _gradient,
     aten.gelu_backward.default: _gradient,
     aten.native_group_norm_backward.default: _group_norm_gradients,
