@@ -260,8 +260,9 @@ class _Rewriting:
         """Write whether all of any of these sets of conditions hold."""
         if frozenset() in any_of:
             return None
-        alternatives = [self._joined("logical_and", sorted(names)) for names in any_of]
-        return self._joined("logical_or", sorted(alternatives))
+        alternatives = sorted(map(sorted, any_of))  # a set has another order in each process
+        names = [self._joined("logical_and", names) for names in alternatives]
+        return self._joined("logical_or", sorted(names))
 
     def _joined(self, op: str, names: Sequence[str]) -> str:
         first, *others = [self._early(name) for name in names]
