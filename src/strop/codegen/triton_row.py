@@ -26,9 +26,10 @@ from strop.codegen.triton_text import (
     is_whole,
     loads_first,
     next_power_of_two,
+    of_whole_vectors,
     tiles,
 )
-from strop.ir.dims import Expr, symbol
+from strop.ir.dims import Expr
 from strop.ir.loops import (
     Apply,
     Literal,
@@ -39,7 +40,6 @@ from strop.ir.loops import (
     Store,
     args_of,
     outs_of,
-    with_sizes,
 )
 from strop.ir.source import Effort
 
@@ -157,11 +157,7 @@ def forms(kernel: LoopKernel) -> Iterator[Form]:
     if size.is_multiple_of(ALIGNED):
         yield from (Form(kernel, size, most) for most in ALIGNED_LIMITS)
         return
-    (root, *others) = size.roots
-    if not others and size == symbol(root):
-        divided = with_sizes(kernel, {root: size * ALIGNED})
-        meaning = {root: size // ALIGNED}
-        yield from (Form(divided, size, most, ALIGNED, meaning) for most in ALIGNED_LIMITS)
+    yield from of_whole_vectors(kernel, size, ALIGNED_LIMITS)
     yield from (Form(kernel, size, most) for most in UNALIGNED_LIMITS)
 
 

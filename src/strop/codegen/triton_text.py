@@ -28,6 +28,7 @@ from strop.ir.loops import (
     Store,
     args_of,
     outs_of,
+    with_sizes,
 )
 from strop.ir.ops import OPS, compute_dtype
 from strop.ir.source import is_within
@@ -81,6 +82,16 @@ class Form:
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
         return is_within(self.size.eval(sizes), self.most, self.multiple)
+
+
+def of_whole_vectors(kernel: LoopKernel, size: Expr, mosts: Iterable[int]) -> Iterator[Form]:
+    """Yield forms for a size that is a multiple of ``ALIGNED``, if it is a symbol of its own."""
+    roots = tuple(size.roots)
+    if len(roots) == 1 and size == symbol(roots[0]):
+        (root,) = roots
+        divided = with_sizes(kernel, {root: size * ALIGNED})
+        meaning = {root: size // ALIGNED}
+        yield from (Form(divided, size, most, ALIGNED, meaning) for most in mosts)
 
 
 @dataclass
