@@ -68,25 +68,27 @@ def with_pairs(kernel: LoopKernel) -> LoopKernel:
     """Return the kernel with one load for each pair, if it reads any; else the kernel itself."""
     if len(kernel.cols) < 2 or kernel.cols[-1].size != const(2) or is_transposing(kernel):
         return kernel
-    guards = PairGuards.of(kernel)
+    made = {out: stmt for stmt in kernel.body for out in outs_of(stmt)}
+    space = spaces(kernel)
+    guards = PairGuards(made, space, kernel.cols[-1].name)
     found = {
         load.out: PairMember(pair, take, conditions)
-        for pair, members in _members(kernel).items()
+        for pair, members in _members(kernel, space).items()
         if members.keys() != {"whole"} and (conditions := guards.conditions(members)) is not None
         for take, loads in members.items()
         for load in loads
     }
-    return replace(kernel, body=_Rewriting(kernel, found).body()) if found else kernel
+    return replace(kernel, body=_Rewriting(kernel, found, made, space).body()) if found else kernel
 
 
-def _members(kernel: LoopKernel) -> Mapping[PairLoad, Members]:
+def _members(kernel: LoopKernel, space: Mapping[str, frozenset[str]]) -> Mapping[PairLoad, Members]:
     """Return by pair the loads of its elements.
 
     The element beside one that may be read may be read too: pointers are aligned to more than two
     elements. What is read in the place of the 0 of a guard that does not hold matters to nobody:
     loads have guards in a cat alone, which chooses by the same conditions."""
     found: dict[PairLoad, dict[str, list[Load]]] = defaultdict(lambda: defaultdict(list))
-    space, pair = spaces(kernel), kernel.cols[-1].name
+    pair = kernel.cols[-1].name
     for stmt in kernel.body:
         if not isinstance(stmt, Load) or any(pair in space[name] for name, _ in stmt.lookups):
             continue  # a place may be there in one of both cols alone
@@ -118,11 +120,6 @@ class PairGuards:
     made: Mapping[str, Stmt]
     spaces: Mapping[str, frozenset[str]]
     pair: str  # the axis
-
-    @classmethod
-    def of(cls, kernel: LoopKernel) -> PairGuards:
-        made = {out: stmt for stmt in kernel.body for out in outs_of(stmt)}
-        return cls(made, spaces(kernel), kernel.cols[-1].name)
 
     def conditions(self, members: Members) -> frozenset[Conditions] | None:
         """Return conditions of which any must hold; none if loads cannot share one guard."""
@@ -183,6 +180,8 @@ class _Rewriting:
 
     kernel: LoopKernel
     pairs: Mapping[str, PairMember]
+    made: Mapping[str, Stmt]
+    spaces: Mapping[str, frozenset[str]]
     written: list[Stmt] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # of values that are here as they were
     halves: dict[str, tuple[str, str]] = field(default_factory=dict)  # take, and of which value
@@ -190,8 +189,7 @@ class _Rewriting:
 
     def __post_init__(self) -> None:
         cols = frozenset(axis.name for axis in self.kernel.cols)
-        self.alike = {name for name, space in spaces(self.kernel).items() if not space & cols}
-        self.made = {out: stmt for stmt in self.kernel.body for out in outs_of(stmt)}
+        self.alike = {name for name, space in self.spaces.items() if not space & cols}
 
     def body(self) -> tuple[Stmt, ...]:
         for stmt in self.kernel.body:
