@@ -12,6 +12,7 @@ from strop.codegen.order import in_order, lean
 from strop.errors import OptionError, UnsupportedError
 from strop.fusion.plan import FusionPlan
 from strop.fusion.planner import plan
+from strop.ir.affine import forget_nodes
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import KERNEL_DTYPES, Kind
 from strop.ir.program import Program
@@ -88,6 +89,7 @@ def compile_graph(
     program = in_order(program, order)
     clock.lap("codegen")
     records = (*own.records, *records)
+    forget_nodes()
     return Compiled(program, order, graph, fusion, records, clock.seconds, imported, patterns=own)
 
 

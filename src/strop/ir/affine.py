@@ -215,3 +215,10 @@ def base_of(node: Node) -> Node:
     while node.kind is Kind.VIEW:
         node = node.inputs[0]
     return node
+
+
+def forget_nodes() -> None:
+    """Drop what is remembered of nodes. It would keep every graph in memory that one compile has
+    gone through, and each collection of Python's garbage would look at all of them."""
+    strided.cache_clear()
+    base_of.cache_clear()
