@@ -4,10 +4,11 @@ python benchmarks/torch_compile.py [--rows sd15,sdxl,sd3,bert,resnet50,sd15-trai
     [--contenders backend,optimize,inductor,inductor-graph,eager] [--samples N] [--out FILE]
     [--tiny]
 
-Each row of each contender has a process of its own with empty caches. "first_s" is the first call,
-and "samples_ms" are calls after it, each behind the one before, as a denoise loop makes them. Rows
-whose name ends in "-train" time a forward and its backward, and those that end in "-sizes" the
-first call at each of six sizes in turn. "inductor" compiles the whole model; "-graph" captures one
+Each row of each contender has a process of its own with empty caches. "first_s" is the first call.
+"samples_ms" are calls after it, ten in a row, as a denoise loop makes them; "waited_ms" are calls
+for whose result the host waits, so that its own time stands in front of each. Rows whose name ends
+in "-train" time a forward and its backward, and those that end in "-sizes" the first call at each
+of six sizes in turn. "inductor" compiles the whole model; "-graph" captures one
 call of it in a hand-made CUDA graph, where there is a GPU. "dynamo_s" is Dynamo's share,
 as ``strop.explain`` says it, "traces_s" the shares of Dynamo and of Strop in each compile, and
 "second_to_first" how much longer the second one took. Weights are random, at full size.
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.new_process import measured_alone
 
+IN_A_ROW = 10  # calls of a sample that are launched without waiting
 ROWS = {  # model, size or tokens, batch
     "sd15": ("sd15-unet", (512, 512), 2),
     "sdxl": ("sdxl-unet", (1024, 1024), 2),
@@ -53,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="sd15,sdxl,sd3,bert,resnet50,sd15-train,sd15-sizes")
     parser.add_argument("--contenders", default="backend,optimize,inductor,inductor-graph,eager")
-    parser.add_argument("--samples", type=int, default=50, help="calls after the first ones")
+    parser.add_argument("--samples", type=int, default=20, help="of each way to time calls (20)")
     parser.add_argument("--out", type=Path, help="JSON file for every number")
     parser.add_argument("--tiny", action="store_true", help="tiny models: to try this out")
     parser.add_argument("--one", nargs=2, metavar=("ROW", "CONTENDER"), help=argparse.SUPPRESS)
@@ -118,17 +120,18 @@ def measured_here(row: str, contender: str, num_samples: int, *, is_tiny: bool) 
             return {"left_out": "a hand-made graph needs a GPU, and a call without a backward"}
         with torch.no_grad():
             calls = [captured(call) for call in calls]
-    found["samples_ms"] = [samples_of(call, device, num_samples) for call in calls]
+    found["samples_ms"] = [samples_of(call, device, num_samples, IN_A_ROW) for call in calls]
+    found["waited_ms"] = [samples_of(call, device, num_samples, 1) for call in calls]
     return found | counts_of(fast, contender)
 
 
-def samples_of(call: Call, device: Any, count: int) -> list[float]:
-    """Return milliseconds of calls one behind the other, after some that capture and warm up."""
+def samples_of(call: Call, device: Any, count: int, in_a_row: int) -> list[float]:
+    """Return milliseconds of a call of so many in a row, after some that capture and warm up."""
     from strop.bench.timer import elapsed_ms
 
     for _ in range(5):
         call()
-    return [round(elapsed_ms(call, device), 4) for _ in range(count)]
+    return [round(elapsed_ms(call, device, in_a_row), 4) for _ in range(count)]
 
 
 def prepared(model: Any, contender: str, is_trained: bool) -> Any:
