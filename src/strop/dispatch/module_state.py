@@ -297,7 +297,7 @@ class ModuleState:
             for path, m in self.parts
         )
         state = tuple(
-            (n, shape, _layout(t), t.dtype, t.device)
+            (n, shape, layout_of(t), t.dtype, t.device)
             for n, t, shape in zip(self.names, self.tensors, self.shapes, strict=True)
         )
         objects = {id(value): value for value in self.global_guards.objects}
@@ -306,7 +306,7 @@ class ModuleState:
         return hash((modules, state, self.adapters, names))
 
 
-def _layout(t: Tensor) -> tuple[int, ...] | None:
+def layout_of(t: Tensor) -> tuple[int, ...] | None:
     """Return the strides, or None for a tensor that is dense in one of the two usual orders:
     ``place`` itself changes those."""
     if t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)):

@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import strop
-from strop.dispatch.module_state import ModuleState
+from strop.dispatch.module_state import ModuleState, layout_of
 from strop.dispatch.signature import Shapes, Skeleton
 from strop.errors import CacheError
 from strop.frontend.module_parts import graph_text
@@ -32,13 +32,14 @@ from strop.ir.serialize import from_json, to_json
 from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.patterns import registry
+from strop.runtime.build.artefact import LOADED, StoredEntry
 from strop.runtime.build.cache import DiskCache
 
 if TYPE_CHECKING:
     from strop.dispatch.variants import Variant
 
 log = logging.getLogger("strop")
-_FORMAT = 5
+_FORMAT = 6
 
 
 def key_of(
@@ -47,7 +48,7 @@ def key_of(
     """Return a digest of all that the graph depends on, weights excepted."""
     parts: list[str] = [
         f"format {_FORMAT}",
-        *_versions(),
+        *versions(),
         own_source(),
         options.key(),
         *registry.keys(),
@@ -64,7 +65,7 @@ def key_of(
     parts.append(_config(module, state))
     parts += [*state.global_guards.text, *state.global_guards.containers, state.global_guards.code]
     parts += [
-        f"{n}:{shape}:{t.stride()}:{t.dtype}:{t.device}"
+        f"{n}:{shape}:{layout_of(t)}:{t.dtype}:{t.device}"
         for n, t, shape in zip(state.names, state.tensors, state.shapes, strict=True)
     ]
     parts += [
@@ -90,9 +91,11 @@ def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
 
 
 @lru_cache(maxsize=1)
-def _versions() -> tuple[str, ...]:
-    found = [f"strop {strop.__version__}", f"torch {torch.__version__}"]
-    for name in ("triton", "diffusers", "transformers", "peft"):
+def versions() -> tuple[str, ...]:
+    """Return the versions of all that decides about a graph. Which devices a torch was built for is
+    no part of it, nor is Triton, which only compiles kernels."""
+    found = [f"strop {strop.__version__}", f"torch {torch.__version__.partition('+')[0]}"]
+    for name in ("diffusers", "transformers", "peft"):
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -148,25 +151,47 @@ _DAMAGE = (CacheError, ValueError, LookupError, TypeError, AttributeError, Runti
 
 def find(
     key: str, numbers: Sequence[float], state: ModuleState, options: Options
-) -> tuple[str, Variant | None]:
-    """Return the key under which the variant for these numbers and tables is, or is to be saved,
-    and the stored variant, or None. One that is not for them leads to another key."""
+) -> tuple[tuple[str, ...], Variant | None]:
+    """Return the keys that lead to the variant for these numbers and tables, and the stored
+    variant, or None. The last key is that under which it is, or is to be saved: a variant that is
+    not for them leads to another key."""
+    keys: list[str] = []
     while True:
+        keys.append(key)
         variant = load(key, options)
         if variant is None or (variant.is_for(numbers) and variant.suits(state)):
-            return key, variant
+            return tuple(keys), variant
         rows = [spec.shape for spec in variant.rows]
         key = hashlib.sha256(f"{key}{variant.number_guards}{rows}".encode()).hexdigest()
 
 
 def load(key: str, options: Options) -> Variant | None:
     """Return the stored variant, or None. A damaged entry is dropped with one log line."""
+    for place in (LOADED, DiskCache(options.cache_path)):
+        data = place.read("plan", key)
+        variant = None if data is None else _decoded(data)
+        if variant is not None:
+            return variant
+    return None
+
+
+def stored(keys: Sequence[str], options: Options) -> Iterator[StoredEntry]:
+    """Yield plans as they are kept. Raises CacheError where one is gone."""
+    cache = DiskCache(options.cache_path)
+    for key in keys:
+        data = cache.read("plan", key) or LOADED.read("plan", key)
+        if data is None:
+            raise CacheError(
+                f"{options.cache_path} no longer holds plan/{key}, which this process runs:"
+                " somebody has emptied the cache since. Do the same in a new process"
+            )
+        yield StoredEntry("plan", key, data)
+
+
+def _decoded(data: bytes) -> Variant | None:
     from strop.dispatch.variants import Variant
     from strop.frontend.capture import Same
 
-    data = DiskCache(options.cache_path).read("plan", key)
-    if data is None:
-        return None
     try:
         entry = json.loads(data)
         program = from_json(entry["program"])
@@ -215,13 +240,14 @@ def _entries_of(specs: Sequence[TensorSpec]) -> list[Any]:
     return [(s.shape, str(s.dtype).removeprefix("torch."), str(s.device), s.order) for s in specs]
 
 
-def save(key: str, variant: Variant, options: Options) -> None:
-    """Keep a variant. One whose result type cannot be written down is compiled in each process."""
+def save(key: str, variant: Variant, options: Options) -> bool:
+    """Keep a variant, and say whether that was possible. One whose result type cannot be written
+    down is compiled in each process."""
     try:
         out_spec = pytree.treespec_dumps(variant.out_spec)
     except NotImplementedError as error:
         log.warning("this plan is not kept on disk: %s", error)
-        return
+        return False
     entry: dict[str, Any] = {
         "arch": options.arch,  # that of the option, for who reads the file: the key has it too
         "program": to_json(variant.program),
@@ -236,3 +262,4 @@ def save(key: str, variant: Variant, options: Options) -> None:
         "same": [(s.place, s.kind, s.number) for s in variant.same],
     }
     DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())
+    return True

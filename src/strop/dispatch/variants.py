@@ -97,6 +97,7 @@ class Variant:
     num_copied_blocks: int = 0  # that were not traced, as they are like an earlier one
     traced_blocks: tuple[str, ...] = ()  # those that were traced once more, and why
     plans: ShapePlans = field(default_factory=ShapePlans)  # of its program
+    stored_keys: tuple[str, ...] = ()  # in the disk cache, the last is its own; () for none
 
     def fits(self, sizes: Sizes, state: ModuleState) -> bool:
         return self.env(sizes, state) is not None
@@ -293,9 +294,10 @@ class VariantStore:
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
         options = self.options.on(has_wgmma=library.device.has_wgmma)
         stored_key = stored_variants.key_of(self.module, state, call.skeleton, shapes, options)
+        stored_keys: tuple[str, ...] = (stored_key,)
         variant = None
         if not self.options.wants_compiler:
-            stored_key, variant = stored_variants.find(
+            stored_keys, variant = stored_variants.find(
                 stored_key, call.numbers, state, self.options
             )
         if variant is None:
@@ -306,8 +308,9 @@ class VariantStore:
                     variant = self._compile(state, call, shapes, device, library, options)
                 env = variant.env(sizes, state)
                 library.begin(_needed(variant.program, env, library))
-                if variant.wants is None:  # the key knows nothing of it
-                    stored_variants.save(stored_key, variant, self.options)
+                if not self._keep(variant, stored_keys[-1]):
+                    stored_keys = ()
+            variant = replace(variant, stored_keys=stored_keys)
             if variant.state_names != tuple(state.names):
                 raise CaptureError(
                     f"{self.name}: the module's parameters are not those of its graph"
@@ -316,6 +319,11 @@ class VariantStore:
             return self._with_kernels(variant, library, device, env, started)
         finally:
             library.cool_down()
+
+    def _keep(self, variant: Variant, key: str) -> bool:
+        """Keep a variant on disk, and say whether that was possible. What its gradients are by is
+        no part of the key."""
+        return variant.wants is None and stored_variants.save(key, variant, self.options)
 
     def _with_kernels(
         self,

@@ -76,7 +76,7 @@ class DiskCache:
             content = path.read_bytes()
         except OSError:  # missing, or not for us
             return None
-        data = _checked(content)
+        data = checked(content)
         with contextlib.suppress(OSError):  # removed by another process, or a read-only disk
             if data is None:
                 logger.warning("removed the damaged cache entry %s", path)
@@ -148,7 +148,7 @@ class DiskCache:
         damaged = []
         for entry in self.entries():
             with contextlib.suppress(FileNotFoundError):  # another process may have removed it
-                if _checked(entry.path.read_bytes()) is None:
+                if checked(entry.path.read_bytes()) is None:
                     entry.path.unlink()
                     damaged.append(entry)
         return damaged
@@ -186,8 +186,7 @@ def _write(path: Path, data: bytes) -> Path:
     handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.write(hashlib.sha256(data).digest() + _MAGIC)
+            file.write(with_trailer(data))
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -195,7 +194,12 @@ def _write(path: Path, data: bytes) -> Path:
     return path
 
 
-def _checked(content: bytes) -> bytes | None:
+def with_trailer(data: bytes) -> bytes:
+    """Return what a file with these data holds."""
+    return data + hashlib.sha256(data).digest() + _MAGIC
+
+
+def checked(content: bytes) -> bytes | None:
     """The data of a file, None if the trailer is missing or does not fit."""
     data, trailer = content[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
     return data if trailer == hashlib.sha256(data).digest() + _MAGIC else None

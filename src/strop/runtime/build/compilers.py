@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -26,11 +27,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strop.codegen import triton_worker
-from strop.errors import CodegenError
+from strop.errors import CacheError, CodegenError
 from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
-from strop.runtime.build.cubin import Cubin, cache_key, request_of
+from strop.runtime.build.artefact import LOADED
+from strop.runtime.build.cubin import Cubin, cache_key, content_key, request_of
 
+log = logging.getLogger("strop")
 _PATIENCE_S = 5.0  # with a process that was told to end
 
 
@@ -136,7 +139,7 @@ class Builds:
         """Return what will hold each kernel, and those that nobody has built or is building: the
         caller must."""
         futures, mine = {}, []
-        keys = {source: cache_key(source, target) for source in sources}
+        keys = {source: content_key(source, target) for source in sources}
         with self._change:
             for source, key in keys.items():
                 if key not in self._memo:
@@ -146,16 +149,16 @@ class Builds:
         return futures, mine
 
     def has(self, source: KernelSource, target: GpuTarget) -> bool:
-        found = self._memo.get(cache_key(source, target))
+        found = self._memo.get(content_key(source, target))
         return found is not None and found.done()
 
     def settle(self, source: KernelSource, target: GpuTarget, cubin: Cubin) -> None:
-        self._memo[cache_key(source, target)].set_result(cubin)
+        self._memo[content_key(source, target)].set_result(cubin)
 
     def fail(self, source: KernelSource, target: GpuTarget, error: BaseException) -> None:
         """Give the error to those who wait; those who ask later start again."""
         with self._change:
-            self._memo.pop(cache_key(source, target)).set_exception(error)
+            self._memo.pop(content_key(source, target)).set_exception(error)
 
     def count(self, *, built: int = 0, cached: int = 0, seconds: float = 0.0) -> None:
         with self._change:
@@ -347,10 +350,23 @@ def build_one(
 
 
 def _load(source: KernelSource, target: GpuTarget, cache: Cache) -> bool:
-    data = cache.get(cache_key(source, target))
-    if data is not None:
-        BUILDS.settle(source, target, Cubin.from_bytes(data))
-    return data is not None
+    cubin = _in_artefacts(source, target)
+    if cubin is None and (data := cache.get(cache_key(source, target))) is not None:
+        cubin = Cubin.from_bytes(data)
+    if cubin is not None:
+        BUILDS.settle(source, target, cubin)
+    return cubin is not None
+
+
+def _in_artefacts(source: KernelSource, target: GpuTarget) -> Cubin | None:
+    data = LOADED.read("cubin", content_key(source, target))
+    if data is None:
+        return None
+    try:
+        return Cubin.from_bytes(data)
+    except CacheError as error:
+        log.warning("a kernel of an artefact is left out: %s", error)
+        return None
 
 
 def _keep(source: KernelSource, target: GpuTarget, cache: Cache, cubin: Cubin) -> None:

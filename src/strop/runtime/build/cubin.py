@@ -186,9 +186,18 @@ def triton_version() -> str:
 
 
 @lru_cache(maxsize=4096)
-def cache_key(source: KernelSource, target: GpuTarget) -> str:
+def content_key(source: KernelSource, target: GpuTarget) -> str:
+    """Return a digest of what is compiled, whichever Triton compiles it. Artefacts find kernels by
+    it where there is no Triton."""
     content = json.dumps(request_of(source, target), sort_keys=True)
-    return hashlib.sha256(f"cubin 1 {triton_version()} {content}".encode()).hexdigest()
+    return hashlib.sha256(f"cubin 1 {content}".encode()).hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def cache_key(source: KernelSource, target: GpuTarget) -> str:
+    """Return the key in the disk cache. Raises CodegenError where there is no Triton."""
+    content = f"{triton_version()} {content_key(source, target)}"
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def compile_cubin(source: KernelSource, arch: int, runs_on: int = 0) -> Cubin:

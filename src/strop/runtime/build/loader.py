@@ -4,7 +4,7 @@ call."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -14,7 +14,8 @@ from strop.errors import CodegenError, UnsupportedError
 from strop.ir.device import CPU, LEAST_ARCH, Device
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
-from strop.runtime.build import compilers, cubin, driver
+from strop.runtime.build import compilers, cubin, driver, native
+from strop.runtime.build.artefact import StoredEntry
 from strop.runtime.build.background import BackgroundBuild, BuildOrder
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.devices import gpu
@@ -78,6 +79,15 @@ class KernelLoader(Protocol):
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int: ...
 
     @property
+    def target_name(self) -> str:
+        """Return what this device is called among the targets of an artefact."""
+        ...
+
+    def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
+        """Build kernels, as far as they are not, and yield what an artefact holds of them."""
+        ...
+
+    @property
     def counts(self) -> tuple[int, int]:
         """Count the kernels built and the kernels found in the disk cache so far, while somebody
         waited."""
@@ -127,6 +137,14 @@ class CpuLoader:
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         raise UnsupportedError("C++ kernels cut their reductions themselves")
+
+    @property
+    def target_name(self) -> str:
+        return native.target_name()
+
+    def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
+        self.build(sources)
+        return self._native.machine_code(sources)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -207,6 +225,17 @@ class CudaLoader:
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         return split.count(sizes, self.device.sms)
+
+    @property
+    def target_name(self) -> str:
+        target = self.device.target
+        return f"sm_{target.arch}" + ("" if target.is_native else f" on sm_{target.runs_on}")
+
+    def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
+        target = self.device.target
+        built = compilers.build(sources, target, self._cache, self._workers)
+        for source, made in built.items():
+            yield StoredEntry("cubin", cubin.content_key(source, target), made.to_bytes())
 
     @property
     def counts(self) -> tuple[int, int]:

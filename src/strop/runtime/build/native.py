@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any
 # Loaded before any kernel: torch brings libgomp.so.1, and kernels then use the same thread pool.
 import torch
 
-from strop.errors import CodegenError
+from strop.errors import CacheError, CodegenError
 from strop.ir.source import KernelSource
+from strop.runtime.build.artefact import LOADED, StoredEntry
 from strop.runtime.build.cache import DiskCache
 from strop.wording import counted
 
@@ -40,6 +41,15 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
     *("-ffp-contract=fast", "-fwrapv", "-Wno-psabi"),
 )
+
+
+_TARGETS = {"x86-64-v4": "cpu-v4", "x86-64-v3": "cpu-v3", "x86-64": "cpu-v1"}
+
+
+def target_name() -> str:
+    """Return what this processor is called among the targets of an artefact."""
+    march = target_flags()[0].removeprefix("-march=")
+    return _TARGETS.get(march, f"cpu-{march}")
 
 
 @cache
@@ -126,21 +136,55 @@ class NativeKernels:
 
     def _load_cached(self, source: KernelSource) -> bool:
         """An entry of kind "cpp" names the shared object that holds a kernel."""
-        unit = self._store.read("cpp", self._key(source))
-        if unit is None or (library := self._library(unit.decode())) is None:
-            return False
-        self._functions[source] = NativeFunction(library, self._symbol(source))
-        return True
+        for place in (LOADED, self._store):
+            unit = place.read("cpp", self._key(source))
+            library = None if unit is None else self._library(unit.decode(errors="replace"))
+            if library is not None and hasattr(library, self._symbol(source)):
+                self._functions[source] = NativeFunction(library, self._symbol(source))
+                return True
+        return False
 
     def _library(self, unit: str) -> ctypes.CDLL | None:
         if unit not in self._libraries:
-            if self._store.read("so", unit) is None:  # verifies the checksum
+            if not self._is_on_disk(unit):
                 return None
             try:
                 self._libraries[unit] = ctypes.CDLL(str(self._store.path("so", unit)))
             except OSError:  # pruned by another process since
                 return None
         return self._libraries[unit]
+
+    def _is_on_disk(self, unit: str) -> bool:
+        """Say whether a shared object lies where the loader of the system can open it. That of an
+        artefact is written there."""
+        try:
+            if self._store.read("so", unit) is not None:  # verifies the checksum
+                return True
+        except CacheError:  # an artefact names something that is no key
+            return False
+        if (data := LOADED.read("so", unit)) is not None:
+            self._store.write("so", unit, data)
+        return data is not None
+
+    def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
+        """Yield all that another process needs to load these kernels. Raises CacheError where the
+        cache lacks some, which ``build`` has put there."""
+        units = dict[str, None]()
+        for source in dict.fromkeys(sources):
+            unit = self._stored("cpp", self._key(source))
+            units[unit.decode()] = None
+            yield StoredEntry("cpp", self._key(source), unit)
+        for name in units:
+            yield StoredEntry("so", name, self._stored("so", name))
+
+    def _stored(self, kind: str, key: str) -> bytes:
+        data = self._store.read(kind, key) or LOADED.read(kind, key)
+        if data is None:
+            raise CacheError(
+                f"{self._store.root} no longer holds {kind}/{key}, which this process has loaded:"
+                " somebody has emptied the cache since. Do the same in a new process"
+            )
+        return data
 
     def _compile(self, missing: Sequence[KernelSource]) -> None:
         if shutil.which(self._compiler) is None:
