@@ -6,7 +6,16 @@ from strop.options import Options
 
 if TYPE_CHECKING:
     from strop import train
-    from strop.api import explain, lora_rows, optimize, pattern, restore
+    from strop.api import (
+        explain,
+        load,
+        lora_rows,
+        optimize,
+        pattern,
+        restore,
+        save,
+        warmup,
+    )
 
 __version__ = "0.1.0"
 
@@ -14,12 +23,16 @@ __all__ = [
     "Options",
     "__version__",
     "explain",
+    "load",
     "lora_rows",
     "optimize",
     "pattern",
     "restore",
+    "save",
     "train",
+    "warmup",
 ]
+_OF_API = {*__all__} - {"Options", "__version__", "train"}
 
 
 def __getattr__(name: str) -> Any:
@@ -28,7 +41,7 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("strop.train")
-    if name not in ("explain", "lora_rows", "optimize", "pattern", "restore"):
+    if name not in _OF_API:
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
     from strop.dispatch.gc_pause import collection_paused
 

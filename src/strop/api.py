@@ -1,9 +1,10 @@
-"""A user calls these on a module or a diffusers pipeline: optimize, restore, explain."""
+"""A user calls these on a module or a diffusers pipeline: optimize, explain, save, load ..."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,16 +16,22 @@ from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern
 
 if TYPE_CHECKING:
+    from os import PathLike
+
+    from strop.artefacts.saving import SavedArtefact
     from strop.debug.report import Report
 
 __all__ = [
     "dispatchers_of",
     "explain",
+    "load",
     "lora_rows",
     "optimize",
     "optimize_module",
     "pattern",
     "restore",
+    "save",
+    "warmup",
 ]
 T = TypeVar("T")
 
@@ -153,6 +160,76 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
     from strop.debug.explain import explain as build_report
 
     return build_report(obj, *args, **kwargs)
+
+
+def save(obj: Any, path: str | PathLike[str]) -> SavedArtefact:
+    """Save all graphs that an optimised module or pipeline has compiled so far, with all kernels
+    for all sizes, as one file: an artefact. It holds no weights, and serves all that have the same
+    names, sizes and types, with any LoRA.
+
+    Returns what was saved, with the file's fingerprint. Raises OptionError where nothing has been
+    compiled yet, and CacheError where the file cannot be written.
+    """
+    from strop.artefacts.saving import save_artefact
+
+    return save_artefact(dispatchers_of(obj), Path(path))
+
+
+def load(
+    obj: T, path: str | PathLike[str], *, trust: bool | str = False, options: Options | None = None
+) -> T:
+    """Read from an artefact what a module or pipeline would compile, and return ``obj``, which is
+    optimised if it was not. What the artefact lacks is compiled as ever.
+
+    Machine code is a program: give ``trust=True`` for a file of somebody whom you trust, or its
+    fingerprint, as ``save`` returns it. A file in your own cache folder needs neither.
+
+    Raises CacheError for a file that is damaged, not trusted, of another version, or made for
+    another model, device or options; ``obj`` is then as it was.
+    """
+    from strop.artefacts.contents import ArtefactContents
+    from strop.artefacts.loading import open_artefact
+    from strop.runtime.build.artefact import LOADED
+
+    artefact = open_artefact(Path(path), trust, options or Options.from_environment())
+    try:
+        contents = ArtefactContents.from_json(artefact.about, artefact.path)
+        contents.check_versions(artefact.path)
+        was_optimised = bool(dispatchers_of(obj))
+        if options is not None or not was_optimised:
+            optimize(obj, options=options)
+        try:
+            given = dispatchers_of(obj)
+            served = contents.check_parts(artefact.path, given)
+            contents.check_targets(artefact.path, [given[name] for name in served])
+        except BaseException:
+            if not was_optimised:
+                restore(obj)
+            raise
+    except BaseException:
+        artefact.close()
+        raise
+    LOADED.use(artefact)
+    return obj
+
+
+def warmup(pipe: T, *, sizes: Sequence[tuple[int, int]], **given: Any) -> T:
+    """Compile all that pictures of these sizes, (height, width), need, and the kernels for other
+    sizes, and return ``pipe``. It draws each of them in two steps.
+
+    ``given`` are arguments of the pipeline's own call, such as ``image`` or another
+    ``num_inference_steps``. Raises OptionError for what is no optimised pipeline.
+    """
+    from strop.artefacts.warm_up import check_sizes, warm_up_pipeline
+
+    found = dispatchers_of(pipe) if _is_pipeline(pipe) else {}
+    if not found:
+        raise OptionError(
+            f"strop.warmup got a {type(pipe).__name__}; it takes a pipeline that strop.optimize has"
+            " seen. A module by itself is ready after one call of yours"
+        )
+    warm_up_pipeline(pipe, list(found.values()), check_sizes(sizes), given)
+    return pipe
 
 
 def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:

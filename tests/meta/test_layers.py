@@ -51,9 +51,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "stages.targets",
         "runtime",
     ),
+    "artefacts": ("errors", "options", "wording", "dispatch", "runtime"),
     "api": (
         "errors",
         "options",
+        "artefacts",
+        "runtime.build.artefact",
         "patterns.declare",
         "dispatch.adapter_rows",
         "dispatch.dispatcher",

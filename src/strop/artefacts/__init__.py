@@ -1,0 +1,1 @@
+"""Artefacts carry plans and machine code from one process to another, without weights."""

@@ -1,0 +1,96 @@
+"""Save what is compiled of a module or pipeline as an artefact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.artefacts.contents import ArtefactContents, device_of_weights
+from strop.dispatch import stored_variants
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.variants import Variant, library_for
+from strop.errors import OptionError
+from strop.runtime.build.artefact import StoredEntry, write_artefact
+from strop.runtime.run import choices
+from strop.wording import counted
+
+
+@dataclass(frozen=True, slots=True)
+class SavedArtefact:
+    """Say what was saved. ``strop.load(..., trust=artefact.fingerprint)`` accepts no other file.
+    ``left_out`` says which modules are not in it, and why."""
+
+    path: Path
+    fingerprint: str
+    num_bytes: int
+    num_plans: int
+    num_kernels: int
+    targets: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        plans, kernels = counted(self.num_plans, "plan"), counted(self.num_kernels, "kernel")
+        lines = [
+            f"{self.path}: {plans}, {kernels} for {', '.join(self.targets)},"
+            f" {self.num_bytes / 1e6:.1f} MB, {self.fingerprint}",
+            *(f"left out: {reason}" for reason in self.left_out),
+        ]
+        return "\n".join(lines)
+
+
+def save_artefact(dispatchers: Mapping[str, Dispatcher], path: Path) -> SavedArtefact:
+    """Write all graphs that these have compiled so far, with all kernels for all sizes.
+
+    Raises OptionError where none has run, CacheError where the file cannot be written.
+    """
+    parts, left_out = dict[str, Dispatcher](), []
+    for name, dispatcher in dispatchers.items():
+        kept = _kept(dispatcher)
+        if kept:
+            parts[name] = dispatcher
+        if reason := _reason_left_out(dispatcher, len(kept)):
+            left_out.append(f"{name} ({reason})")
+    if not parts:
+        raise OptionError(
+            f"strop.save has nothing to save to {path}: {'; '.join(left_out) or 'nothing'}. Call"
+            " the model first, or strop.warmup(pipe, sizes=...)"
+        )
+    counts, contents = Counter[str](), ArtefactContents.of(parts)
+    found = {(e.kind, e.key): e for part in parts.values() for e in _entries(part)}
+    counts.update(kind for kind, _ in found)
+    fingerprint = write_artefact(path, contents.to_json(), found.values())
+    return SavedArtefact(
+        path,
+        f"sha256:{fingerprint}",
+        path.stat().st_size,
+        counts["plan"],
+        counts["cpp"] + counts["cubin"],
+        contents.targets,
+        tuple(left_out),
+    )
+
+
+def _kept(dispatcher: Dispatcher) -> list[Variant]:
+    return [variant for variant in dispatcher.variants.all if variant.stored_keys]
+
+
+def _reason_left_out(dispatcher: Dispatcher, num_kept: int) -> str:
+    """Say what of a module is not saved, or nothing."""
+    num_all = len(dispatcher.variants.all)
+    if not num_all:
+        return "it has not run"
+    if num_kept < num_all:
+        return f"{counted(num_all - num_kept, 'graph')} that no disk cache can keep"
+    return ""
+
+
+def _entries(dispatcher: Dispatcher) -> Iterator[StoredEntry]:
+    """Yield plans, and the kernels of each for all sizes."""
+    dispatcher.variants.wait()
+    library = library_for(device_of_weights(dispatcher), dispatcher.options)
+    for variant in _kept(dispatcher):
+        yield from stored_variants.stored(variant.stored_keys, dispatcher.options)
+        sources = choices.sources_elsewhere(variant.program, (), library.device)
+        yield from library.machine_code(sources)
