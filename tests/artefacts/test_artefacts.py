@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 import strop
@@ -131,6 +132,26 @@ def test_saving_again_from_an_artefact_gives_the_same(tmp_path: Path) -> None:
     first, second = Artefact(path), Artefact(again.path)
     assert first.sections.keys() == second.sections.keys()
     assert str(again).startswith(f"{again.path}: 1 plan, 2 kernels for cpu-")
+
+
+def test_one_artefact_serves_any_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = strop.optimize(tiny.unet(), options=options(tmp_path / "before"))
+    call = tiny.unet_args(2, 8, 8, 5)
+    plain = run(unet, *call)[0]
+    report = strop.save(unet, tmp_path / "unet.strop")
+    forget()
+    forbid_compilers(monkeypatch)
+    adapted, twin = tiny.unet(), tiny.unet()
+    for module in (adapted, twin):
+        torch.manual_seed(1)
+        config = LoraConfig(r=3, target_modules=["to_q", "to_v"], init_lora_weights=False)
+        module.add_adapter(config)
+    expected = run(twin, *call)[0]
+    loaded(tmp_path, report.path, adapted)
+    result = run(adapted, *call)[0]
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)  # fp32, other orders
+    assert not torch.allclose(result, plain, rtol=1e-3, atol=1e-3)
+    assert adapted.forward.variants.num_captures == 0
 
 
 PROCESS = """
