@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,11 +90,11 @@ def optimize_module(
 ) -> Dispatcher:
     """Put a dispatcher in front of ``module.forward``."""
     restore(module)
+    kind: Callable[..., Dispatcher] = how.pop("kind", Dispatcher)
     if "adapter" not in how:
         from strop.diffusion.components import adapter_for
 
         how["adapter"] = adapter_for(module)
-    kind: type[Dispatcher] = Dispatcher
     if train:  # Dynamo takes its time to import
         from strop.dispatch.training import TrainingDispatcher as kind
     dispatcher = kind(module, options, **how)
@@ -210,6 +210,8 @@ def load(
         artefact.close()
         raise
     LOADED.use(artefact)
+    for name in served:
+        given[name].variants.artefact = str(artefact.path)
     return obj
 
 

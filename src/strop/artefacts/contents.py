@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.stored_variants import own_source, versions
-from strop.dispatch.variants import library_for
 from strop.errors import CacheError
 from strop.wording import counted
 
@@ -64,6 +63,13 @@ class ArtefactContents:
         targets = {target_of(dispatcher) for dispatcher in parts.values()}
         found = {name: Architecture.of(dispatcher) for name, dispatcher in parts.items()}
         return ArtefactContents(versions(), own_source(), tuple(sorted(targets)), found)
+
+    @staticmethod
+    def joined(several: Sequence[ArtefactContents]) -> ArtefactContents:
+        """Describe what several of one process are for, with the targets of all."""
+        targets = {target for one in several for target in one.targets}
+        parts = {name: part for one in several for name, part in one.parts.items()}
+        return replace(several[0], targets=tuple(sorted(targets)), parts=parts)
 
     def to_json(self) -> Mapping[str, Any]:
         """Write lists and dictionaries for ``json.dumps``."""
@@ -160,12 +166,12 @@ def _texts(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def target_of(dispatcher: Dispatcher) -> str:
     """Return what the device is called on which the weights of a module lie."""
-    return library_for(device_of_weights(dispatcher), dispatcher.options).target_name
+    return dispatcher.variants.library(device_of_weights(dispatcher)).target_name
 
 
 def device_of_weights(dispatcher: Dispatcher) -> torch.device:
     """Return where the weights of a module lie. Raises CacheError if it has none."""
-    tensors = dispatcher.state.tensors
-    if not tensors:
+    devices = dispatcher.state.devices
+    if not devices:
         raise CacheError(f"{dispatcher.name} has no weights, which would say on which device it is")
-    return tensors[0].device
+    return devices[0]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from strop.artefacts.contents import ArtefactContents, device_of_weights
 from strop.dispatch import stored_variants
 from strop.dispatch.dispatcher import Dispatcher
-from strop.dispatch.variants import Variant, library_for
+from strop.dispatch.variants import Variant
 from strop.errors import OptionError
 from strop.runtime.build.artefact import StoredEntry, write_artefact
 from strop.runtime.run import choices
@@ -40,11 +40,25 @@ class SavedArtefact:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Hold what is compiled of some modules on one device."""
+
+    contents: ArtefactContents
+    entries: tuple[StoredEntry, ...]
+    left_out: tuple[str, ...]
+
+
 def save_artefact(dispatchers: Mapping[str, Dispatcher], path: Path) -> SavedArtefact:
     """Write all graphs that these have compiled so far, with all kernels for all sizes.
 
     Raises OptionError where none has run, CacheError where the file cannot be written.
     """
+    return write_gathered([gather(dispatchers)], path)
+
+
+def gather(dispatchers: Mapping[str, Dispatcher]) -> Gathered:
+    """Return all that these have compiled. Raises OptionError where that is nothing."""
     parts, left_out = dict[str, Dispatcher](), []
     for name, dispatcher in dispatchers.items():
         kept = _kept(dispatcher)
@@ -54,12 +68,19 @@ def save_artefact(dispatchers: Mapping[str, Dispatcher], path: Path) -> SavedArt
             left_out.append(f"{name} ({reason})")
     if not parts:
         raise OptionError(
-            f"strop.save has nothing to save to {path}: {'; '.join(left_out) or 'nothing'}. Call"
+            f"strop.save has nothing to save: {'; '.join(left_out) or 'nothing is optimised'}. Call"
             " the model first, or strop.warmup(pipe, sizes=...)"
         )
-    counts, contents = Counter[str](), ArtefactContents.of(parts)
-    found = {(e.kind, e.key): e for part in parts.values() for e in _entries(part)}
-    counts.update(kind for kind, _ in found)
+    entries = tuple(entry for part in parts.values() for entry in _entries(part))
+    return Gathered(ArtefactContents.of(parts), entries, tuple(left_out))
+
+
+def write_gathered(gathered: Sequence[Gathered], path: Path) -> SavedArtefact:
+    """Write one file for the devices of all of these, which are of the same modules. Raises
+    CacheError where it cannot be written."""
+    contents = ArtefactContents.joined([one.contents for one in gathered])
+    found = {(e.kind, e.key): e for one in gathered for e in one.entries}
+    counts = Counter(kind for kind, _ in found)
     fingerprint = write_artefact(path, contents.to_json(), found.values())
     return SavedArtefact(
         path,
@@ -68,7 +89,7 @@ def save_artefact(dispatchers: Mapping[str, Dispatcher], path: Path) -> SavedArt
         counts["plan"],
         counts["cpp"] + counts["cubin"],
         contents.targets,
-        tuple(left_out),
+        tuple(dict.fromkeys(reason for one in gathered for reason in one.left_out)),
     )
 
 
@@ -89,7 +110,7 @@ def _reason_left_out(dispatcher: Dispatcher, num_kept: int) -> str:
 def _entries(dispatcher: Dispatcher) -> Iterator[StoredEntry]:
     """Yield plans, and the kernels of each for all sizes."""
     dispatcher.variants.wait()
-    library = library_for(device_of_weights(dispatcher), dispatcher.options)
+    library = dispatcher.variants.library(device_of_weights(dispatcher))
     for variant in _kept(dispatcher):
         yield from stored_variants.stored(variant.stored_keys, dispatcher.options)
         sources = choices.sources_elsewhere(variant.program, (), library.device)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import strop
-from strop.cli import bench, cache, cases, env, explain, generate, train
+from strop.cli import bench, build, cache, cases, env, explain, generate, train
 from strop.cli.help_screen import App
 
 __all__ = ["app", "main"]
@@ -36,6 +36,7 @@ app = App(
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.command)
 app.command("explain", epilog=explain.EXAMPLES)(explain.command)
+app.command("build", epilog=build.EXAMPLES)(build.command)
 app.command("repro", epilog=cases.REPRO_EXAMPLES)(cases.repro)
 app.command("minify", epilog=cases.MINIFY_EXAMPLES)(cases.minify)
 app.command("bisect", epilog=cases.BISECT_EXAMPLES)(cases.bisect)

@@ -29,13 +29,15 @@ from strop.runtime.loop.denoise_loop import DenoiseLoop
 log = logging.getLogger("strop")
 
 
-def optimize_pipeline(pipe: Any, options: Options) -> None:
+def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
     """Compile every known component. Adapters and schedulers stay diffusers' own, but that those
     which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``),
     that diffusers looks for offloaded weights in less time (``offloading.py``), that nobody waits
     for noise on its way to the GPU (``noise.py``), and that pictures become bytes before they are
     copied to the host (``pictures.py``). Files with adapters are looked at before they are loaded
     (``adapter_loading.py``). All of it is for optimised pipelines alone.
+
+    ``how`` is what ``optimize_module`` takes for each component.
 
     What is compiled as it is to be already, for a pipeline that this one was made of, stays so.
     Raises OptionError for a pipeline that has none of them.
@@ -55,7 +57,7 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
         for name, module in known.items():
             own = loop if name in DENOISERS else None
             if name not in kept or (own is not None and kept[name].loop is not own):
-                _compile(module, options, name, own, _part_of(pipe, name))
+                _compile(module, options, name, own, _part_of(pipe, name), **how)
         _mark_own_bar(pipe, loop, changes)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
     if left:
@@ -88,9 +90,14 @@ def _part_of(pipe: Any, name: str) -> nn.Module:
 
 
 def _compile(
-    module: nn.Module, options: Options, name: str, loop: DenoiseLoop | None, component: nn.Module
+    module: nn.Module,
+    options: Options,
+    name: str,
+    loop: DenoiseLoop | None,
+    component: nn.Module,
+    **how: Any,
 ) -> None:
-    dispatcher = optimize_module(module, options, name=name, loop=loop, component=component)
+    dispatcher = optimize_module(module, options, name=name, loop=loop, component=component, **how)
     SHARED.hold(dispatcher)
 
 

@@ -13,7 +13,7 @@ from strop.dispatch.aliases import returned_arguments
 from strop.dispatch.entry import Entry
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.module_state import ModuleState
-from strop.dispatch.signature import Beside, Shapes, Skeleton, memory_order
+from strop.dispatch.signature import Beside, Shapes, Skeleton, memory_order, placed
 from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of
 from strop.dispatch.varying_numbers import GivenCall, Turned, all_shapes
 from strop.errors import UnsupportedError
@@ -94,7 +94,9 @@ class EntryMaker:
 
     def _shapes(self, call: GivenCall) -> Shapes:
         shapes = self._adapter.shapes(call.given, call.skeleton)
-        return all_shapes(shapes, call, device_of(self._state, shapes))
+        if (device := self._state.place) is None:
+            return all_shapes(shapes, call, device_of(self._state, shapes))
+        return placed(all_shapes(placed(shapes, device), call, device), device)
 
     def _variant(self, call: GivenCall) -> tuple[Variant, GivenCall]:
         """Find the variant for a call. Floats that it can have only as constants become constants

@@ -49,6 +49,7 @@ class ModuleState:
         self.effective = AdaptedWeights(options)
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
         self.merged, self.padded = PlacedPieces(), PlacedPieces()
+        self.place: torch.device | None = None  # where weights are to lie when a plan of them runs
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
         self.turned = TurnedSettings(module)
         self.scan()
@@ -276,6 +277,11 @@ class ModuleState:
         absent = {n for n, value in found.items() if value is None and is_scale(part, n)}
         kept = found.keys() - unread - absent
         return {n: self.turned.form_of(path, n) or found[n] for n in found if n in kept}
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Return on which device each tensor lies, or is to lie when programs run."""
+        return [self.place or tensor.device for tensor in self.tensors]
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

@@ -62,6 +62,14 @@ class Shapes:
     otherwise: Shapes | None = None  # to be tried where a trace with these fails
 
 
+def placed(shapes: Shapes, device: torch.device) -> Shapes:
+    """Return the same sizes, of tensors on another device."""
+    specs = tuple(replace(spec, device=device) for spec in shapes.specs)
+    return replace(
+        shapes, specs=specs, otherwise=shapes.otherwise and placed(shapes.otherwise, device)
+    )
+
+
 @dataclass(slots=True)
 class Beside:
     """Hold what else a call has among its arguments: floats, and generators of random numbers."""

@@ -65,8 +65,10 @@ def key_of(
     parts.append(_config(module, state))
     parts += [*state.global_guards.text, *state.global_guards.containers, state.global_guards.code]
     parts += [
-        f"{n}:{shape}:{layout_of(t)}:{t.dtype}:{t.device}"
-        for n, t, shape in zip(state.names, state.tensors, state.shapes, strict=True)
+        f"{n}:{shape}:{layout_of(t)}:{t.dtype}:{device}"
+        for n, t, shape, device in zip(
+            state.names, state.tensors, state.shapes, state.devices, strict=True
+        )
     ]
     parts += [
         repr(state.adapters),

@@ -149,9 +149,14 @@ class VariantStore:
         self.module, self.options, self.name = module, options, name
         self.variants: dict[Any, list[Variant]] = {}
         self.num_captures = 0
+        self.artefact = ""  # the file that should have a plan for each call
         self.progress = Progress()
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
+
+    def library(self, device: torch.device) -> KernelLoader:
+        """Return what loads the kernels of a device."""
+        return library_for(device, self.options)
 
     @property
     def all(self) -> list[Variant]:
@@ -286,7 +291,7 @@ class VariantStore:
 
     def _make(self, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes) -> Variant:
         started, device = time.perf_counter(), device_of(state, shapes)
-        library = library_for(device, self.options)
+        library = self.library(device)
         for name, tensor in zip(state.names, state.tensors, strict=True):
             if type(tensor) not in (Tensor, nn.Parameter) or is_foreign(tensor):
                 raise CaptureError(f"{self.name}: {name} is {described(tensor)}")
@@ -301,6 +306,8 @@ class VariantStore:
                 stored_key, call.numbers, state, self.options
             )
         if variant is None:
+            if self.artefact:
+                log.warning("%s: %s has no plan for this call", self.name, self.artefact)
             library.warm_up()
         try:
             if variant is None:
@@ -447,7 +454,14 @@ class VariantStore:
         watch = TraceWatch(effects.so_far, lambda part: entered.add(id(part)), numbers)
         try:
             captured = capture(
-                clone, call, shapes.specs, shapes.hints, asked.numbers, state.tables, watch
+                clone,
+                call,
+                shapes.specs,
+                shapes.hints,
+                asked.numbers,
+                state.tables,
+                watch,
+                state.place,
             )
         finally:
             effects.undo()
@@ -484,7 +498,7 @@ def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
 def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
     """Return the device where all arguments and weights lie. Raises UnsupportedError if that is not
     one device."""
-    devices = {s.device for s in shapes.specs} | {t.device for t in state.tensors}
+    devices = {s.device for s in shapes.specs} | {*state.devices}
     if len(devices) > 1:
         named = ", ".join(sorted(map(str, devices)))
         raise UnsupportedError(f"arguments and weights lie on several devices: {named}")

@@ -231,11 +231,12 @@ def capture(
     numbers: Sequence[float] = (),
     tables: Sequence[str] = (),
     watch: TraceWatch = UNWATCHED,
+    device: torch.device | None = None,
 ) -> Captured:
     """Trace ``call(*tensors, *numbers)``, which runs ``module``, with symbolic sizes and numbers.
     The last ``specs`` are those of the numbers, each a tensor without dims. Weights require a
     gradient if they do now, arguments none. ``tables`` are the names of weights whose numbers of
-    rows are sizes, too.
+    rows are sizes, too. Weights are traced as if on ``device``, if there is one.
 
     Raises NumbersNeeded when the module needs the value of a number, and CaptureError when it does
     something that depends on tensor values. A size that is traced as 0 is no symbol: torch takes
@@ -248,10 +249,10 @@ def capture(
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     with ONE_AT_A_TIME, settings():
         state = named_state(module)
-        rows = dict(zip(tables, row_specs([state[name] for name in tables]), strict=True))
+        rows = dict(zip(tables, row_specs([state[n] for n in tables], device), strict=True))
         hints |= {spec.shape[0]: len(state[name]) for name, spec in rows.items()}
         roots = fake_roots(mode, hints)
-        fake_state = fake_weights(mode, state)
+        fake_state = fake_weights(mode, state, device)
         with mode:
             fake_state |= fake_tables(state, rows, roots)
             fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]

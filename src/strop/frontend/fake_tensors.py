@@ -25,15 +25,18 @@ from strop.frontend.functional import memory_of
 Size = int | SymInt
 
 
-def fake_weights(mode: FakeTensorMode, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what stands for each tensor of a module. Those that share memory do so here too."""
+def fake_weights(
+    mode: FakeTensorMode, state: Mapping[str, Tensor], device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Return what stands for each tensor of a module. Those that share memory do so here too, but
+    where all are to be on another ``device``."""
     plain = {name: memory_of(t) for name, t in state.items() if _is_plain(t)}
     sharing = Counter(memory_of(t) for t in state.values() if _has_memory(t))
     found = {}
     for name, t in state.items():
-        if sharing.get(plain.get(name, -1)) == 1:
+        if device is not None or sharing.get(plain.get(name, -1)) == 1:
             meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            fake: Tensor = FakeTensor(mode, meta, t.device)
+            fake: Tensor = FakeTensor(mode, meta, device or t.device)
         else:
             fake = mode.from_tensor(t.detach(), static_shapes=True)
         found[name] = fake.requires_grad_(t.requires_grad)

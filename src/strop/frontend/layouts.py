@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._prims_common import is_contiguous_for_memory_format
 
 from strop.frontend.formats import suggested, traced
+from strop.frontend.indexed import indexed, needs_operators, write_indexed
 
 
 def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
@@ -126,12 +127,15 @@ def _dims_of(place: Any) -> int:
 
 def _call_getitem(x: Tensor, index: Any) -> Tensor:
     _ask_bounds(x, index)
-    return x[index]
+    return indexed(x, index) if needs_operators(x) else x[index]
 
 
 def _call_setitem(x: Tensor, index: Any, value: Any) -> None:
     _ask_bounds(x, index)
-    x[index] = value
+    if needs_operators(x):
+        write_indexed(x, index, value)
+    else:
+        x[index] = value
 
 
 def _overlaps(input: Tensor) -> int:

@@ -48,9 +48,13 @@ def _is_table(weight: Any) -> bool:
     return is_plain and weight.dim() == 2 and len(weight) >= _LEAST and weight.is_contiguous()
 
 
-def row_specs(tables: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """Return a spec of one dim for each table, whose size is its number of rows."""
-    return tuple(TensorSpec((f"rows{n}",), t.dtype, t.device) for n, t in enumerate(tables))
+def row_specs(
+    tables: Sequence[Tensor], device: torch.device | None = None
+) -> tuple[TensorSpec, ...]:
+    """Return a spec of one dim for each table, whose size is its number of rows. They are on
+    ``device``, if there is one."""
+    places = enumerate(tables)
+    return tuple(TensorSpec((f"rows{n}",), t.dtype, device or t.device) for n, t in places)
 
 
 def fake_tables(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from strop.errors import CodegenError, UnsupportedError
-from strop.ir.device import CPU, LEAST_ARCH, Device
+from strop.ir.device import CPU, LEAST_ARCH, Device, GpuTarget
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, driver, native
@@ -156,7 +156,7 @@ class CudaLoader:
 
     def __init__(self, cache: DiskCache, workers: int, device: Device) -> None:
         self.device = device
-        self._cache, self._workers = _BytesByKey(cache), workers
+        self._cache, self._workers = BytesByKey(cache), workers
         self._cubins: dict[KernelSource, cubin.Cubin] = {}
         self._is_warm = False
 
@@ -233,9 +233,7 @@ class CudaLoader:
 
     def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
         target = self.device.target
-        built = compilers.build(sources, target, self._cache, self._workers)
-        for source, made in built.items():
-            yield StoredEntry("cubin", cubin.content_key(source, target), made.to_bytes())
+        return cubin_entries(compilers.build(sources, target, self._cache, self._workers), target)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -259,7 +257,7 @@ def _unsupported(device: str, index: int) -> str:
     return ""
 
 
-class _BytesByKey:
+class BytesByKey:
     """This is the disk cache as ``compilers.build`` wants it."""
 
     def __init__(self, cache: DiskCache) -> None:
@@ -270,6 +268,14 @@ class _BytesByKey:
 
     def put(self, key: str, data: bytes) -> None:
         self._cache.write("cubin", key, data)
+
+
+def cubin_entries(
+    built: Mapping[KernelSource, cubin.Cubin], target: GpuTarget
+) -> Iterator[StoredEntry]:
+    """Yield what an artefact holds of some kernels."""
+    for source, made in built.items():
+        yield StoredEntry("cubin", cubin.content_key(source, target), made.to_bytes())
 
 
 TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"

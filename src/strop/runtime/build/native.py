@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -43,24 +43,29 @@ _FLAGS = (
 )
 
 
-_TARGETS = {"x86-64-v4": "cpu-v4", "x86-64-v3": "cpu-v3", "x86-64": "cpu-v1"}
-
-
-def target_name() -> str:
-    """Return what this processor is called among the targets of an artefact."""
-    march = target_flags()[0].removeprefix("-march=")
-    return _TARGETS.get(march, f"cpu-{march}")
+_ARM = "cpu-armv8.2"
+# what a processor is called among the targets of an artefact -> compiler flags: few of them, so
+# that a cache can be shared
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "cpu-v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "cpu-v3": ("-march=x86-64-v3",),
+    "cpu-v1": ("-march=x86-64",),
+    _ARM: ("-march=armv8.2-a",),
+}
 
 
 @cache
-def target_flags() -> tuple[str, ...]:
-    """Compiler flags for this processor: one of few targets, so that a cache can be shared."""
+def target_name() -> str:
+    """Return the target of this processor."""
     if platform.machine() in ("aarch64", "arm64"):
-        return ("-march=armv8.2-a",)
+        return _ARM
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512":
-        return ("-march=x86-64-v4", "-mprefer-vector-width=512")
-    return ("-march=x86-64-v3",) if capability == "AVX2" else ("-march=x86-64",)
+    return {"AVX512": "cpu-v4", "AVX2": "cpu-v3"}.get(capability, "cpu-v1")
+
+
+def target_flags() -> tuple[str, ...]:
+    """Compiler flags for this processor."""
+    return TARGETS[target_name()]
 
 
 class BoundNativeKernel:
@@ -103,12 +108,13 @@ class NativeFunction:
 class NativeKernels:
     """The kernels of this process, in memory and on disk. Threads may share it."""
 
-    def __init__(self, store: DiskCache, compiler: str = "g++") -> None:
+    def __init__(self, store: DiskCache, compiler: str = "g++", target: str = "") -> None:
+        """``target`` is one of TARGETS, or this processor."""
         self.num_built = 0
         self.num_cached = 0
         self._store = store
         self._compiler = compiler
-        self._flags = (*_FLAGS, *target_flags())
+        self._flags = (*_FLAGS, *TARGETS[target or target_name()])
         self._header = _HEADER.read_text()
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._functions: dict[KernelSource, NativeFunction] = {}

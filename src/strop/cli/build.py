@@ -1,0 +1,107 @@
+"""Build an artefact on a machine that need not have the devices that it is for
+(``strop build``)."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strop.cli.arguments import PictureSize, parse_size
+from strop.cli.mistakes import errors, plain, reported, require_diffusion
+from strop.options import Options
+
+EXAMPLES = """[bold]Examples[/]
+$ strop build --model ./my-model --target sm_90 -o my-model.strop
+$ strop build --model ./my-model --target sm_80,sm_89,cpu-v3 -o my-model.strop
+$ strop build --model ./my-model --target cpu --size 768x512 --dtype fp32 -o my-model.strop
+
+[bold]Then[/], where it runs, in Python:
+$ strop.load(pipe, "my-model.strop", trust="sha256:...")   # the fingerprint that build prints
+"""
+
+
+class WeightType(StrEnum):
+    """Name the type of the weights that an artefact is for."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
+@reported
+def command(
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Build for this pipeline: a folder as pipe.save_pretrained writes it. Its"
+            " configuration is read, and the tokenizer; weights need not be there."
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Compile for these devices, with commas between them: sm_80, sm_86, sm_89 and"
+            " sm_90 are NVIDIA GPUs, cpu-v3 processors with AVX2, cpu-v4 those with AVX-512, and"
+            " cpu is this one.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Write the artefact to this file.")
+    ],
+    dtype: Annotated[
+        WeightType,
+        typer.Option(
+            help="Build for weights of this type; auto takes fp16 for GPUs, and fp32 for processors"
+            " alone."
+        ),
+    ] = WeightType.auto,
+    size: Annotated[
+        list[PictureSize] | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="WxH",
+            help="Trace pictures of this width and height; give it several times for several. One"
+            " graph serves all sizes as a rule, so that the model's own will do.",
+        ),
+    ] = None,
+) -> None:
+    """Compile a pipeline ahead, for all sizes, into one file without weights: an artefact.
+
+    It needs no GPU, only Triton for GPUs and g++ for processors. Where strop.load reads the file,
+    the first picture traces and compiles nothing, and neither Triton nor g++ need be there. The
+    versions of Strop, PyTorch, diffusers, transformers and peft must be the same in both places.
+    """
+    require_diffusion()
+    import torch
+
+    from strop.artefacts.building import CARDS, build_artefact, check_targets
+
+    names = check_targets(_targets(target))
+    if dtype is WeightType.auto:
+        dtype = WeightType.fp16 if any(name in CARDS for name in names) else WeightType.fp32
+    types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    screen, began = errors(), time.perf_counter()
+
+    def say(text: str) -> None:
+        screen.print(f"[dim]{time.perf_counter() - began:6.1f} s[/]  {plain(text)}")
+
+    saved = build_artefact(
+        model,
+        names,
+        output,
+        dtype=types[dtype.value],
+        sizes=[(one.height, one.width) for one in size or ()],
+        options=Options.from_environment(),
+        say=say,
+    )
+    typer.echo(str(saved))

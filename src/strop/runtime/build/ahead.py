@@ -1,0 +1,79 @@
+"""Kernels are compiled here for devices that this machine need not have: they are kept, not
+loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from strop.errors import UnsupportedError
+from strop.ir.device import Device
+from strop.ir.source import KernelSource, Split
+from strop.options import Options
+from strop.runtime.build import compilers, native
+from strop.runtime.build.artefact import StoredEntry
+from strop.runtime.build.background import BackgroundBuild, BuildOrder
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.driver import View
+from strop.runtime.build.loader import BoundKernel, BytesByKey, cubin_entries, default_workers
+
+
+class AheadLoader:
+    """This stands in the place of a loader while a module is compiled ahead. Kernels are compiled
+    when ``machine_code`` is asked for, all at once."""
+
+    def __init__(self, target_name: str, device: Device, options: Options) -> None:
+        """Compile for ``device``, or for the processor that ``target_name`` names."""
+        self.target_name, self.device = target_name, device
+        self._cache = DiskCache(options.cache_path)
+        self._workers = options.build_workers or default_workers()
+
+    def warm_up(self, workers: int | None = None) -> None:
+        pass
+
+    def cool_down(self) -> None:
+        pass
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        pass
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        pass
+
+    def later(
+        self, sources: Sequence[KernelSource], order: BuildOrder | None = None
+    ) -> BackgroundBuild:
+        return BackgroundBuild(())
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        return lambda: 0
+
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundKernel:
+        raise UnsupportedError(f"{self.target_name} is compiled for, and not run on")
+
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
+        return split.count(sizes, self.device.sms)
+
+    def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
+        """Compile kernels, as far as no cache holds them, and yield what an artefact holds."""
+        if self.device.arch:
+            try:
+                cache = BytesByKey(self._cache)
+                built = compilers.build(sources, self.device.target, cache, self._workers)
+            finally:
+                compilers.stop_workers()
+            return cubin_entries(built, self.device.target)
+        kernels = native.NativeKernels(self._cache, target=self.target_name)
+        kernels.build(sources)
+        return kernels.machine_code(sources)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return 0, 0

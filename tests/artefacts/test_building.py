@@ -1,0 +1,260 @@
+"""Artefacts for devices that this machine need not have."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import strop
+from strop.api import dispatchers_of, optimize_module
+from strop.artefacts.building import CARDS, TARGET_NAMES, check_targets
+from strop.artefacts.planning import PlanningDispatcher
+from strop.artefacts.saving import gather, save_artefact, write_gathered
+from strop.cli import app
+from strop.errors import OptionError, UnsupportedError
+from strop.frontend.indexed import indexed, write_indexed
+from strop.ir.device import CPU
+from strop.options import Options
+from strop.runtime.build import compilers
+from strop.runtime.build.ahead import AheadLoader
+from strop.runtime.build.artefact import Artefact
+from strop.runtime.build.cubin import Cubin
+from strop.runtime.build.native import target_name
+from tests.artefacts.test_artefacts import (
+    Net,
+    X,
+    forbid_compilers,
+    forget,
+    fresh_process,
+    loaded,
+    options,
+    run,
+)
+from tests.e2e import tiny
+
+__all__ = ["fresh_process"]  # a fixture, which runs by itself
+
+
+def planned(module: nn.Module, target: str, folder: Path) -> nn.Module:
+    """The module as it is compiled for another device."""
+    device, given = CARDS.get(target, CPU), options(folder)
+    place = torch.device("cuda", 0) if device.arch else None
+    kind = partial(PlanningDispatcher, loader=AheadLoader(target, device, given), place=place)
+    optimize_module(module, given, kind=kind)
+    return module
+
+
+# planning
+
+
+def test_a_planned_module_gives_results_of_the_right_sizes_and_runs_nothing(
+    tmp_path: Path,
+) -> None:
+    unet = planned(tiny.unet(), target_name(), tmp_path)
+    (result,) = run(unet, *tiny.unet_args(2, 8, 16, 5), return_dict=False)
+    assert (result.shape, result.dtype) == ((2, 4, 8, 16), torch.float32)
+    assert not result.any()
+    assert not any(entry.bounds for entry in unet.forward._entries.values())
+
+
+def test_what_is_planned_for_this_processor_runs_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = planned(Net().eval(), target_name(), tmp_path / "before")
+    run(module, X)
+    report = save_artefact(dispatchers_of(module), tmp_path / "net.strop")
+    forget()
+    forbid_compilers(monkeypatch)
+    served = loaded(tmp_path, report.path)
+    # fp32 results of small sums in another order
+    torch.testing.assert_close(run(served, X), run(Net().eval(), X), rtol=1e-5, atol=1e-6)
+    assert served.forward.variants.num_captures == 0
+
+
+def test_one_file_is_for_several_targets(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    gathered = []
+    for target in ("cpu-v3", "cpu-v4", "sm_90"):
+        module = planned(Net().eval(), target, tmp_path)
+        run(module, X)
+        gathered.append(gather(dispatchers_of(module)))
+        strop.restore(module)
+    report = write_gathered(gathered, tmp_path / "net.strop")
+    assert report.targets == ("cpu-v3", "cpu-v4", "sm_90")
+    assert report.num_plans == 2  # one for all processors
+    artefact = Artefact(report.path)
+    cubins = [artefact.read(*place) for place in artefact.sections if place[0] == "cubin"]
+    assert cubins
+    assert {Cubin.from_bytes(data or b"").arch for data in cubins} == {90}
+    assert {kind for kind, _ in artefact.sections} == {"plan", "cpp", "so", "cubin"}
+
+
+def test_what_would_run_in_eager_is_refused(tmp_path: Path) -> None:
+    module = planned(Net().train(), target_name(), tmp_path)
+    with pytest.raises(UnsupportedError, match="Net cannot be compiled ahead"):
+        run(module, X)
+
+
+def test_targets_have_names() -> None:
+    assert check_targets(["cpu", target_name(), "sm_90"]) == (target_name(), "sm_90")
+    with pytest.raises(OptionError, match="there is no target sm_9; there are cpu, cpu-v4"):
+        check_targets(["sm_9"])
+    assert {f"sm_{card.arch}" for card in CARDS.values()} == {*CARDS} <= {*TARGET_NAMES}
+
+
+# indices, which PyTorch refuses for tensors on a GPU that is not there
+
+INDICES: dict[str, Any] = {
+    "a number": 1,
+    "a negative number": (slice(None), -1),
+    "a slice": slice(1, None),
+    "all": slice(None),
+    "a step": (slice(None, None, 2), slice(1, 3)),
+    "new dims": (None, slice(None), None),
+    "an ellipsis": (..., 0),
+    "an ellipsis in the middle": (0, ..., None, slice(1, 2)),
+    "a tensor": torch.tensor([1, 0, 1]),
+    "a list": [1, 0],
+    "tensors apart": (torch.tensor([0, 1]), slice(None), torch.tensor([2, 0])),
+    "a number and a tensor": (1, slice(None), torch.tensor([2, 0])),
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_are_those_of_torch(name: str) -> None:
+    x = torch.arange(2 * 3 * 4).reshape(2, 3, 4)
+    assert torch.equal(indexed(x, INDICES[name]), x[INDICES[name]])
+    ours, expected = x.clone(), x.clone()
+    for value in (-1, torch.tensor(-2)):
+        write_indexed(ours, INDICES[name], value)
+        expected[INDICES[name]] = value
+        assert torch.equal(ours, expected)
+
+
+def test_a_mask_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a mask as an index"):
+        indexed(torch.ones(2), torch.tensor([True, False]))
+
+
+# the command
+
+
+def build(*words: str) -> Any:
+    return CliRunner().invoke(app, ["build", *words], env={"COLUMNS": "200"})
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    wrong = build("--model", str(tmp_path), "--target", "cpu", "-o", "x.strop")
+    assert wrong.exit_code == 1
+    assert "is no model that can be built: its model_index.json cannot be read" in wrong.output
+    wrong = build("--model", str(tmp_path), "--target", "sm_1,cpu", "-o", "x.strop")
+    assert "there is no target sm_1; there are cpu" in wrong.output
+
+
+def test_a_folder_without_weights_is_enough(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.models import sprites
+
+    monkeypatch.setenv("STROP_CACHE_DIR", str(tmp_path / "before"))
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    done = build("--model", str(folder), "--target", "cpu", "-o", str(tmp_path / "x.strop"))
+    assert done.exit_code == 0, done.output
+    assert "left out: vae.encoder (it has not run)" in done.output
+    forget()
+    forbid_compilers(monkeypatch)
+    pipe, eager = (sprites.load_from(tiny_model) for _ in range(2))
+    given = Options(cache_dir=str(tmp_path / "after"), strict=True)
+    strop.load(pipe, tmp_path / "x.strop", trust=True, options=given)
+    call: dict[str, Any] = {"width": 32, "height": 48, "num_inference_steps": 2}
+    pictures = [
+        one("a red circle", generator=torch.manual_seed(0), output_type="pt", **call).images
+        for one in (pipe, eager)
+    ]
+    torch.testing.assert_close(*pictures, rtol=1e-3, atol=1e-3)  # fp32 through many layers
+
+
+# on a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+ELSEWHERE = """
+import sys
+import torch
+from pathlib import Path
+from strop.api import dispatchers_of
+from strop.artefacts.saving import save_artefact
+from tests.artefacts.test_building import planned
+from tests.e2e import tiny
+
+assert not torch.cuda.is_available()
+unet = planned(tiny.unet().half(), sys.argv[2], Path(sys.argv[1]).parent / "elsewhere")
+with torch.no_grad():
+    unet(*tiny.unet_args(2, 8, 8, 5, torch.float16))
+save_artefact(dispatchers_of(unet), Path(sys.argv[1]))
+"""
+
+
+def forbid_gpu_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_compilers(monkeypatch)
+    monkeypatch.setattr(compilers, "Worker", None)
+    monkeypatch.setattr(compilers, "BUILDS", compilers.Builds())
+
+
+def on_gpu(module: nn.Module, *args: Tensor) -> Tensor:
+    result: Tensor = run(module, *(arg.cuda() for arg in args))[0]
+    return result
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_was_saved_on_a_gpu_runs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = tiny.unet_args(2, 8, 8, 5, torch.float16)
+    unet = strop.optimize(tiny.unet().half().cuda(), options=options(tmp_path / "before"))
+    expected = on_gpu(unet, *call)
+    report = strop.save(unet, tmp_path / "unet.strop")
+    forget()
+    forbid_gpu_compilers(monkeypatch)
+    served = loaded(tmp_path, report.path, tiny.unet().half().cuda())
+    assert torch.equal(on_gpu(served, *call), expected)
+    assert compilers.BUILDS.num_built == 0
+    assert served.forward.variants.num_captures == 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_was_built_without_a_gpu_runs_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    if f"sm_{major}{minor}" not in CARDS:
+        pytest.skip(f"no card stands for sm_{major}{minor}")
+    path = tmp_path / "unet.strop"
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command = [sys.executable, "-c", ELSEWHERE, str(path), f"sm_{major}{minor}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    forbid_gpu_compilers(monkeypatch)
+    twin = tiny.unet().half().cuda()
+    served = loaded(tmp_path, path, tiny.unet().half().cuda())
+    call = tiny.unet_args(2, 8, 8, 5, torch.float16)
+    # half types: a tiny network with random weights, in another order of sums
+    torch.testing.assert_close(on_gpu(served, *call), on_gpu(twin, *call), rtol=2e-2, atol=2e-2)
+    assert served.forward.variants.num_captures == 0
+    assert compilers.BUILDS.num_built == 0
