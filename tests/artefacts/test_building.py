@@ -151,7 +151,8 @@ def test_a_mask_is_refused() -> None:
 
 
 def build(*words: str) -> Any:
-    return CliRunner().invoke(app, ["build", *words], env={"COLUMNS": "200"})
+    runner = CliRunner()
+    return runner.invoke(app, ["build", *words], env={"COLUMNS": "200"}, catch_exceptions=False)
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "there is no target sm_1; there are cpu" in wrong.output
 
 
+@pytest.mark.filterwarnings("ignore")  # numpy's, of diffusers' scheduler
 def test_a_folder_without_weights_is_enough(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,3 +206,27 @@ def test_the_order_in_which_diffusers_lists_defaults_is_no_part_of_the_key(tmp_p
         shapes, options = Shapes((), {}), Options(cache_dir=str(tmp_path))
         keys.append(stored_variants.key_of(unet, ModuleState(unet), (), shapes, options))
     assert keys[0] == keys[1]
+
+
+def test_where_a_model_was_read_from_is_no_part_of_the_key(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        """A user's own, whose forward may go by any of its names."""
+
+        name_or_path = "a"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if self.name_or_path == "a" else x - 1
+
+    shapes, options = Shapes((), {}), Options(cache_dir=str(tmp_path))
+    keys = []
+    for place in "ab":
+        text_encoder, own = tiny.clip(), Named()
+        text_encoder.name_or_path = text_encoder.config._name_or_path = own.name_or_path = place
+        keys.append(
+            [
+                stored_variants.key_of(module, ModuleState(module), (), shapes, options)
+                for module in (text_encoder, own)
+            ]
+        )
+    assert keys[0][0] == keys[1][0]
+    assert keys[0][1] != keys[1][1]

@@ -140,7 +140,7 @@ def _calls(pipe: Any, sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
             f" {' and '.join(missing) or 'no prompt'}: optimise and call it where it runs, and save"
             " that with strop.save"
         )
-    usual: dict[str, Any] = {"prompt": "", "num_inference_steps": NUM_STEPS}
+    usual: dict[str, Any] = {"prompt": "", "num_inference_steps": NUM_STEPS, "output_type": "pt"}
     shapes = [{"height": height, "width": width} for height, width in sizes] or [{}]
     batches = BATCHES if "num_images_per_prompt" in parameters else ()
     counts = [{"num_images_per_prompt": count} for count in batches] or [{}]

@@ -32,7 +32,7 @@ from strop.dispatch.code_walk import (
     is_fixed,
 )
 from strop.dispatch.identities import CONSTANTS, addresses, identities, is_equal
-from strop.frontend.stable_text import is_plain, text_of, text_of_config
+from strop.frontend.stable_text import WHENCE, is_plain, text_of, text_of_config
 from strop.frontend.tables import COUNTS
 
 __all__ = ["LIBRARIES", "GlobalGuards", "GuardChange", "is_private"]
@@ -151,6 +151,7 @@ class GlobalGuards:
     def _lines(self, is_own: bool) -> Iterator[str]:
         for place, value in zip(self._places, self._names.values, strict=True):
             is_asked = place.is_own is is_own and not place.is_setting and value is not ABSENT
+            is_asked &= is_own or place.key not in WHENCE
             if is_asked and (is_own or isinstance(value, _BY_TEXT)):
                 yield f"{place.label}={text_of(value)}"
         for content in self._contents:

@@ -22,11 +22,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import strop
+from strop.dispatch.code_walk import FRAMEWORKS
 from strop.dispatch.module_state import ModuleState, layout_of
 from strop.dispatch.signature import Shapes, Skeleton
 from strop.errors import CacheError
 from strop.frontend.module_parts import graph_text
-from strop.frontend.stable_text import qualified, text_of, text_of_config
+from strop.frontend.stable_text import WHENCE, qualified, text_of, text_of_config
 from strop.ir.program import NumberGuard
 from strop.ir.serialize import from_json, to_json
 from strop.ir.tensor_spec import TensorSpec
@@ -89,7 +90,10 @@ def _config(module: nn.Module, state: ModuleState) -> str:
 
 def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
     """Write out plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
-    return repr(sorted((k, text_of(v)) for k, v in state.settings(path, part).items()))
+    is_known = type(part).__module__.partition(".")[0] in FRAMEWORKS
+    unread = WHENCE if is_known else frozenset()
+    settings = state.settings(path, part).items()
+    return repr(sorted((k, text_of(v)) for k, v in settings if k not in unread))
 
 
 @lru_cache(maxsize=1)

@@ -21,6 +21,9 @@ _PLAIN = (
     FunctionType,
     BuiltinFunctionType,
 )
+# where a model was read from: frameworks name it in messages, and other weights of the same
+# architecture lie elsewhere
+WHENCE = frozenset({"_name_or_path", "name_or_path"})
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
