@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from strop.artefacts.building import CARDS, TARGET_NAMES, check_targets
 from strop.artefacts.planning import PlanningDispatcher
 from strop.artefacts.saving import gather, save_artefact, write_gathered
 from strop.cli import app
+from strop.codegen.triton import emit
 from strop.errors import OptionError, UnsupportedError
 from strop.frontend.indexed import indexed, write_indexed
 from strop.ir.device import CPU
@@ -40,6 +42,7 @@ from tests.artefacts.test_artefacts import (
     options,
     run,
 )
+from tests.codegen.kernels import SAMPLES
 from tests.e2e import tiny
 
 __all__ = ["fresh_process"]  # a fixture, which runs by itself
@@ -97,6 +100,19 @@ def test_one_file_is_for_several_targets(tmp_path: Path) -> None:
     assert cubins
     assert {Cubin.from_bytes(data or b"").arch for data in cubins} == {90}
     assert {kind for kind, _ in artefact.sections} == {"plan", "cpp", "so", "cubin"}
+
+
+def test_a_kernel_that_cannot_be_compiled_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    good = emit(SAMPLES["silu_flat"](torch.float16).kernel).source
+    bad = replace(good, text=good.text.replace("tl.load", "tl.no_such_load"))
+    loader = AheadLoader("sm_90", CARDS["sm_90"], options(tmp_path))
+    (entry,) = loader.machine_code([good, bad])
+    assert Cubin.from_bytes(entry.data).arch == 90
+    assert "could not be built ahead" in caplog.text
+    assert "no_such_load" in caplog.text
 
 
 def test_what_would_run_in_eager_is_refused(tmp_path: Path) -> None:

@@ -109,7 +109,11 @@ def _gathered(
     """Return all that is compiled of a pipeline for one target."""
     device = CARDS.get(target, CPU)
     place = torch.device("cuda", 0) if device.arch else None
-    loader = AheadLoader(target, device, options)
+
+    def tell(done: int, total: int) -> None:
+        say(f"{target}: {done} of {total} kernels of a graph")
+
+    loader = AheadLoader(target, device, options, tell)
     optimize_pipeline(pipe, options, kind=partial(PlanningDispatcher, loader=loader, place=place))
     try:
         parts = _parts(pipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,20 +59,20 @@ def save_artefact(dispatchers: Mapping[str, Dispatcher], path: Path) -> SavedArt
 
 def gather(dispatchers: Mapping[str, Dispatcher]) -> Gathered:
     """Return all that these have compiled. Raises OptionError where that is nothing."""
-    parts, left_out = dict[str, Dispatcher](), []
-    for name, dispatcher in dispatchers.items():
-        kept = _kept(dispatcher)
-        if kept:
-            parts[name] = dispatcher
-        if reason := _reason_left_out(dispatcher, len(kept)):
-            left_out.append(f"{name} ({reason})")
+    parts = {name: part for name, part in dispatchers.items() if _kept(part)}
+    left_out = [f"{n} ({why})" for n, part in dispatchers.items() if (why := _left_out(part))]
     if not parts:
         raise OptionError(
             f"strop.save has nothing to save: {'; '.join(left_out) or 'nothing is optimised'}. Call"
             " the model first, or strop.warmup(pipe, sizes=...)"
         )
-    entries = tuple(entry for part in parts.values() for entry in _entries(part))
-    return Gathered(ArtefactContents.of(parts), entries, tuple(left_out))
+    entries = list[StoredEntry]()
+    for name, part in parts.items():
+        found, num_missing = _entries(part)
+        entries += found
+        if num_missing:
+            left_out.append(f"{name} ({counted(num_missing, 'kernel')} that cannot be compiled)")
+    return Gathered(ArtefactContents.of(parts), tuple(entries), tuple(left_out))
 
 
 def write_gathered(gathered: Sequence[Gathered], path: Path) -> SavedArtefact:
@@ -97,9 +97,9 @@ def _kept(dispatcher: Dispatcher) -> list[Variant]:
     return [variant for variant in dispatcher.variants.all if variant.stored_keys]
 
 
-def _reason_left_out(dispatcher: Dispatcher, num_kept: int) -> str:
+def _left_out(dispatcher: Dispatcher) -> str:
     """Say what of a module is not saved, or nothing."""
-    num_all = len(dispatcher.variants.all)
+    num_all, num_kept = len(dispatcher.variants.all), len(_kept(dispatcher))
     if not num_all:
         return "it has not run"
     if num_kept < num_all:
@@ -107,11 +107,15 @@ def _reason_left_out(dispatcher: Dispatcher, num_kept: int) -> str:
     return ""
 
 
-def _entries(dispatcher: Dispatcher) -> Iterator[StoredEntry]:
-    """Yield plans, and the kernels of each for all sizes."""
+def _entries(dispatcher: Dispatcher) -> tuple[list[StoredEntry], int]:
+    """Return plans, and the kernels of each for all sizes; and how many of these there are not."""
     dispatcher.variants.wait()
     library = dispatcher.variants.library(device_of_weights(dispatcher))
+    found, num_missing = list[StoredEntry](), 0
     for variant in _kept(dispatcher):
-        yield from stored_variants.stored(variant.stored_keys, dispatcher.options)
+        found += stored_variants.stored(variant.stored_keys, dispatcher.options)
         sources = choices.sources_elsewhere(variant.program, (), library.device)
-        yield from library.machine_code(sources)
+        code = list(library.machine_code(sources))
+        num_missing += len(sources) - sum(entry.kind in ("cpp", "cubin") for entry in code)
+        found += code
+    return found, num_missing

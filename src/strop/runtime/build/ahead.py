@@ -9,23 +9,30 @@ from strop.errors import UnsupportedError
 from strop.ir.device import Device
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
-from strop.runtime.build import compilers, native
+from strop.runtime.build import native
 from strop.runtime.build.artefact import StoredEntry
 from strop.runtime.build.background import BackgroundBuild, BuildOrder
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.driver import View
-from strop.runtime.build.loader import BoundKernel, BytesByKey, cubin_entries, default_workers
+from strop.runtime.build.loader import BoundKernel, BytesByKey, Tell, cubin_entries, default_workers
 
 
 class AheadLoader:
     """This stands in the place of a loader while a module is compiled ahead. Kernels are compiled
     when ``machine_code`` is asked for, all at once."""
 
-    def __init__(self, target_name: str, device: Device, options: Options) -> None:
-        """Compile for ``device``, or for the processor that ``target_name`` names."""
+    def __init__(
+        self,
+        target_name: str,
+        device: Device,
+        options: Options,
+        tell: Tell = lambda _done, _total: None,
+    ) -> None:
+        """Compile for ``device``, or for the processor that ``target_name`` names. ``tell`` hears
+        how far it is."""
         self.target_name, self.device = target_name, device
         self._cache = DiskCache(options.cache_path)
-        self._workers = options.build_workers or default_workers()
+        self._workers, self._tell = options.build_workers or default_workers(), tell
 
     def warm_up(self, workers: int | None = None) -> None:
         pass
@@ -64,12 +71,9 @@ class AheadLoader:
     def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
         """Compile kernels, as far as no cache holds them, and yield what an artefact holds."""
         if self.device.arch:
-            try:
-                cache = BytesByKey(self._cache)
-                built = compilers.build(sources, self.device.target, cache, self._workers)
-            finally:
-                compilers.stop_workers()
-            return cubin_entries(built, self.device.target)
+            cache = BytesByKey(self._cache)
+            target = self.device.target
+            return cubin_entries(sources, target, cache, self._workers, self._tell)
         kernels = native.NativeKernels(self._cache, target=self.target_name)
         kernels.build(sources)
         return kernels.machine_code(sources)

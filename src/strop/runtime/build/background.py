@@ -74,10 +74,10 @@ class BackgroundBuild:
         else:
             self._done.set()
 
-    def wait(self) -> None:
-        """Wait until all are built."""
+    def wait(self, most_s: float | None = None) -> bool:
+        """Wait until all are built, or for so long, and say whether they are."""
         self.start()
-        self._done.wait()
+        return self._done.wait(most_s)
 
     def begin(self, queue: Queue) -> None:
         """Queue all, in their order."""

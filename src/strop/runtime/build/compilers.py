@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strop.codegen import triton_worker
-from strop.errors import CacheError, CodegenError
+from strop.errors import CacheError, CodegenError, StropError
 from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.runtime.build.artefact import LOADED
@@ -151,6 +151,15 @@ class Builds:
     def has(self, source: KernelSource, target: GpuTarget) -> bool:
         found = self._memo.get(content_key(source, target))
         return found is not None and found.done()
+
+    def found(self, source: KernelSource, target: GpuTarget) -> Cubin | None:
+        """Return what has been built of a kernel, once whoever builds it is done; None where that
+        has failed, or nobody was asked."""
+        future = self._memo.get(content_key(source, target))
+        try:
+            return None if future is None else future.result()
+        except (StropError, OSError):  # who needs this kernel meets it again
+            return None
 
     def settle(self, source: KernelSource, target: GpuTarget, cubin: Cubin) -> None:
         self._memo[content_key(source, target)].set_result(cubin)

@@ -22,6 +22,9 @@ from strop.runtime.build.devices import gpu
 from strop.runtime.build.driver import View
 from strop.runtime.build.native import NativeKernels
 
+Tell = Callable[[int, int], None]  # hears how many kernels are done, and of how many
+TELL_S = 5.0  # after which it hears it again
+
 
 class BoundKernel(Protocol):
     """A kernel with its arguments in place; pointers may be patched between calls."""
@@ -233,7 +236,7 @@ class CudaLoader:
 
     def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
         target = self.device.target
-        return cubin_entries(compilers.build(sources, target, self._cache, self._workers), target)
+        return cubin_entries(sources, target, self._cache, self._workers)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -271,11 +274,21 @@ class BytesByKey:
 
 
 def cubin_entries(
-    built: Mapping[KernelSource, cubin.Cubin], target: GpuTarget
+    sources: Sequence[KernelSource],
+    target: GpuTarget,
+    cache: compilers.Cache,
+    workers: int,
+    tell: Tell = lambda _done, _total: None,
 ) -> Iterator[StoredEntry]:
-    """Yield what an artefact holds of some kernels."""
-    for source, made in built.items():
-        yield StoredEntry("cubin", cubin.content_key(source, target), made.to_bytes())
+    """Build kernels, as far as they are not, and yield what an artefact holds of them. One that
+    cannot be compiled is left out, with a warning, as it is when it is built ahead. ``tell`` hears
+    every few seconds how many of how many are done."""
+    build = BackgroundBuild(sources, target, cache, workers)
+    while not build.wait(TELL_S):
+        tell(build.num_done, build.total)
+    for source in dict.fromkeys(sources):
+        if (made := compilers.BUILDS.found(source, target)) is not None:
+            yield StoredEntry("cubin", cubin.content_key(source, target), made.to_bytes())
 
 
 TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"
