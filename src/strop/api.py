@@ -172,7 +172,7 @@ def save(obj: Any, path: str | PathLike[str]) -> SavedArtefact:
     """
     from strop.artefacts.saving import save_artefact
 
-    return save_artefact(dispatchers_of(obj), Path(path))
+    return save_artefact(_served(obj, "strop.save"), Path(path))
 
 
 def load(
@@ -185,25 +185,26 @@ def load(
     fingerprint, as ``save`` returns it. A file in your own cache folder needs neither.
 
     Raises CacheError for a file that is damaged, not trusted, of another version, or made for
-    another model, device or options; ``obj`` is then as it was.
+    another model, device or options; ``obj`` is then not optimised if it was not.
     """
     from strop.artefacts.contents import ArtefactContents
     from strop.artefacts.loading import open_artefact
     from strop.runtime.build.artefact import LOADED
 
-    artefact = open_artefact(Path(path), trust, options or Options.from_environment())
+    before = _served(obj, "strop.load")
+    known = [dispatcher.options for dispatcher in before.values()] or [Options.from_environment()]
+    artefact = open_artefact(Path(path), trust, options or known[0])
     try:
         contents = ArtefactContents.from_json(artefact.about, artefact.path)
         contents.check_versions(artefact.path)
-        was_optimised = bool(dispatchers_of(obj))
-        if options is not None or not was_optimised:
+        if options is not None or not before:
             optimize(obj, options=options)
         try:
             given = dispatchers_of(obj)
             served = contents.check_parts(artefact.path, given)
             contents.check_targets(artefact.path, [given[name] for name in served])
         except BaseException:
-            if not was_optimised:
+            if not before:
                 restore(obj)
             raise
     except BaseException:
@@ -232,6 +233,16 @@ def warmup(pipe: T, *, sizes: Sequence[tuple[int, int]], **given: Any) -> T:
         )
     warm_up_pipeline(pipe, list(found.values()), check_sizes(sizes), given)
     return pipe
+
+
+def _served(obj: Any, call: str) -> dict[str, Dispatcher]:
+    """Return the dispatchers of what ``call`` was given. Raises OptionError for anything that is
+    neither a module nor a pipeline."""
+    if not isinstance(obj, nn.Module) and not _is_pipeline(obj):
+        raise OptionError(
+            f"{call} got a {type(obj).__name__}; it takes a torch.nn.Module or a diffusers pipeline"
+        )
+    return dispatchers_of(obj)
 
 
 def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:

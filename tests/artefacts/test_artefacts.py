@@ -170,6 +170,7 @@ for name in ("unet",):
 """
 
 
+@pytest.mark.slow
 def test_a_pipeline_needs_no_compiler_and_no_cache(tmp_path: Path) -> None:
     pipe = tiny.pipeline()
     strop.optimize(pipe, options=Options(cache_dir=str(tmp_path / "before")))
@@ -226,7 +227,23 @@ def test_the_own_cache_folder_is_trusted_while_it_is_private(tmp_path: Path) -> 
         loaded(tmp_path, path, trust=False)
 
 
+def test_the_cache_folder_is_that_of_an_optimised_module(tmp_path: Path) -> None:
+    folder = tmp_path / "after"
+    folder.mkdir(mode=0o700)
+    path = saved(tmp_path).rename(folder / "net.strop")
+    module = strop.optimize(Net().eval(), options=options(folder))
+    assert strop.load(module, path) is module
+    with pytest.raises(CacheError, match="does not lie in your cache folder"):
+        strop.load(Net().eval(), path)
+
+
 # what it was not made for
+
+
+def test_only_modules_and_pipelines_are_taken(tmp_path: Path) -> None:
+    for call in (strop.save, strop.load):
+        with pytest.raises(OptionError, match=rf"strop\.{call.__name__} got a int; it takes"):
+            call(3, tmp_path / "x.strop")
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
@@ -278,14 +295,16 @@ def test_nothing_is_saved_of_what_has_not_run(tmp_path: Path) -> None:
 # warming up
 
 
-def test_warming_up_draws_each_size(tmp_path: Path) -> None:
+def test_warming_up_draws_each_size() -> None:
     pipe = tiny.pipeline()
     with pytest.raises(OptionError, match=r"takes a pipeline that strop.optimize has\s+seen"):
         strop.warmup(pipe, sizes=[(16, 16)])
-    strop.optimize(pipe, options=Options(cache_dir=str(tmp_path)))
+    strop.optimize(pipe, options=tiny.options())
     for wrong in ([], [16, 16], [(16, 0)], 16):
         with pytest.raises(OptionError, match="heights and widths"):
             strop.warmup(pipe, sizes=wrong)
-    strop.warmup(pipe, sizes=[(16, 16), (32, 16)], prompt=None, **PROMPTS)
+    more = PROMPTS | {"prompt": None, "output_type": "latent"}
+    strop.warmup(pipe, sizes=[(16, 16), (32, 16)], **more)
     assert pipe.unet.forward.counters.calls == 4
-    assert pipe.unet.forward.variants.num_captures == 1
+    assert len(pipe.unet.forward.variants.all) == 1
+    assert pipe.vae.decoder.forward.counters.calls == 0
