@@ -17,6 +17,7 @@ import strop
 from strop.artefacts import contents
 from strop.dispatch import stored_variants, variants
 from strop.errors import CacheError, OptionError
+from strop.frontend.low_rank_layers import is_factor
 from strop.options import Options
 from strop.runtime.build import loader as kernels
 from strop.runtime.build.artefact import LOADED, Artefact
@@ -152,6 +153,9 @@ def test_one_artefact_serves_any_lora(tmp_path: Path, monkeypatch: pytest.Monkey
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)  # fp32, other orders
     assert not torch.allclose(result, plain, rtol=1e-3, atol=1e-3)
     assert adapted.forward.variants.num_captures == 0
+    unmerged = options(tmp_path / "after", lora="unmerged")  # has another graph, of the same model
+    assert loaded(tmp_path, report.path, adapted, options=unmerged) is adapted
+    assert any(map(is_factor, adapted.forward.state.names))
 
 
 PROCESS = """

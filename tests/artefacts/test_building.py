@@ -48,10 +48,13 @@ from tests.e2e import tiny
 __all__ = ["fresh_process"]  # a fixture, which runs by itself
 
 
+GPU = torch.device("cuda", 0)
+
+
 def planned(module: nn.Module, target: str, folder: Path) -> nn.Module:
     """The module as it is compiled for another device."""
     device, given = CARDS.get(target, CPU), options(folder)
-    place = torch.device("cuda", 0) if device.arch else None
+    place = GPU if device.arch else None
     kind = partial(PlanningDispatcher, loader=AheadLoader(target, device, given), place=place)
     optimize_module(module, given, kind=kind)
     return module
@@ -68,6 +71,20 @@ def test_a_planned_module_gives_results_of_the_right_sizes_and_runs_nothing(
     assert (result.shape, result.dtype) == ((2, 4, 8, 16), torch.float32)
     assert not result.any()
     assert not any(entry.bounds for entry in unet.forward._entries.values())
+
+
+def test_modules_are_traced_as_if_on_a_gpu(tmp_path: Path) -> None:
+    calls: dict[nn.Module, tuple[Tensor, ...]] = {
+        tiny.unet().half(): tiny.unet_args(2, 8, 8, 5, torch.float16),
+        tiny.clip(): (torch.zeros(2, 7, dtype=torch.int64),),
+        tiny.vae().decoder: (torch.zeros(1, 4, 8, 8),),
+    }
+    for module, call in calls.items():
+        run(planned(module, "sm_90", tmp_path), *call)
+        (variant,) = module.forward.variants.all
+        assert variant.program.device == "cuda"
+        assert not variant.program.foreign_calls
+        assert {spec.device for spec in (*variant.specs, *variant.rows)} == {GPU}
 
 
 def test_what_is_planned_for_this_processor_runs_on_it(

@@ -55,6 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "errors",
         "options",
         "wording",
+        "frontend.low_rank_layers",
         "ir.device",
         "ir.program",
         "kernels.tuned.h100",

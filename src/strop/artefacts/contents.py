@@ -14,6 +14,7 @@ import torch
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.stored_variants import own_source, versions
 from strop.errors import CacheError
+from strop.frontend.low_rank_layers import is_factor
 from strop.wording import counted
 
 
@@ -33,7 +34,8 @@ class Architecture:
         """Describe the module that a dispatcher serves."""
         state = dispatcher.state
         weights = zip(state.names, state.tensors, state.shapes, strict=True)
-        lines = sorted(f"{name}:{shape}:{t.dtype}" for name, t, shape in weights)
+        own = [(name, t, shape) for name, t, shape in weights if not is_factor(name)]
+        lines = sorted(f"{name}:{shape}:{t.dtype}" for name, t, shape in own)
         dtypes = Counter(str(t.dtype).removeprefix("torch.") for t in state.tensors)
         return Architecture(
             type(dispatcher.module).__name__,
