@@ -8,6 +8,8 @@ there. Strop's modules have been compiled to bytecode before, as pip does where 
 import them counts. "optimize_s" is that and ``strop.optimize``. Weights are random, at full size.
 Rows whose name ends in "-train" time a forward and its backward. "inductor" compiles as diffusers
 recommends: repeated blocks once where a model has them, else the whole; "inductor-whole" the whole.
+"artefact" has a file of ``strop.save``, which a process before it has written, and neither Triton
+nor g++; its clock covers ``strop.load``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import argparse
 import compileall
 import contextlib
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,15 +45,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="sd15,sdxl,flux,wan,sd15-train", help=", ".join(ROWS))
     parser.add_argument(
-        "--contenders", default="strop", help="strop, inductor, inductor-whole, eager"
+        "--contenders", default="strop", help="strop, artefact, inductor, inductor-whole, eager"
     )
     parser.add_argument("--repeats", type=int, default=1, help="new processes for each")
     parser.add_argument("--out", type=Path, help="JSON file for every number")
     parser.add_argument("--tiny", action="store_true", help="tiny models: to try this out")
     parser.add_argument("--one", nargs=2, metavar=("ROW", "CONTENDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measured_here(*args.one, is_tiny=args.tiny)))
+        print(json.dumps(measured_here(*args.one, args.file, is_tiny=args.tiny)))
         return
     import torch
 
@@ -63,8 +68,14 @@ def main() -> None:
     for row in args.rows.split(","):
         rows[row] = {"must_s": ROWS[row][-1]}
         for contender in args.contenders.split(","):
-            words = ["--one", row, contender, *["--tiny"] * args.tiny]
-            found = [measured_alone(__file__, words) for _ in range(args.repeats)]
+            with tempfile.TemporaryDirectory() as folder:
+                more = ["--file", f"{folder}/model.strop", *["--tiny"] * args.tiny]
+                if contender == "artefact":
+                    print(
+                        f"{row:11} saved {measured_alone(__file__, ['--one', row, 'save', *more])}"
+                    )
+                words = ["--one", row, contender, *more]
+                found = [measured_alone(__file__, words) for _ in range(args.repeats)]
             seconds = [one["first_s"] for one in found if "first_s" in one]
             rows[row][contender] = {"samples": seconds, "processes": found}
             for one in found:
@@ -73,9 +84,13 @@ def main() -> None:
             report.write_json({**result, "rows": rows}, args.out)
 
 
-def measured_here(row: str, contender: str, *, is_tiny: bool) -> dict[str, Any]:
+def measured_here(row: str, contender: str, file: Path, *, is_tiny: bool) -> dict[str, Any]:
+    if contender == "artefact":
+        sys.modules["triton"] = None  # type: ignore[assignment]
+        os.environ["PATH"] = ""
     import torch
 
+    import strop
     from strop.bench.infer_rows import MODELS
     from strop.bench.timer import peak, synchronise
 
@@ -93,13 +108,15 @@ def measured_here(row: str, contender: str, *, is_tiny: bool) -> dict[str, Any]:
     run = step_of(workload, given, is_trained)
     seconds = []
     start = time.perf_counter()
-    prepare(workload.target, contender, is_trained)
+    prepare(workload.target, contender, file, is_trained)
     optimized = time.perf_counter() - start
     for _ in range(3):
         run()
         synchronise(device)
         seconds.append(round(time.perf_counter() - start, 3))
         start = time.perf_counter()
+    if contender == "save":
+        return {"saved": str(strop.save(workload.target, file))}
     found: dict[str, Any] = {"first_s": seconds[0], "second_s": seconds[1], "third_s": seconds[2]}
     found["optimize_s"] = round(optimized, 3)
     if device.type == "cuda":
@@ -119,13 +136,15 @@ def step_of(workload: Any, given: Any, is_trained: bool) -> Callable[[], None]:
     return step
 
 
-def prepare(model: Any, contender: str, is_trained: bool) -> None:
+def prepare(model: Any, contender: str, file: Path, is_trained: bool) -> None:
     import torch
 
     import strop
 
-    if contender == "strop":
+    if contender in ("strop", "save"):
         strop.optimize(model, train=is_trained)
+    elif contender == "artefact":
+        strop.load(model, file, trust=True)
     elif contender == "inductor" and getattr(model, "_repeated_blocks", None):
         model.compile_repeated_blocks(fullgraph=True)
     elif contender in ("inductor", "inductor-whole"):
@@ -136,7 +155,7 @@ def prepare(model: Any, contender: str, is_trained: bool) -> None:
 
 
 def stages_of(model: Any, contender: str) -> dict[str, Any]:
-    if contender != "strop":
+    if contender not in ("strop", "artefact"):
         return {}
     import strop
 
