@@ -37,43 +37,48 @@ def _targets(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
+Model = Annotated[
+    Path,
+    typer.Option(
+        help="Build for this pipeline: a folder as pipe.save_pretrained writes it. Its"
+        " configuration is read, and the tokenizer; weights need not be there."
+    ),
+]
+Targets = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="Compile for these devices, with commas between them: sm_80, sm_86, sm_89 and"
+        " sm_90 are NVIDIA GPUs, cpu-v3 processors with AVX2, cpu-v4 those with AVX-512, and"
+        " cpu is this one.",
+    ),
+]
+Output = Annotated[Path, typer.Option("-o", "--output", help="Write the artefact to this file.")]
+Weights = Annotated[
+    WeightType,
+    typer.Option(
+        help="Build for weights of this type; auto takes fp16 for GPUs, and fp32 for processors"
+        " alone."
+    ),
+]
+Sizes = Annotated[
+    list[PictureSize] | None,
+    typer.Option(
+        parser=parse_size,
+        metavar="WxH",
+        help="Trace pictures of this width and height; give it several times for several. One"
+        " graph serves all sizes as a rule, so that the model's own will do.",
+    ),
+]
+
+
 @reported
 def command(
-    model: Annotated[
-        Path,
-        typer.Option(
-            help="Build for this pipeline: a folder as pipe.save_pretrained writes it. Its"
-            " configuration is read, and the tokenizer; weights need not be there."
-        ),
-    ],
-    target: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Compile for these devices, with commas between them: sm_80, sm_86, sm_89 and"
-            " sm_90 are NVIDIA GPUs, cpu-v3 processors with AVX2, cpu-v4 those with AVX-512, and"
-            " cpu is this one.",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Write the artefact to this file.")
-    ],
-    dtype: Annotated[
-        WeightType,
-        typer.Option(
-            help="Build for weights of this type; auto takes fp16 for GPUs, and fp32 for processors"
-            " alone."
-        ),
-    ] = WeightType.auto,
-    size: Annotated[
-        list[PictureSize] | None,
-        typer.Option(
-            parser=parse_size,
-            metavar="WxH",
-            help="Trace pictures of this width and height; give it several times for several. One"
-            " graph serves all sizes as a rule, so that the model's own will do.",
-        ),
-    ] = None,
+    model: Model,
+    target: Targets,
+    output: Output,
+    dtype: Weights = WeightType.auto,
+    size: Sizes = None,
 ) -> None:
     """Compile a pipeline ahead, for all sizes, into one file without weights: an artefact.
 

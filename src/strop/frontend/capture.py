@@ -264,8 +264,7 @@ def capture(
             apart = functools.partial(functionalize, remove="mutations")
             gm, out_spec, origins, reads, same, blocks = traced(apart)
     check_constants(gm, module)
-    pinned = rows_read_otherwise(gm, tuple(state), rows)
-    own = [*specs, *rows.values()]
+    pinned, own = rows_read_otherwise(gm, tuple(state), rows), [*specs, *rows.values()]
     found = known_sizes(module, shape_env, gm, roots, own, hints, pinned=pinned)
     return Captured(
         gm,
