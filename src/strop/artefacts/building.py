@@ -21,8 +21,7 @@ from strop.ir.device import CPU, Device
 from strop.kernels.tuned.h100 import DEVICE as H100
 from strop.options import Options
 from strop.runtime.build.ahead import AheadLoader
-from strop.runtime.build.native import TARGETS as PROCESSORS
-from strop.runtime.build.native import target_name
+from strop.runtime.build.native import target_name, targets_here
 from strop.wording import counted
 
 Say = Callable[[str], None]  # is told what is going on
@@ -64,17 +63,16 @@ CARDS: Mapping[str, Device] = {
     ),
     "sm_90": H100,
 }
-TARGET_NAMES = ("cpu", *PROCESSORS, *CARDS)
 
 
 def check_targets(names: Sequence[str]) -> tuple[str, ...]:
     """Return targets, each once, with the name of this processor for "cpu". Raises OptionError for
     a name that is none."""
-    unknown = [name for name in names if name not in TARGET_NAMES]
+    known = ("cpu", *targets_here(), *CARDS)
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise OptionError(
-            f"there is no target {', '.join(unknown) or 'given'}; there are"
-            f" {', '.join(TARGET_NAMES)}"
+            f"there is no target {', '.join(unknown) or 'given'}; there are {', '.join(known)}"
         )
     return tuple(dict.fromkeys(target_name() if name == "cpu" else name for name in names))
 

@@ -63,6 +63,12 @@ def target_name() -> str:
     return {"AVX512": "cpu-v4", "AVX2": "cpu-v3"}.get(capability, "cpu-v1")
 
 
+def targets_here() -> tuple[str, ...]:
+    """Return the targets that the compiler of this machine can compile for."""
+    is_arm = target_name() == _ARM
+    return tuple(name for name in TARGETS if (name == _ARM) is is_arm)
+
+
 def target_flags() -> tuple[str, ...]:
     """Compiler flags for this processor."""
     return TARGETS[target_name()]
