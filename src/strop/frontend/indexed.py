@@ -33,7 +33,8 @@ def indexed(x: Tensor, index: Any) -> Tensor:
     view, found = _looked_at(x, index)
     if all(place is None for place in found):
         return view if view is not x else torch.ops.aten.alias.default(x)
-    return torch.ops.aten.index.Tensor(view, found)
+    result: Tensor = torch.ops.aten.index.Tensor(view, found)
+    return result
 
 
 def write_indexed(x: Tensor, index: Any, value: Any) -> None:
