@@ -120,7 +120,7 @@ class NativeKernels:
         self.num_cached = 0
         self._store = store
         self._compiler = compiler
-        self._flags = (*_FLAGS, *TARGETS[target or target_name()])
+        self._flags = (*_FLAGS, *(TARGETS[target] if target else target_flags()))
         self._header = _HEADER.read_text()
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._functions: dict[KernelSource, NativeFunction] = {}
