@@ -20,7 +20,7 @@ import torch
 from strop.ir.device import GpuTarget
 from strop.runtime.build import compilers as builds
 from strop.runtime.build.cache import TEMPORARY_SECONDS, DiskCache
-from strop.runtime.build.loader import _BytesByKey
+from strop.runtime.build.loader import BytesByKey
 from tests.codegen.kernels import SAMPLES
 from tests.runtime import cache_jobs
 
@@ -158,7 +158,7 @@ def test_damaged_cubins(
 
     source, cache = (
         emit(SAMPLES["silu_flat"](torch.float16).kernel).source,
-        _BytesByKey(DiskCache(tmp_path)),
+        BytesByKey(DiskCache(tmp_path)),
     )
 
     def built() -> tuple[Any, int]:
