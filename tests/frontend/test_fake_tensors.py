@@ -5,9 +5,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from strop.frontend.capture import named_state
 from strop.frontend.fake_tensors import fake_memory, fake_view, fake_weights
 from strop.frontend.functional import memory_of
+from strop.frontend.module_tensors import named_state
 
 
 def state_of_all_kinds():

@@ -24,8 +24,10 @@ from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
-from strop.frontend.capture import clone_structure, state_places
+from strop.frontend.capture import clone_structure
+from strop.frontend.composed_tensors import composed_in, is_composed, make_up, watched_places
 from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
+from strop.frontend.module_tensors import state_places, tensor_places
 from strop.frontend.stable_text import is_plain
 from strop.frontend.tables import table_names
 from strop.ir.program import Program
@@ -113,7 +115,21 @@ class ModuleState:
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             if isinstance(owner, GraphModule):  # its recompile() gives its class another one
                 edges.append((vars(type(owner)), "forward"))
+        edges += self._scan_composed()
         self._edges = identities(edges)
+
+    def _scan_composed(self) -> list[tuple[Mapping[str, Any], str]]:
+        """Note what weights of libraries' own classes are made of, and return where they are held
+        and what they hold beside tensors."""
+        places: list[tuple[Any, str]] = []
+        composed: list[tuple[str, Tensor]] = []
+        for name, table, key in tensor_places(self.parts, self.effective.tables):
+            if is_composed(table[key]):
+                composed.append((name, table[key]))
+                places += [(table, key), *watched_places(table[key])]
+        self.make_ups = tuple((name, make_up(tensor)) for name, tensor in composed)
+        self.composed_kinds = {type(part) for _, t in composed for part in composed_in(t)}
+        return places
 
     def bound_to(self) -> tuple[Any, ...]:
         """Return what tells bound programs apart, but for arguments: the graph by its structure,
@@ -309,7 +325,7 @@ class ModuleState:
         objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
         names = (*self.global_guards.text, *self.global_guards.containers, *objects)
-        return hash((modules, state, self.adapters, names))
+        return hash((modules, state, self.make_ups, self.adapters, names))
 
 
 def layout_of(t: Tensor) -> tuple[int, ...] | None:

@@ -41,6 +41,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strop")
 _FORMAT = 6
+# What a trace runs the code of. Triton is not among them, as it only compiles kernels.
+_LIBRARIES = ("diffusers", "transformers", "peft")
+# By package: whose classes of modules and weights are traced where a model has them.
+_OF_WEIGHTS = {
+    "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes",
+    "optimum": "optimum-quanto",
+    "gguf": "gguf",
+}
 
 
 def key_of(
@@ -62,6 +71,7 @@ def key_of(
         parts.append(f"{path}:{qualified(type(part))}:{shown}:{settings}")
         parts += [f"{qualified(type(processor))}", graph_text(part)]
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
+    sources |= set(map(_source_digest, state.composed_kinds))
     parts += sorted(sources)
     parts.append(_config(module, state))
     parts += [*state.global_guards.text, *state.global_guards.containers, state.global_guards.code]
@@ -71,6 +81,8 @@ def key_of(
             state.names, state.tensors, state.shapes, state.devices, strict=True
         )
     ]
+    parts += map(repr, state.make_ups)
+    parts += map(_version, _libraries_of_weights(state))
     parts += [
         repr(state.adapters),
         repr(skeleton),
@@ -99,14 +111,25 @@ def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
 @lru_cache(maxsize=1)
 def versions() -> tuple[str, ...]:
     """Return the versions of all that decides about a graph. Which devices a torch was built for is
-    no part of it, nor is Triton, which only compiles kernels."""
-    found = [f"strop {strop.__version__}", f"torch {torch.__version__.partition('+')[0]}"]
-    for name in ("diffusers", "transformers", "peft"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} absent")
-    return tuple(found)
+    no part of it."""
+    own = [f"strop {strop.__version__}", f"torch {torch.__version__.partition('+')[0]}"]
+    return (*own, *map(_version, _LIBRARIES))
+
+
+def _libraries_of_weights(state: ModuleState) -> list[str]:
+    kinds = {*(type(part) for _, part in state.parts), *state.composed_kinds}
+    packages = {kind.__module__.partition(".")[0] for kind in kinds}
+    if any(".quantizers.gguf" in kind.__module__ for kind in kinds):
+        packages.add("gguf")
+    return [library for package, library in _OF_WEIGHTS.items() if package in packages]
+
+
+@lru_cache
+def _version(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} absent"
 
 
 @lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Node
 
+from strop.frontend.composed_tensors import traced_make_up, traced_parts
 from strop.frontend.copied_nodes import node_of, node_of_number
 from strop.frontend.functional import memory_of
 from strop.frontend.numbers import as_input, numbers_in
@@ -149,10 +150,18 @@ def _module_look(block: nn.Module, met: _Numbers) -> ModuleLook:
     if any(has_hooks(part, is_outermost=part is block) for part in block.modules()):
         raise _NoLookError
     parts = tuple(
-        (path, type(part), _attributes(part, met), tuple(part._parameters), tuple(part._buffers))
+        (path, type(part), _attributes(part, met), _named_tensors(part))
         for path, part in block.named_modules(remove_duplicate=False)
     )
     return ModuleLook(parts, met.inputs[before:])
+
+
+def _named_tensors(part: nn.Module) -> tuple[Any, ...]:
+    """Return the names of a module's own tensors, and what those are made of that are composed."""
+    tables = (part._parameters.items(), part._buffers.items())
+    return tuple(
+        tuple((n, "" if t is None else traced_make_up(t)) for n, t in table) for table in tables
+    )
 
 
 def repeated(
@@ -280,7 +289,8 @@ def _state(block: nn.Module) -> Iterator[Tensor]:
     """Yield all weights, and tensors that are attributes of modules or of objects on them."""
     for _, part in block.named_modules(remove_duplicate=False):
         for table in (part._parameters, part._buffers):
-            yield from (tensor for tensor in table.values() if tensor is not None)
+            for tensor in table.values():
+                yield from traced_parts(tensor) if tensor is not None else ()
         for name, value in vars(part).items():
             if name not in _TABLES:
                 yield from _tensors(value)

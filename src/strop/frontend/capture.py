@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,6 @@ import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule
@@ -44,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 from strop.errors import CaptureError
 from strop.frontend.adapted_layers import is_folded
 from strop.frontend.block_reuse import BlockReuse
+from strop.frontend.composed_tensors import is_composed
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
@@ -51,7 +51,8 @@ from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.low_rank_layers import stand_in
-from strop.frontend.module_parts import graph_module_like, has_other_forward, own_attributes
+from strop.frontend.module_parts import graph_module_like, has_other_forward
+from strop.frontend.module_tensors import Tables, named_state, putting_together, tensor_places
 from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
@@ -109,55 +110,6 @@ class Captured:
     blocks: BlockReuse = field(default_factory=BlockReuse)  # repeated ones
 
 
-Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
-
-
-def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, each once, module by module; and tensors that are
-    plain attributes, which are no less data."""
-    return {name: table[key] for name, table, key in state_places(module.named_modules())}
-
-
-def state_places(
-    parts: Iterable[tuple[str, nn.Module]], tables: Tables = MappingProxyType({})
-) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield where each tensor of some modules with their paths is held: its name, a table and a
-    key. ``tables`` hold what is read in the place of some of a module's own Parameters, or beside
-    them."""
-    seen: set[int] = set()
-    parts = list(parts)
-    weights = (
-        t for _, owner in parts for t in (*owner._parameters.values(), *owner._buffers.values())
-    )
-    devices = {weight.device for weight in weights if weight is not None}
-    for path, owner in parts:
-        others = tables.get(id(owner), {})
-        start = f"{path}." if path else ""
-        own, buffers = owner._parameters, owner._buffers
-        places = [(others if key in others else own, key) for key in own | others]
-        for table, key in (*places, *((buffers, key) for key in buffers)):
-            tensor = table[key]
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield start + key, table, key
-        for key, value in own_attributes(owner):
-            if type(value) is Tensor and id(value) not in seen and _is_data(value, devices):
-                seen.add(id(value))
-                yield start + key, owner.__dict__, key
-
-
-def _is_data(value: Tensor, devices: Set[torch.device]) -> bool:
-    """Tell whether a tensor that is a plain attribute is one that programs can read."""
-    if value.requires_grad or value.layout is not torch.strided:
-        return False
-    is_whole = not value.is_quantized and not value.is_nested
-    return (
-        is_whole
-        and (not devices or value.device in devices)
-        and bool(is_non_overlapping_and_dense_or_false(value))
-    )
-
-
 _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name}
 
 
@@ -165,7 +117,8 @@ def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) ->
     """Return a copy of the modules that shares every tensor, to trace without disturbing other
     threads. A layer that has one of ``tables`` stands in the place of the one that wraps it, with
     the Parameters in it, and computes its low-rank part if these hold one."""
-    memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
+    held = [table[key] for _, table, key in tensor_places(module.named_modules())]
+    memo: dict[int, Any] = {id(t): t for t in held}
     for table in tables.values():
         memo |= {id(t): t for t in table.values()}
     try:
@@ -468,14 +421,18 @@ def _traced(
     assert isinstance(mode.shape_env, TracedSizes)
     numbers = mode.shape_env.numbers
     reads = LayoutReads([fake for fake in fakes if isinstance(fake, Tensor)])
+    places = list(tensor_places(module.named_modules()))
+    reads.has_composed = any(is_composed(table[key]) for _, table, key in places)
     kept = {
         name: (table, key)
-        for name, table, key in state_places(module.named_modules())
+        for name, table, key in places
         if not (key.startswith("_") and "_parameters" in table)
     }  # but for caches
+    put = putting_together(module) if reads.has_composed else dict
 
     def flat(state: dict[str, Tensor], *inputs: Tensor) -> list[Any]:
-        swapped = torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True)
+        held = put(state)
+        swapped = torch.nn.utils.stateless._reparametrize_module(module, held, tie_weights=True)
         with swapped:
             with reads.of_forward():
                 result = call(*inputs)
@@ -483,7 +440,7 @@ def _traced(
             check_leaves(leaves)
             numbers.check(leaves)
             now = {name: table.get(key) for name, (table, key) in kept.items()}
-            check_state(now, {name: state[name] for name in now})
+            check_state(now, {name: held[name] for name in now})
             refuse_gradients_outside(leaves, (*state.values(), *inputs))
         reads.results(leaves, inputs)
         same[:] = _known(leaves, {"argument": inputs, "state": tuple(state.values())})

@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 
 from strop.errors import CaptureError
+from strop.frontend.composed_tensors import ComposedCalls
 from strop.frontend.functional import memory_of
 from strop.frontend.operators import Retarget
 
@@ -60,13 +61,17 @@ CHOSEN_BY_LIBRARIES: dict[Any, Callable[[Tensor], bool]] = {
 
 
 class LayoutReads(Retarget):
-    """Retarget calls, and note what a forward with these ``arguments`` asks."""
+    """Retarget calls, and note what a forward with these ``arguments`` asks. Calls on composed
+    tensors are left to their classes, and what these call is retargeted."""
+
+    has_composed = False  # whether the module holds composed tensors
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self._own = {memory_of(tensor) for tensor in arguments}
         self.asked: dict[str, None] = {}
         self.num_asked = 0
+        self._composed = ComposedCalls()
         self._is_forward = self._is_made_dense = False
 
     def __torch_function__(
@@ -74,6 +79,9 @@ class LayoutReads(Retarget):
     ) -> Any:
         if self._is_forward:
             self._note(func, args)
+        if self.has_composed and self._composed.are_in((*args, *(kwargs or {}).values())):
+            self.has_gradients |= torch.is_grad_enabled()
+            return self._composed.run(self, func, types, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:

@@ -39,7 +39,6 @@ from strop.frontend.capture import (
     fake_input,
     fake_roots,
     known_sizes,
-    named_state,
     settings,
     tracing,
     without_empty,
@@ -49,6 +48,7 @@ from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.known_results import RememberingMode, quick_devices
+from strop.frontend.module_tensors import named_state
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.origins import settle_origins
 from strop.frontend.repeated_blocks import UNWATCHED, TraceWatch

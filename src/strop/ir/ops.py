@@ -209,6 +209,13 @@ _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
+_QUANTISED = (  # products of codes, and of activations and codes
+    "_int_mm",
+    "_scaled_mm",
+    "_weight_int8pack_mm",
+    "_weight_int4pack_mm",
+    "_weight_int4pack_mm_for_cpu",
+)
 _RANDOM = (  # with torch's generator and its numbers
     "rand",
     "randn",
@@ -271,6 +278,7 @@ LIBRARY: tuple[Op, ...] = tuple(
         *_RECURRENT,
         *_IMAGES,
         *_ATTENTION,
+        *_QUANTISED,
         *_RANDOM,
         *_BACKWARD,
     )

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from strop.runtime.loop.timetable import Timetable
 
 
+# The types of quantised weights. Others, such as indices, come in these seldom, and small.
+CODES = frozenset((torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2))
+
+
 @dataclass(frozen=True, slots=True)
 class Prologue:
     """Positions of the steps that depend on weights and steady arguments alone, the buffers that
@@ -206,11 +210,11 @@ def prologue_of(
     A step belongs to it if it reads nothing else and its results lie in planned memory, as those of
     kernels and of ``planned`` library calls do. Kernels that check indices stay behind, since every
     call has to raise again. A program that writes to its arguments or weights has no prologue.
+    What is made of quantised weights alone is not left to others: it would be the weights in full.
     """
     if not steady or writes_inputs(program, steps):
         return Prologue()
-    found = movable(program, steps, read_by_all(program, steady), planned)
-    kept = kept_of(steps, found)
+    found, kept = _small(program, steps, steady, planned)
     read = {
         program.buffers[n].index
         for p in found
@@ -220,6 +224,37 @@ def prologue_of(
     if not kept or read.isdisjoint(steady):
         return Prologue()
     return Prologue(tuple(found), kept, weights_of(program, read - set(steady)))
+
+
+def _small(
+    program: Program,
+    steps: Sequence[Step | None],
+    steady: Collection[int],
+    planned: Collection[str],
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return the positions of steps that may move, and what they leave, no weight in full."""
+    able, in_full = list(steps), dequantised(program, steps)
+    while True:
+        found = movable(program, able, read_by_all(program, steady), planned)
+        kept = kept_of(steps, found)
+        if in_full.isdisjoint(kept):
+            return found, kept
+        left = in_full.intersection(kept)
+        able = [None if left.intersection(written(step)) else step for step in able]
+
+
+def dequantised(program: Program, steps: Sequence[Step | None]) -> set[int]:
+    """Return the buffers that come of weights alone, quantised ones among them."""
+    alone = read_by_all(program, ())
+    codes = {n for n in alone if program.buffers[n].dtype in CODES}
+    found = set[int]()
+    for step in steps:
+        read = set(read_by(step))
+        if read and alone >= read:
+            alone.update(written(step))
+            if not (codes | found).isdisjoint(read):
+                found.update(written(step))
+    return found
 
 
 def writes_inputs(program: Program, steps: Sequence[Step | None]) -> bool:

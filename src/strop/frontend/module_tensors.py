@@ -1,0 +1,90 @@
+"""Find the tensors that a module holds, which are data of its programs, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from strop.frontend.composed_tensors import Place, identity, inner_places, put_together
+from strop.frontend.module_parts import own_attributes
+
+Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, each once, module by module; and tensors that are
+    plain attributes, which are no less data. Of composed ones those that are in them."""
+    return {name: table[key] for name, table, key in state_places(module.named_modules())}
+
+
+def state_places(
+    parts: Iterable[tuple[str, nn.Module]], tables: Tables = MappingProxyType({})
+) -> Iterator[Place]:
+    """Yield where each plain tensor of some modules with their paths is held, each once."""
+    seen: set[int] = set()
+    for held in tensor_places(parts, tables):
+        for place in inner_places(held):
+            if (number := identity(place)) not in seen:
+                seen.add(number)
+                yield place
+
+
+def tensor_places(
+    parts: Iterable[tuple[str, nn.Module]], tables: Tables = MappingProxyType({})
+) -> Iterator[Place]:
+    """Yield where each tensor of some modules with their paths is held: its name, a table and a
+    key. ``tables`` hold what is read in the place of some of a module's own Parameters, or beside
+    them."""
+    seen: set[int] = set()
+    parts = list(parts)
+    weights = (
+        t for _, owner in parts for t in (*owner._parameters.values(), *owner._buffers.values())
+    )
+    devices = {weight.device for weight in weights if weight is not None}
+    for path, owner in parts:
+        others = tables.get(id(owner), {})
+        start = f"{path}." if path else ""
+        own, buffers = owner._parameters, owner._buffers
+        places = [(others if key in others else own, key) for key in own | others]
+        for table, key in (*places, *((buffers, key) for key in buffers)):
+            tensor = table[key]
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield start + key, table, key
+        for key, value in own_attributes(owner):
+            if type(value) is Tensor and id(value) not in seen and _is_data(value, devices):
+                seen.add(id(value))
+                yield start + key, owner.__dict__, key
+
+
+def _is_data(value: Tensor, devices: Set[torch.device]) -> bool:
+    """Tell whether a tensor that is a plain attribute is one that programs can read."""
+    if value.requires_grad or value.layout is not torch.strided:
+        return False
+    is_whole = not value.is_quantized and not value.is_nested
+    return (
+        is_whole
+        and (not devices or value.device in devices)
+        and bool(is_non_overlapping_and_dense_or_false(value))
+    )
+
+
+def putting_together(
+    module: nn.Module,
+) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """Return a function that makes of traced plain tensors what stands for those that the module
+    holds, by their names."""
+    places = list(tensor_places(module.named_modules()))
+    tensors = [(name, table[key]) for name, table, key in places]
+    numbers = {place[0]: identity(place) for place in state_places(module.named_modules())}
+
+    def put(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        traced = {numbers[name]: tensor for name, tensor in state.items()}
+        return {name: put_together(tensor, traced) for name, tensor in tensors}
+
+    return put

@@ -1,0 +1,48 @@
+"""A denoise loop keeps what comes of the prompt, and no weight in full that is quantised."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from strop.api import optimize_module
+from strop.runtime.loop.denoise_loop import DenoiseLoop
+from tests.diffusion.test_hoisting_rules import SecondIsSteady, bound_of
+from tests.e2e import tiny
+from tests.quantised.stand_ins import ByFunctions, ByOperators, quantised
+
+WIDTH, ROWS = 64, 6
+
+
+class Attending(nn.Module):
+    """Of x, and of a prompt p that stays the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.key, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x, p):
+        return self.out(F.silu(self.own(x)) * self.key(p))
+
+
+@pytest.mark.parametrize("kind", [ByOperators, ByFunctions])
+def test_weights_are_not_kept_in_full(kind):
+    net = quantised(kind, Attending())
+    eager, loop = copy.deepcopy(net), DenoiseLoop()
+    how = {"adapter": SecondIsSteady(), "loop": loop}
+    dispatcher = optimize_module(net, tiny.options(hoist=True), **how)
+    x, p = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    loop.begin()
+    for _ in range(3):
+        torch.testing.assert_close(net(x, p), eager(x, p), rtol=1e-5, atol=1e-5)
+        x = x + 1
+    loop.end()
+    bound, counters = bound_of(dispatcher), dispatcher.counters
+    assert counters.eager_calls == 0
+    assert counters.hoisted.num_runs == 1
+    assert counters.hoisted.num_reuses == 2
+    kept = [bound.program.buffers[number].shape for number in bound.hoisted.kept]
+    assert [str(size) for shape in kept for size in shape] == ["b", str(WIDTH)]  # of the prompt
+    assert bound.hoisted.memory.nbytes < WIDTH * WIDTH * 4
