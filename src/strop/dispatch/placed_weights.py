@@ -17,7 +17,7 @@ from torch import Tensor
 from strop.dispatch.cornered_factors import standing
 from strop.ir.ops import OPS
 from strop.ir.program import InputSpec, Program
-from strop.runtime.run.layouts import bytes_of, read_as
+from strop.runtime.run.layouts import bytes_of, read_as, written_as
 
 MOST_LEFT_BYTES = 512 << 20  # that torch keeps of what Parameters have left
 
@@ -133,7 +133,7 @@ def _lay_out(tensor: Tensor, spec: InputSpec) -> None:
     new = torch.empty_strided(seen.shape, strides, dtype=seen.dtype, device=seen.device)
     new.copy_(seen)
     keep_for_readers(tensor)
-    tensor.data = torch.view_as_complex(new) if seen.dtype != tensor.dtype else new
+    tensor.data = written_as(new, tensor.dtype)
 
 
 def _pieces(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:

@@ -26,7 +26,8 @@ from strop.frontend.functional import memory_of
 from strop.frontend.numbers import as_input, numbers_in
 from strop.frontend.recording_hooks import HOOK_TABLES, has_hooks
 
-_LOAD_HOOKS = tuple(name for name in vars(nn.Module()) if "state_dict" in name)
+# Attributes that no forward reads; torchao sets a text of its own on each layer.
+_NOT_READ = ("extra_repr", *(name for name in vars(nn.Module()) if "state_dict" in name))
 _TABLES = ("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES)
 _BY_VALUE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
@@ -222,7 +223,7 @@ def _attributes(part: nn.Module, met: _Numbers, numbers: Settings = frozenset())
     return tuple(
         (name, _NUMBER if (id(part), name) in numbers else _frozen(value, met))
         for name, value in vars(part).items()
-        if name not in _TABLES and name not in _LOAD_HOOKS
+        if name not in _TABLES and name not in _NOT_READ
     )
 
 

@@ -50,6 +50,7 @@ from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
+from strop.frontend.library_operators import opened
 from strop.frontend.low_rank_layers import stand_in
 from strop.frontend.module_parts import graph_module_like, has_other_forward
 from strop.frontend.module_tensors import Tables, named_state, putting_together, tensor_places
@@ -458,7 +459,8 @@ def _traced(
         nullcontext() if transform else blocks.watched(),
     ):
         function = transform(flat) if transform else flat
-        gm = make_fx(function, DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
+        rules = {**DECOMPOSITIONS, **dict(opened())}
+        gm = make_fx(function, rules, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
     settle_origins(gm, module, origins)
     make_functional(gm)

@@ -18,6 +18,15 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.bits import (
+    BITS,
+    BYTES,
+    are_bytes,
+    bits_read,
+    in_own_type,
+    is_short,
+    of_bytes,
+)
 from strop.frontend.complex_numbers import without_complex
 from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
@@ -55,7 +64,7 @@ log = logging.getLogger("strop")
 _IN_TORCH = {**COPYING, **IN_TORCH}
 _MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
 
-_TABLES = (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, PADDING, DECOMPOSITIONS, COMPOSITES)
+_TABLES = (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, PADDING, DECOMPOSITIONS, COMPOSITES, BITS)
 
 _NO_ORDER: Any = object()
 
@@ -72,6 +81,7 @@ class Importer:
     values: dict[FxNode, Value] = field(default_factory=dict)
     constants: list[torch.Tensor] = field(default_factory=list)
     devices: frozenset[str] = frozenset()  # of all values
+    reads_bytes: bool = False  # of weights in floats of 8 bits
     shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
     copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
     given: dict[FxNode, int] = field(default_factory=dict)  # results, by place among the outputs
@@ -151,7 +161,7 @@ def import_graph(
     inputs: list[Node] = []
     traced, origins = without_complex(gm, origins)
     nodes = list(traced.nodes)
-    importer.devices = _devices(nodes)
+    importer.devices, importer.reads_bytes = _devices(nodes), bits_read(nodes)
     num_placeholders = sum(fx.op == "placeholder" for fx in nodes)
     for fx in nodes:
         importer.builder.origin = origins.get(fx.name, "")
@@ -225,6 +235,7 @@ def _input(
     dtype, order = torch.int64, None
     if isinstance(value, torch.Tensor):
         shape, dtype = importer.shape(fx), value.dtype
+        dtype = BYTES if is_state and is_short(fx) and importer.reads_bytes else dtype
         order = importer.orders.get(fx.name, _NO_ORDER)
         if order is _NO_ORDER:
             order = order_or_contiguous(importer.symbols.shape(value.stride()), shape)
@@ -249,7 +260,7 @@ def _call(importer: Importer, fx: FxNode) -> Value:
     if isinstance(fx.target, HigherOrderOperator):
         raise UnsupportedError(f"{fx.target} runs other operators")
     try:
-        value = _expressed(importer, fx)
+        value = of_bytes(importer, fx) or _expressed(importer, fx)
     except ShapeError as error:  # sizes that are equal, but not as polynomials
         log.debug("%s runs in torch: %s", fx.target, error)
         return opaque_call(importer, fx, why=str(error))
@@ -385,7 +396,8 @@ def opaque_call(
     def template(arg: Any) -> Any:
         if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), Node):
             lying = _contiguous_as_traced if fx.target in BY_CONTIGUITY else _dense_as_traced
-            inputs.append(lying(importer, arg))
+            given, own = lying(importer, arg), arg.meta["val"].dtype
+            inputs.append(in_own_type(importer, given, own) if are_bytes(importer, arg) else given)
             return Ref(len(inputs) - 1)
         if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), GeneratorRef):
             return importer.values[arg]

@@ -54,6 +54,8 @@ SIMPLE = frozenset(
         "highest",
         "shift_left",
         "shift_right",
+        "half_of_bits",
+        "float_of_bits",
     )
 )
 

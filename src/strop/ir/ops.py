@@ -95,6 +95,25 @@ STRUCTURAL: tuple[Op, ...] = (
         is_elementwise=False,
         rows_kept=_never,
     ),
+    # the low bits of an int32 as a number: ``frontend.bits``
+    Op(
+        "half_of_bits",
+        Kind.POINTWISE,
+        triton="({0}).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)",
+        cpp="sp::half_of_bits({0})",
+        reference=lambda bits: bits.to(torch.int16).view(torch.float16).float(),
+        operands=Operands.PROMOTED,
+        types=Types.FLOAT,
+    ),
+    Op(
+        "float_of_bits",
+        Kind.POINTWISE,
+        triton="({0}).to(tl.float32, bitcast=True)",
+        cpp="sp::float_of_bits({0})",
+        reference=lambda bits: bits.view(torch.float32),
+        operands=Operands.PROMOTED,
+        types=Types.FLOAT,
+    ),
     Op("reshape", Kind.VIEW, has_all_once=True, rows_kept=_always),
     # by attrs["dims"]
     Op(

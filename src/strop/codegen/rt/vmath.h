@@ -704,6 +704,11 @@ inline double erfinv(double x) {
 }
 inline float erfinv(float x) { return static_cast<float>(erfinv(static_cast<double>(x))); }
 
+// ---- numbers of bits ---------------------------------------------------------------------------
+
+inline float half_of_bits(int32_t x) { return widen(fp16{static_cast<uint16_t>(x)}); }
+inline float float_of_bits(int32_t x) { return from_bits(static_cast<uint32_t>(x)); }
+
 // ---- random numbers: see ir/philox.py ----------------------------------------------------------
 
 inline float uniform(int64_t seed, int64_t position) {

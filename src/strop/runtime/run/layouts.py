@@ -30,9 +30,19 @@ def laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def read_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return complex numbers as pairs of real ones, in the same memory, for who reads real ones."""
-    is_pairs = tensor.is_complex() and not dtype.is_complex
-    return torch.view_as_real(tensor) if is_pairs else tensor
+    """Return complex numbers as pairs of real ones, in the same memory, for who reads real ones,
+    and floats of 8 bits as bytes for who reads bytes."""
+    if tensor.is_complex() and not dtype.is_complex:
+        return torch.view_as_real(tensor)
+    is_short = tensor.is_floating_point() and tensor.itemsize == 1
+    return tensor.view(dtype) if is_short and dtype is torch.uint8 else tensor
+
+
+def written_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo ``read_as``."""
+    if tensor.dtype == dtype:
+        return tensor
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -1,0 +1,143 @@
+"""Bytes that are looked at as numbers of other types, and floats of 8 bits."""
+
+import pytest
+import torch
+from torch import nn
+
+import strop
+from strop.codegen import cpp, triton
+from strop.codegen.triton_interpreter import interpret
+from strop.options import Options
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.cubin import compile_cubin
+from strop.runtime.build.native import NativeKernels
+from tests.codegen import kernels
+from tests.codegen.cpp_launch import launch
+from tests.frontend.tracing import Function
+
+ROWS = {
+    "half_of_bits": torch.arange(-(2**15), 2**16, dtype=torch.int32),
+    "float_of_bits": torch.arange(-(2**31), 2**31 - 1, 104729).to(torch.int32),
+}
+
+
+def sample(name):
+    return kernels.pointwise(name, [torch.int32], torch.float32).kernel
+
+
+def expected(name):
+    bits = ROWS[name]
+    is_half = name == "half_of_bits"
+    return bits.to(torch.int16).view(torch.float16).float() if is_half else bits.view(torch.float32)
+
+
+def check(found, name):
+    torch.testing.assert_close(found, expected(name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_cpp_reads_them(name, tmp_path):
+    emitted, out = cpp.emit(sample(name)), torch.empty(len(ROWS[name]))
+    native = NativeKernels(DiskCache(tmp_path))
+    built = native.build([emitted.source])[emitted.source]
+    launch(built, emitted, [ROWS[name], out], {"n": len(out)})
+    check(out, name)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_triton_reads_them(name):
+    emitted, out = triton.emit(sample(name)), torch.empty(len(ROWS[name]))
+    sizes = {f"s{i}": size.eval({"n": len(out)}) for i, size in enumerate(emitted.scalars)}
+    interpret(emitted.source, [ROWS[name], out], sizes)
+    check(out, name)
+    assert compile_cubin(emitted.source, 80).code
+
+
+ALL = torch.arange(256).to(torch.uint8)
+WIDE = torch.randint(0, 256, (6, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+VIEWS = {
+    "int8": lambda x: x.view(torch.int8),
+    "uint8": lambda x: x.view(torch.int8).view(torch.uint8),
+    "int16": lambda x: x.view(torch.int16),
+    "int32": lambda x: x.view(torch.int32),
+    "float16": lambda x: x.view(torch.float16),
+    "bfloat16": lambda x: x.view(torch.bfloat16),
+    "float32": lambda x: x.view(torch.float32),
+    "of a part": lambda x: x[:, 2:4].view(torch.float16),
+    "of words": lambda x: (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32),
+    "of halves": lambda x: (x.view(torch.int16) ^ 1).view(torch.float16),
+}
+
+
+def optimized(module, folder):
+    return strop.optimize(module.eval(), options=Options(cache_dir=str(folder), strict=True))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_bytes_are_read_in_kernels(view, tmp_path):
+    eager = Function(lambda x: VIEWS[view](x).double() * 2)
+    module = optimized(Function(eager.function), tmp_path)
+    for x in (WIDE, WIDE[:4]):
+        torch.testing.assert_close(module(x), eager(x), rtol=0, atol=0, equal_nan=True)
+    assert strop.explain(module).calls == {}
+
+
+class Short(nn.Module):
+    """A weight in floats of 8 bits, all there are, and what reads it."""
+
+    def __init__(self, dtype, function):
+        super().__init__()
+        self.function = function
+        self.register_buffer("weight", ALL.view(dtype).reshape(32, 8))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+READS = {
+    "cast": lambda net, x: net.weight.to(x.dtype) + x,
+    "turned": lambda net, x: net.weight.t().to(x.dtype) + x[:8, :1],
+    "parts": lambda net, x: torch.cat([p.to(x.dtype) for p in net.weight.chunk(2)]) + x,
+    "bytes": lambda net, x: net.weight.view(torch.uint8) + x,
+    "twice": lambda net, x: (net.weight.to(torch.float16).to(x.dtype) + x, net.weight.float() * x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("read", READS)
+def test_weights_of_8_bits_are_decoded_in_kernels(read, dtype, tmp_path):
+    module, eager = (Short(dtype, READS[read]).eval() for _ in range(2))
+    optimized(module, tmp_path)
+    x = torch.zeros(32, 8)
+    torch.testing.assert_close(module(x), eager(x), rtol=0, atol=0, equal_nan=True)
+    for net in (module, eager):
+        net.weight.view(torch.uint8).add_(3)
+    torch.testing.assert_close(module(x), eager(x), rtol=0, atol=0, equal_nan=True)
+    assert strop.explain(module).calls == {}
+
+
+IN_TORCH = {
+    "product": lambda net, x: torch.ops.aten._scaled_mm(
+        net.weight[:16].view(torch.uint8).view(net.weight.dtype).reshape(8, 16),
+        net.weight[16:].reshape(8, 16).t(),
+        x[0, 0] + 1,
+        x[0, 0] + 1,
+        out_dtype=torch.bfloat16,
+    ),
+    "given back": lambda net, x: (net.weight.t(), x + net.weight.float()),
+    "another type": lambda net, x: net.weight.to(torch.float8_e5m2).float() + x,
+}
+
+
+@pytest.mark.parametrize("read", IN_TORCH)
+def test_torch_gets_them_in_their_own_type(read, tmp_path):
+    module, eager = (Short(torch.float8_e4m3fn, IN_TORCH[read]).eval() for _ in range(2))
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    x = torch.zeros(32, 8)
+    for found, wanted in zip(_several(module(x)), _several(eager(x)), strict=True):
+        assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride())
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def _several(result):
+    return result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,119 @@
+"""Modules that torchao, quanto and diffusers' GGUF have quantised, where these are installed."""
+
+import pytest
+import torch
+from torch import nn
+
+import strop
+from strop.frontend.capture import clone_structure
+from strop.options import Options
+from strop.testing import assert_as_accurate_as_eager
+from tests.quantised.stand_ins import Net
+
+ROWS = (5, 9, 2)
+PRODUCTS = {"aten._int_mm.default", "linear"}
+
+
+def check(module, folder, *, jumps=False):
+    """``jumps``: whether rows are quantised too, so that a last bit may move a whole step."""
+    eager, generator = clone_structure(module), torch.Generator().manual_seed(0)
+    strop.optimize(module, options=Options(cache_dir=str(folder), strict=True))
+    with torch.no_grad():
+        for rows in ROWS:
+            x = torch.randn(rows, 256, generator=generator)
+            found, wanted = module(x), eager(x)
+            error = (found - wanted).abs().max().item()
+            assert error <= (2e-2 if jumps else 4e-3) * wanted.abs().max().item()
+    report = strop.explain(module)
+    assert module.forward.counters.eager_calls == 0
+    assert module.forward.counters.fallbacks == {}
+    assert report.num_graphs == 1
+    assert sum(count for call, count in report.calls.items() if call in PRODUCTS) == 2
+    assert report.calls.keys() <= PRODUCTS
+    return eager
+
+
+def net():
+    torch.manual_seed(0)
+    return Net(width=256).eval().requires_grad_(False)
+
+
+TORCHAO = {
+    "Int8WeightOnlyConfig": {"version": 2},
+    "Int8DynamicActivationInt8WeightConfig": {"version": 2},
+    "Float8WeightOnlyConfig": {},
+    "IntxWeightOnlyConfig": {"weight_dtype": torch.int4},
+}
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_torchao(name, tmp_path):
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    module = net()
+    quantization.quantize_(module, getattr(quantization, name)(**TORCHAO[name]))
+    check(module, tmp_path, jumps="Dynamic" in name)
+
+
+@pytest.mark.parametrize("name", ["qint8", "qint4", "qint2", "qfloat8"])
+def test_quanto(name, tmp_path):
+    quanto = pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    module = net()
+    quanto.quantize(module, weights=quanto.qtypes[name])
+    quanto.freeze(module)
+    check(module, tmp_path)
+
+
+# kind of blocks -> where the halves are in one that are scales
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_gguf(name, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="needs gguf")
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantize_gguf_tensor
+
+    module, kind = net(), gguf.GGMLQuantizationType[name]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    for place in "ab":
+        old = module.get_submodule(place)
+        rows, columns = old.weight.shape
+        codes = torch.randint(0, 256, (rows * columns // block, size), dtype=torch.uint8)
+        for start in SCALES[name]:
+            codes[:, start : start + 2] = torch.tensor([3e-4]).half().view(torch.uint8)
+        new = GGUFLinear(columns, rows, True, compute_dtype=torch.float32)
+        new.weight = GGUFParameter(codes.reshape(rows, -1), quant_type=kind)
+        new.bias = old.bias
+        module._modules[place] = new.requires_grad_(False)
+    eager = check(module.eval(), tmp_path)
+    wide = net().double()
+    for place in "ab":  # in fp64 from the start: eager rounds each step to fp16
+        own = eager.get_submodule(place)
+        blocks = own.weight.as_tensor().reshape(-1, size)
+        exact = _in_full(blocks, kind, block, size).reshape(own.out_features, own.in_features)
+        wide.get_submodule(place).weight = nn.Parameter(exact, requires_grad=False)
+        assert torch.allclose(
+            exact.float(), dequantize_gguf_tensor(own.weight).float(), rtol=1e-2, atol=1e-2
+        )
+    x = torch.randn(64, 256)
+    with torch.no_grad():
+        assert_as_accurate_as_eager(module(x), eager(x), wide(x.double()))
+
+
+def _in_full(blocks, kind, block, size):
+    """Dequantise in fp64: the functions of diffusers, with scales that are wide."""
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+
+    return dequantize_functions[kind](blocks, block, size, dtype=torch.float64).double()

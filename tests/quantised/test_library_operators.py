@@ -1,0 +1,53 @@
+"""Operators of a library that are written in Python are traced as what they are made of."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import strop
+from strop.frontend import library_operators
+from strop.options import Options
+from tests.frontend.tracing import Function
+
+NAMES = ("strop_tests::unpack", "strop_tests::product")
+
+
+@pytest.fixture(scope="module")
+def operators():
+    library = torch.library.Library("strop_tests", "DEF")
+    library.define("unpack(Tensor codes, int bits) -> Tensor")
+    library.define("product(Tensor x, Tensor weight) -> Tensor")
+
+    def unpack(codes: Tensor, bits: int) -> Tensor:
+        return torch.cat([(codes >> at) & (2**bits - 1) for at in range(0, 8, bits)])
+
+    def by_rows(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.to(x.dtype).t()
+
+    library.impl("unpack", unpack, "CompositeExplicitAutograd")
+    library.impl("product", by_rows, "CPU")
+    library.impl("product", by_rows, "Meta")
+    yield torch.ops.strop_tests
+    library._destroy()
+
+
+def computed(codes: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.strop_tests.product(x, torch.ops.strop_tests.unpack(codes, 4))
+
+
+@pytest.mark.parametrize("names", [NAMES, ()], ids=["opened", "unknown"])
+def test_they_are_looked_into(names, operators, tmp_path, monkeypatch):
+    monkeypatch.setattr(library_operators, "_OPENED", names)
+    module = Function(computed).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    codes = torch.arange(64).reshape(8, 8).to(torch.uint8)
+    for rows in (3, 5):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(module(codes, x), computed(codes, x))
+    calls, fallbacks = strop.explain(module).calls, module.forward.counters.fallbacks
+    assert calls == ({"linear": 1} if names else dict.fromkeys(map(_overload, NAMES), 1))
+    assert bool(fallbacks) == (not names)
+
+
+def _overload(name: str) -> str:
+    return f"{name.replace('::', '.')}.default"
