@@ -1,7 +1,5 @@
 """Classes of tensors that hold codes and scales, as those of torchao, quanto and diffusers do."""
 
-import copy
-
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
@@ -153,6 +151,35 @@ class BlockLinear(nn.Linear):
         return F.linear(x, weight.to(x.dtype), self.bias)
 
 
+class State:
+    """Scales of a matrix of codes, and those of the scales."""
+
+    def __init__(self, scale, inner=None, bits=8):
+        self.scale, self.inner, self.bits = scale, inner, bits
+
+
+class Stated(nn.Parameter):
+    """Codes in memory of their own, beside an object with scales, as bitsandbytes has them."""
+
+    def __new__(cls, codes, state=None):
+        self = torch.Tensor._make_subclass(cls, codes, False)
+        self.state = state
+        return self
+
+    @classmethod
+    def of(cls, weight):
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        inner = State(scale.mean())
+        return cls((weight / scale).round().to(torch.int8), State(scale / inner.scale, inner))
+
+
+class StatedLinear(nn.Linear):
+    def forward(self, x):
+        state = self.weight.state
+        scale = state.scale * state.inner.scale * (state.bits / 8)
+        return F.linear(x, self.weight.to(x.dtype) * scale, self.bias)
+
+
 class Net(nn.Module):
     """Two linears, an activation and a norm."""
 
@@ -165,25 +192,40 @@ class Net(nn.Module):
         return self.norm(x + self.b(F.silu(self.a(x))))
 
 
+LINEARS = {Blocks: BlockLinear, Stated: StatedLinear}
+
+
 def quantised(kind, module):
     """Put weights of this class into all linears of a module."""
     for part in list(module.modules()):
         if isinstance(part, nn.Linear):
             weight = kind.of(part.weight.detach())
-            part.weight = weight if kind is Blocks else nn.Parameter(weight, requires_grad=False)
+            part.weight = (
+                weight
+                if isinstance(weight, nn.Parameter)
+                else nn.Parameter(weight, requires_grad=False)
+            )
     return module.eval().requires_grad_(False)
 
 
 def _full(weight):
+    """Dequantise in fp64."""
+    if isinstance(weight, Blocks):
+        blocks = weight.as_tensor().reshape(len(weight), -1, 36)
+        scale, codes = blocks[..., :4].view(torch.float32), blocks[..., 4:].view(torch.int8)
+        return (scale.double() * codes.double()).reshape(len(weight), -1)
+    if isinstance(weight, Stated):
+        state = weight.state
+        return weight.data.double() * state.scale.double() * state.inner.scale.double()
     codes = weight.codes.unpack() if isinstance(weight.codes, Packed) else weight.codes
     return codes.double() * weight.scale.double() * (weight.bits / 8)
 
 
-def exact(module, *args):
-    """Compute in fp64 what a module of such weights computes."""
-    twin = copy.deepcopy(module)
-    for part in twin.modules():
-        weight = getattr(part, "weight", None)
-        if isinstance(weight, _Codes):
-            part.weight = nn.Parameter(_full(weight), requires_grad=False)
-    return twin.double()(*[a.double() for a in args])
+def exact(net, x):
+    """Compute in fp64 what a net of such weights computes."""
+    wide = Net().double().requires_grad_(False)
+    for name in ("a", "b"):
+        own, part = net.get_submodule(name), wide.get_submodule(name)
+        part.weight.copy_(_full(own.weight))
+        part.bias.copy_(own.bias)
+    return wide(x.double())

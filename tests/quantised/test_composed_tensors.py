@@ -1,6 +1,5 @@
 """Weights of classes of tensors that hold codes: compiled, never stale, never kept in full."""
 
-import copy
 import logging
 
 import pytest
@@ -10,10 +9,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import strop
 from strop.frontend import composed_tensors
+from strop.frontend.capture import clone_structure
+from strop.frontend.composed_tensors import Memory
 from strop.frontend.module_tensors import named_state
 from strop.options import Options
 from strop.testing import assert_as_accurate_as_eager
 from tests.quantised.stand_ins import (
+    LINEARS,
     BlockLinear,
     Blocks,
     ByFunctions,
@@ -21,28 +23,33 @@ from tests.quantised.stand_ins import (
     Dynamic,
     Nested,
     Net,
+    State,
+    Stated,
     exact,
     quantised,
 )
 
-KINDS = (ByOperators, ByFunctions, Dynamic, Nested, Blocks)
+KINDS = (ByOperators, ByFunctions, Dynamic, Nested, Blocks, Stated)
 
 
 @pytest.fixture(autouse=True)
 def blocks_are_known(monkeypatch):
-    known = {f"{Blocks.__module__}.{Blocks.__qualname__}": "as_tensor"}
+    known = {
+        f"{Blocks.__module__}.{Blocks.__qualname__}": Memory("as_tensor"),
+        f"{Stated.__module__}.{Stated.__qualname__}": Memory("", ("state",)),
+    }
     monkeypatch.setattr(composed_tensors, "_WITH_MEMORY", known)
 
 
 def net_of(kind):
     torch.manual_seed(0)
-    return quantised(kind, Net(linear=BlockLinear if kind is Blocks else nn.Linear))
+    return quantised(kind, Net(linear=LINEARS.get(kind, nn.Linear)))
 
 
 def optimized(kind, folder, **more):
     """A module of such weights, and a copy of it that runs in eager with the same weights."""
     module = net_of(kind)
-    eager = Net(linear=BlockLinear if kind is Blocks else nn.Linear).eval()
+    eager = Net(linear=LINEARS.get(kind, nn.Linear)).eval()
     for name, part in eager.named_modules():
         vars(part)["_parameters"] = module.get_submodule(name)._parameters
     strop.optimize(module, options=Options(cache_dir=str(folder), strict=True, **more))
@@ -80,6 +87,7 @@ def test_its_codes_are_what_the_program_reads(kind):
     assert all(type(t) in (torch.Tensor, nn.Parameter) for t in state.values())
     names = {ByOperators: {"a.weight.codes", "a.weight.scale"}, Blocks: {"a.weight"}}
     names[Nested] = {"a.weight.codes.packed", "a.weight.scale"}
+    names[Stated] = {"a.weight", "a.weight.state.scale", "a.weight.state.inner.scale"}
     wanted = names.get(kind, names[ByOperators])
     assert {name for name in state if name.startswith("a.weight")} == wanted
 
@@ -153,6 +161,39 @@ def test_what_is_changed_of_bytes_is_seen(change, tmp_path):
     assert module.forward.counters.eager_calls == 0
 
 
+def _other_state(module):
+    module.a.weight.state = State(torch.rand(128, 1), State(torch.tensor(0.1)))
+
+
+def _other_inner(module):
+    module.a.weight.state.inner.scale = torch.tensor(3.0)
+
+
+def _other_bits(module):
+    module.a.weight.state.bits = 4
+
+
+def _written_state(module):
+    module.a.weight.state.scale.neg_()
+
+
+def _written_codes(module):
+    module.a.weight.data.neg_()
+
+
+@pytest.mark.parametrize(
+    "change", [_other_state, _other_inner, _other_bits, _written_state, _written_codes]
+)
+def test_what_is_changed_of_a_state_is_seen(change, tmp_path):
+    module, eager = optimized(Stated, tmp_path)
+    agree(module, eager)
+    before = module(torch.ones(2, 64))
+    change(module)
+    agree(module, eager)
+    assert not torch.allclose(before, module(torch.ones(2, 64)))
+    assert module.forward.counters.eager_calls == 0
+
+
 def test_weights_that_are_tied_stay_so(tmp_path):
     module, eager = optimized(ByFunctions, tmp_path)
     module.b.weight = module.a.weight = nn.Parameter(
@@ -212,14 +253,13 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", [ByFunctions, Nested, Blocks])
+@pytest.mark.parametrize("kind", [ByFunctions, Nested, Blocks, Stated])
 def test_repeated_blocks_are_traced_once(kind, tmp_path):
     stack = Stack(kind, 4)
-    eager = copy.deepcopy(stack)
-    if kind is not Blocks:
-        for net in (stack, eager):
-            net.blocks[2].a.weight.bits = 4  # is another block
+    eager = clone_structure(stack)
+    if kind not in LINEARS:
+        stack.blocks[2].a.weight.bits = 4  # is another block
     strop.optimize(stack, options=Options(cache_dir=str(tmp_path), strict=True))
     agree(stack, eager)
     copied = strop.explain(stack).graphs[0].num_copied_blocks
-    assert copied == (2 if kind is Blocks else 1)  # the first one's input is an argument
+    assert copied == (2 if kind in LINEARS else 1)  # the first one's input is an argument

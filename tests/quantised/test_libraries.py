@@ -12,6 +12,10 @@ from tests.quantised.stand_ins import Net
 
 ROWS = (5, 9, 2)
 PRODUCTS = {"aten._int_mm.default", "linear"}
+OF_BITSANDBYTES = {
+    "bitsandbytes.dequantize_4bit.default",
+    "bitsandbytes.dequantize_blockwise.default",
+}
 
 
 def check(module, folder, *, jumps=False):
@@ -29,7 +33,7 @@ def check(module, folder, *, jumps=False):
     assert module.forward.counters.fallbacks == {}
     assert report.num_graphs == 1
     assert sum(count for call, count in report.calls.items() if call in PRODUCTS) == 2
-    assert report.calls.keys() <= PRODUCTS
+    assert report.calls.keys() <= PRODUCTS | OF_BITSANDBYTES
     return eager
 
 
@@ -61,6 +65,28 @@ def test_quanto(name, tmp_path):
     quanto.quantize(module, weights=quanto.qtypes[name])
     quanto.freeze(module)
     check(module, tmp_path)
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_bitsandbytes(name, is_nested, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    module = net()
+    for place in "ab":
+        old = module.get_submodule(place)
+        how = {"quant_type": name, "compress_statistics": is_nested}
+        new = bitsandbytes.nn.Linear4bit(
+            old.in_features, old.out_features, compute_dtype=torch.float32, **how
+        )
+        new.load_state_dict(old.state_dict())
+        module._modules[place] = new.requires_grad_(False)
+    eager = check(module.to("cpu").eval(), tmp_path)
+    state = module.a.weight.quant_state
+    state.absmax = state.absmax.flip(0)  # is seen
+    x = torch.randn(3, 256)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), eager(x), rtol=1e-4, atol=1e-4)
+    assert module.forward.counters.eager_calls == 0
 
 
 # kind of blocks -> where the halves are in one that are scales

@@ -119,7 +119,7 @@ def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) ->
     threads. A layer that has one of ``tables`` stands in the place of the one that wraps it, with
     the Parameters in it, and computes its low-rank part if these hold one."""
     held = [table[key] for _, table, key in tensor_places(module.named_modules())]
-    memo: dict[int, Any] = {id(t): t for t in held}
+    memo: dict[int, Any] = {id(t): t for t in (*held, *named_state(module).values())}
     for table in tables.values():
         memo |= {id(t): t for t in table.values()}
     try:

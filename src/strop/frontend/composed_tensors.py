@@ -8,7 +8,9 @@ the same class with traced tensors in it: what the library computes with them be
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,9 +23,23 @@ from strop.errors import CaptureError
 from strop.frontend.stable_text import qualified, text_of
 
 _USUAL = (Tensor, nn.Parameter, nn.Buffer)
-# Classes with memory of their own -> their method that gives the plain tensor in this memory.
-# Whatever else they hold says what it means.
-_WITH_MEMORY = {"diffusers.quantizers.gguf.utils.GGUFParameter": "as_tensor"}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Describe a class with memory of its own. ``plain`` is its method that gives the plain tensor
+    in it; without one, operators take it as it is. ``states`` are attributes with objects that hold
+    tensors. Whatever else it holds but for ``others`` says what the memory means."""
+
+    plain: str = ""
+    states: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+_WITH_MEMORY = {
+    "diffusers.quantizers.gguf.utils.GGUFParameter": Memory("as_tensor"),
+    "bitsandbytes.nn.modules.Params4bit": Memory("", ("quant_state",), ("module",)),
+}
 # What a class of tensors has for a rule for functions where it has none of its own.
 _USUAL_RULES = (
     torch._C._disabled_torch_function_impl,
@@ -41,6 +57,40 @@ class Inside:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.whole, name)
+
+
+def _memory(t: Any) -> Memory | None:
+    return _WITH_MEMORY.get(qualified(type(t)))
+
+
+def _state_places(name: str, state: Any) -> Iterator[Place]:
+    """Yield where an object, and those of its class in it, hold tensors."""
+    inside = Inside(state)
+    for key, value in vars(state).items():
+        if isinstance(value, Tensor):
+            yield f"{name}.{key}", inside, key
+        elif type(value) is type(state):
+            yield from _state_places(f"{name}.{key}", value)
+
+
+def _settings(state: Any) -> Iterator[tuple[Any, str]]:
+    """Yield where such objects hold what is no tensor."""
+    for key, value in vars(state).items():
+        if not isinstance(value, Tensor):
+            yield Inside(state), key
+        if type(value) is type(state):
+            yield from _settings(value)
+
+
+def _traced_state(state: Any, traced: Mapping[int, Tensor]) -> Any:
+    """Return a copy of such an object with traced tensors in it."""
+    made = copy.copy(state)
+    for key, value in vars(state).items():
+        if isinstance(value, Tensor):
+            vars(made)[key] = traced[id(value)]
+        elif type(value) is type(state):
+            vars(made)[key] = _traced_state(value, traced)
+    return made
 
 
 class PlainLook:
@@ -84,8 +134,8 @@ def is_composed(t: Any) -> bool:
     kind = type(t)
     if kind in _USUAL or not isinstance(t, Tensor) or _is_of_torch(kind):
         return False
-    if qualified(kind) in _WITH_MEMORY:
-        return True
+    if (memory := _memory(t)) is not None:
+        return all(getattr(t, name, None) is not None for name in memory.states)
     if not is_traceable_wrapper_subclass(t):
         return False
     names, _ = _parts_of(t)
@@ -98,8 +148,10 @@ def inner_places(place: Place) -> Iterator[Place]:
     tensor = table[key]
     if not is_composed(tensor):
         yield place
-    elif qualified(type(tensor)) in _WITH_MEMORY:
+    elif (memory := _memory(tensor)) is not None:
         yield name, PlainLook(tensor), key
+        for state in memory.states:
+            yield from _state_places(f"{name}.{state}", getattr(tensor, state))
     else:
         inside = Inside(tensor)
         for inner in _parts_of(tensor)[0]:
@@ -116,7 +168,7 @@ def composed_in(t: Any) -> Iterator[Tensor]:
     """Yield a tensor if it is composed, and those in it that are."""
     if is_composed(t):
         yield t
-        if qualified(type(t)) not in _WITH_MEMORY:
+        if _memory(t) is None:
             for name in _parts_of(t)[0]:
                 yield from composed_in(getattr(t, name))
 
@@ -124,10 +176,11 @@ def composed_in(t: Any) -> Iterator[Tensor]:
 def watched_places(t: Tensor) -> Iterator[tuple[Any, str]]:
     """Yield where a composed tensor holds what is no tensor in it: what its codes mean."""
     for whole in composed_in(t):
-        has_memory = qualified(type(whole)) in _WITH_MEMORY
-        inner = () if has_memory else _parts_of(whole)[0]
-        inside = Inside(whole)
-        yield from ((inside, name) for name in vars(whole) if name not in inner)
+        memory, inside = _memory(whole), Inside(whole)
+        left_out = _parts_of(whole)[0] if memory is None else memory.others
+        yield from ((inside, name) for name in vars(whole) if name not in left_out)
+        for state in memory.states if memory else ():
+            yield from _settings(getattr(whole, state))
 
 
 def make_up(t: Tensor) -> str:
@@ -135,9 +188,12 @@ def make_up(t: Tensor) -> str:
     kind = type(t)
     if not is_composed(t):
         return ""
-    if qualified(kind) in _WITH_MEMORY:
-        held = {name: value for name, value in vars(t).items() if not isinstance(value, Tensor)}
-        return f"{qualified(kind)}{text_of(held)}"
+    if (memory := _memory(t)) is not None:
+        left_out = {*memory.others, *memory.states}
+        held = {name: value for name, value in vars(t).items() if name not in left_out}
+        states = [_settings(getattr(t, name)) for name in memory.states]
+        means = [(key, text_of(table[key])) for found in states for table, key in found]
+        return f"{qualified(kind)}{text_of(held)}{means}"
     names, context = _parts_of(t)
     looks = [(name, make_up(getattr(t, name))) for name in names]
     return f"{qualified(kind)}{looks}{text_of(context)}{tuple(t.shape)}{t.stride()}{t.dtype}"
@@ -148,8 +204,8 @@ def put_together(t: Tensor, traced: Mapping[int, Tensor]) -> Tensor:
     one of its class with traced tensors in it."""
     if not is_composed(t):
         return traced[id(t)]
-    if qualified(type(t)) in _WITH_MEMORY:
-        return _standing_for(t, traced[id(t)])
+    if (memory := _memory(t)) is not None:
+        return _standing_for(t, memory, traced)
     names, context = _parts_of(t)
     inner = {name: put_together(getattr(t, name), traced) for name in names}
     made: Tensor = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())  # type: ignore[attr-defined]
@@ -192,21 +248,27 @@ def _stand_in_class(kind: type) -> type:
     return type(kind.__name__, (_StandIn, kind), {"__module__": __name__})
 
 
-def _standing_for(whole: Tensor, traced: Tensor) -> Tensor:
-    kind = _stand_in_class(type(whole))
-    made: Tensor = Tensor._make_wrapper_subclass(
-        kind, traced.shape, dtype=traced.dtype, device=traced.device
-    )
-    vars(made).update(vars(whole))
-    vars(made)[_WITH_MEMORY[qualified(type(whole))]] = lambda: traced
-    vars(made)[_TRACED], vars(made)[_MAKE_UP] = traced, make_up(whole)
+def _standing_for(whole: Tensor, memory: Memory, traced: Mapping[int, Tensor]) -> Tensor:
+    own = made = traced[id(whole)]
+    held = {name: value for name, value in vars(whole).items() if name not in memory.others}
+    states = {name: getattr(whole, name) for name in memory.states}
+    held |= {name: _traced_state(state, traced) for name, state in states.items()}
+    if memory.plain:
+        made = Tensor._make_wrapper_subclass(
+            _stand_in_class(type(whole)), own.shape, dtype=own.dtype, device=own.device
+        )
+        held[memory.plain] = lambda: own
+    places = [place for state in states.values() for place in _state_places("", state)]
+    held[_TRACED] = (own, *(traced[identity(place)] for place in places))
+    held[_MAKE_UP] = make_up(whole)
+    vars(made).update(held)
     return made
 
 
 def traced_parts(t: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors in what stands for a tensor in a trace."""
-    if isinstance(t, _StandIn):
-        yield vars(t)[_TRACED]
+    if _TRACED in vars(t):
+        yield from vars(t)[_TRACED]
     elif is_composed(t):
         for name in _parts_of(t)[0]:
             yield from traced_parts(getattr(t, name))
@@ -216,7 +278,8 @@ def traced_parts(t: Tensor) -> Iterator[Tensor]:
 
 def traced_make_up(t: Tensor) -> str:
     """Write out what a tensor is of which this one stands in a trace, if that is composed."""
-    return vars(t)[_MAKE_UP] if isinstance(t, _StandIn) else make_up(t)
+    made: str | None = vars(t).get(_MAKE_UP)
+    return make_up(t) if made is None else made
 
 
 class ComposedCalls:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-_OPENED = ("quanto::unpack", "quanto::qbytes_mm")
+_OPENED = ("quanto::unpack", "quanto::qbytes_mm", "bitsandbytes::gemm_4bit")
 _KEYS = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
 
 

@@ -330,7 +330,12 @@ _BY_OVERLOAD: dict[Any, tuple[Op, ...]] = {}
 for _row in OPS.values():
     for _overload in _row.overloads:
         _BY_OVERLOAD[_overload] = (*_BY_OVERLOAD.get(_overload, ()), _row)
-_NAMES = frozenset(map(str, _BY_OVERLOAD))
+# Of libraries that quantise weights: each has kernels of its own for that.
+_OF_LIBRARIES = (
+    "bitsandbytes.dequantize_4bit.default",
+    "bitsandbytes.dequantize_blockwise.default",
+)
+_NAMES = frozenset((*map(str, _BY_OVERLOAD), *_OF_LIBRARIES))
 
 # How many operands of a contraction are read as rows.
 OF_ROWS: Mapping[str, int] = {row.name: row.anchor.rows for row in CONTRACTIONS if row.anchor.rows}
