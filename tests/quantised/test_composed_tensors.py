@@ -229,6 +229,18 @@ def test_torchs_own_classes_run_in_eager_with_a_reason(tmp_path, caplog):
     assert "a.weight is a TwoTensor, a class of tensors of its own" in caplog.text
 
 
+def test_tensors_among_what_codes_mean_are_no_part_of_a_key(tmp_path):
+    module = net_of(ByFunctions)
+    module.a.weight.bits = torch.tensor(8)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    eager = clone_structure(module)
+    agree(module, eager)
+    module.a.weight.bits.fill_(2)
+    agree(module, eager)
+    (reason,) = module.forward.counters.fallbacks
+    assert "a.weight is a ByFunctions, a class of tensors of its own" in reason
+
+
 def test_what_is_not_known_of_bytes_runs_in_eager_with_a_reason(tmp_path):
     class Reading(Net):
         def forward(self, x):
@@ -263,3 +275,16 @@ def test_repeated_blocks_are_traced_once(kind, tmp_path):
     agree(stack, eager)
     copied = strop.explain(stack).graphs[0].num_copied_blocks
     assert copied == (2 if kind in LINEARS else 1)  # the first one's input is an argument
+
+
+@pytest.mark.parametrize("kind", [ByFunctions, Blocks])
+def test_torch_traces_what_trains_beside_such_weights(kind, tmp_path):
+    module, eager = net_of(kind), net_of(kind)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)), train=True)
+    x = torch.randn(5, 64)
+    for net in (module, eager):
+        net.norm.requires_grad_(True)
+        net(x).square().sum().backward()
+    torch.testing.assert_close(module.norm.weight.grad, eager.norm.weight.grad)
+    (reason,) = module.forward.traced_by_torch
+    assert reason.startswith("a.weight is quantised")

@@ -46,3 +46,14 @@ def test_weights_are_not_kept_in_full(kind):
     kept = [bound.program.buffers[number].shape for number in bound.hoisted.kept]
     assert [str(size) for shape in kept for size in shape] == ["b", str(WIDTH)]  # of the prompt
     assert bound.hoisted.memory.nbytes < WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("kind", [ByOperators, ByFunctions])
+def test_working_memory_holds_two_weights_in_full_at_most(kind):
+    count, width = 8, 128
+    stack = quantised(kind, nn.Sequential(*(nn.Linear(width, width) for _ in range(count))))
+    dispatcher = optimize_module(stack, tiny.options())
+    stack(torch.randn(4, width))
+    in_full, activations = width * width * 4, 4 * width * 4
+    arena_bytes = bound_of(dispatcher).plan.memory.arena_bytes
+    assert in_full <= arena_bytes <= 2 * in_full + 4 * activations

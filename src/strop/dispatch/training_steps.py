@@ -175,6 +175,8 @@ class Steps:
     def _make(
         self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
     ) -> Step:
+        for name, _ in state.make_ups:
+            raise UnsupportedError(f"{name} is quantised, and is part of a step that trains others")
         device = device_of(state, shapes)
         library = library_for(device, self.options)
         library.warm_up()

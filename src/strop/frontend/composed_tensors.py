@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from strop.errors import CaptureError
+from strop.frontend.effects import tensors_in
 from strop.frontend.stable_text import qualified, text_of
 
 _USUAL = (Tensor, nn.Parameter, nn.Buffer)
@@ -99,11 +100,11 @@ class PlainLook:
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
-        self._plain = _plain_of(whole)
+        self._plain, self._look = _plain_of(whole), _memory_look(whole)
 
     def __getitem__(self, name: str) -> Tensor:
-        if _memory_look(self._plain) != _memory_look(self.whole):
-            self._plain = _plain_of(self.whole)
+        if (look := _memory_look(self.whole)) != self._look:
+            self._plain, self._look = _plain_of(self.whole), look
         return self._plain
 
 
@@ -135,11 +136,24 @@ def is_composed(t: Any) -> bool:
     if kind in _USUAL or not isinstance(t, Tensor) or _is_of_torch(kind):
         return False
     if (memory := _memory(t)) is not None:
-        return all(getattr(t, name, None) is not None for name in memory.states)
+        has_states = all(getattr(t, name, None) is not None for name in memory.states)
+        return has_states and not _holds_tensors(_meaning(t, memory))
     if not is_traceable_wrapper_subclass(t):
         return False
-    names, _ = _parts_of(t)
-    return bool(names) and all(getattr(t, n) is getattr(t, n) for n in names)
+    names, context = _parts_of(t)
+    are_there = bool(names) and all(getattr(t, n) is getattr(t, n) for n in names)
+    return are_there and not _holds_tensors(context)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Tell whether what is part of a program's key has tensors in it, which are data."""
+    return next(tensors_in(value), None) is not None
+
+
+def _meaning(t: Tensor, memory: Memory) -> dict[str, Any]:
+    """Return what a tensor with memory holds beside objects with tensors."""
+    left_out = {*memory.others, *memory.states}
+    return {name: value for name, value in vars(t).items() if name not in left_out}
 
 
 def inner_places(place: Place) -> Iterator[Place]:
@@ -189,8 +203,7 @@ def make_up(t: Tensor) -> str:
     if not is_composed(t):
         return ""
     if (memory := _memory(t)) is not None:
-        left_out = {*memory.others, *memory.states}
-        held = {name: value for name, value in vars(t).items() if name not in left_out}
+        held = _meaning(t, memory)
         states = [_settings(getattr(t, name)) for name in memory.states]
         means = [(key, text_of(table[key])) for found in states for table, key in found]
         return f"{qualified(kind)}{text_of(held)}{means}"

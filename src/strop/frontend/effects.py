@@ -111,7 +111,7 @@ def check_constants(gm: GraphModule, module: nn.Module) -> None:
     held = dict[int, str]()
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            for tensor in _tensors_in(value) if name not in _OWN else ():
+            for tensor in tensors_in(value) if name not in _OWN else ():
                 held[tensor.untyped_storage().data_ptr()] = f"{path}.{name}" if path else name
     for node in gm.graph.find_nodes(op="get_attr"):
         constant = getattr(gm, node.target)
@@ -126,7 +126,7 @@ def check_constants(gm: GraphModule, module: nn.Module) -> None:
             )
 
 
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors in containers and in objects that are no modules, so many levels deep."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
@@ -136,11 +136,11 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         for item in value:
             if type(item) not in _SIMPLE:
-                yield from _tensors_in(item, depth - 1)
+                yield from tensors_in(item, depth - 1)
     elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()), depth)
+        yield from tensors_in(list(value.values()), depth)
     elif type(value).__module__ != "builtins" and hasattr(value, "__dict__"):
-        yield from _tensors_in(vars(value), depth - 1)
+        yield from tensors_in(vars(value), depth - 1)
 
 
 def _settings(part: nn.Module, private: bool) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""Quantised weights on a GPU: values, CUDA graphs, and no weight kept in full."""
+
+import pytest
+import torch
+from torch import nn
+
+import strop
+from strop.frontend import composed_tensors
+from strop.frontend.capture import clone_structure
+from strop.frontend.composed_tensors import Memory
+from strop.options import Options
+from strop.runtime.run import growing_memory
+from tests.quantised import stand_ins
+from tests.quantised.stand_ins import LINEARS, Dynamic, Net, quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+KINDS = ("ByOperators", "ByFunctions", "Dynamic", "Nested", "Blocks", "Stated")
+
+
+@pytest.fixture(autouse=True)
+def classes_are_known(monkeypatch):
+    start = f"{stand_ins.__name__}."
+    known = {f"{start}Blocks": Memory("as_tensor"), f"{start}Stated": Memory("", ("state",))}
+    monkeypatch.setattr(composed_tensors, "_WITH_MEMORY", known)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_values(name, tmp_path):
+    torch.manual_seed(0)
+    kind = getattr(stand_ins, name)
+    with torch.device("cuda"):
+        module = quantised(kind, Net(linear=LINEARS.get(kind, nn.Linear)))
+    eager = clone_structure(module)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    with torch.inference_mode():
+        for rows in (32, 32, 32, 64, 24):
+            x = torch.randn(rows, 64, device="cuda")
+            bound = (
+                {"rtol": 1e-2, "atol": 2e-2} if kind is Dynamic else {"rtol": 1e-4, "atol": 1e-4}
+            )
+            torch.testing.assert_close(module(x), eager(x), **bound)
+    counters = module.forward.counters
+    assert counters.eager_calls == 0
+    assert counters.replays
+    assert strop.explain(module).num_graphs == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_floats_of_8_bits(dtype, tmp_path):
+    class Short(nn.Module):
+        def __init__(self):
+            super().__init__()
+            codes = torch.arange(256, device="cuda").to(torch.uint8)
+            self.register_buffer("weight", codes.view(dtype).reshape(32, 8))
+
+        def forward(self, x):
+            return self.weight.to(x.dtype) + x, self.weight.t().float() * 2
+
+    module, eager = Short().eval(), Short().eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    x = torch.zeros(32, 8, device="cuda", dtype=torch.float16)
+    for found, wanted in zip(module(x), eager(x), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert strop.explain(module).calls == {}
+
+
+def test_memory(tmp_path):
+    count, width = 16, 2048
+    with torch.device("cuda"):
+        layers = [quantised(stand_ins.ByFunctions, nn.Linear(width, width)) for _ in range(count)]
+    stack = nn.Sequential(*layers).eval()
+    for layer in layers:
+        layer.bias = None
+    strop.optimize(stack, options=Options(cache_dir=str(tmp_path), strict=True))
+    x = torch.randn(16, width, device="cuda")
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        stack(x)
+    torch.cuda.synchronize()
+    more = torch.cuda.memory_allocated() - before + growing_memory.held_bytes(x.device)
+    assert more < 6 * width * width * 4  # of 16 weights: two in each of two streams' memory
