@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops.out_dtype import out_dtype
 
 import strop
 from strop.frontend import library_operators
@@ -51,3 +52,45 @@ def test_they_are_looked_into(names, operators, tmp_path, monkeypatch):
 
 def _overload(name: str) -> str:
     return f"{name.replace('::', '.')}.default"
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply as torchao does on a GPU."""
+    return out_dtype(torch.ops.aten.mm.default, torch.int32, x, y.t()) * 2
+
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_of_integers_have_any_sizes(device, tmp_path):
+    module = Function(product).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    for rows, inner, columns in ((32, 64, 16), (3, 64, 16), (17, 20, 9), (1, 8, 8)):
+        x = torch.randint(-128, 128, (rows, inner), dtype=torch.int8, device=device)
+        y = torch.randint(-128, 128, (columns, inner), dtype=torch.int8, device=device)
+        expected = (x.cpu().long() @ y.cpu().long().t()).to(torch.int32) * 2
+        assert torch.equal(module(x, y).cpu(), expected)
+    assert strop.explain(module).calls == {"strop.int_mm.default": 1}
+    assert module.forward.counters.eager_calls == 0
+
+
+def test_other_products_of_two_types_run_in_eager_with_a_reason(tmp_path):
+    def mixed(x: Tensor, y: Tensor) -> Tensor:
+        return out_dtype(torch.ops.aten.mm.default, torch.int32, x, y)
+
+    module = Function(mixed).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    x = torch.ones(4, 4)
+    assert torch.equal(module(x, x), mixed(x, x))
+    (reason,) = module.forward.counters.fallbacks
+    assert "runs other operators" in reason

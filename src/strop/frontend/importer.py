@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
@@ -34,6 +35,7 @@ from strop.frontend.draws import stands_for
 from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
 from strop.frontend.indexing import INDEXING
+from strop.frontend.library_operators import int_product
 from strop.frontend.lookups import LOOKUPS
 from strop.frontend.numbers import is_number
 from strop.frontend.padding import PADDING
@@ -61,7 +63,7 @@ from strop.ir.ops import (
 
 log = logging.getLogger("strop")
 
-_IN_TORCH = {**COPYING, **IN_TORCH}
+_IN_TORCH = {**COPYING, **IN_TORCH, out_dtype: torch.ops.strop.int_mm.default}
 _MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
 
 _TABLES = (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, PADDING, DECOMPOSITIONS, COMPOSITES, BITS)
@@ -257,6 +259,8 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         return None  # arithmetic on sizes; users read the value from its meta
     if fx.target is operator.getitem:
         return importer.values[fx.args[0]][fx.args[1]]  # type: ignore[index]
+    if (operands := int_product(fx)) is not None:
+        return opaque_call(importer, fx, operands)
     if isinstance(fx.target, HigherOrderOperator):
         raise UnsupportedError(f"{fx.target} runs other operators")
     try:

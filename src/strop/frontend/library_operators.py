@@ -1,5 +1,9 @@
-"""Look into operators that libraries of quantised weights define, and write in Python themselves:
-they are traced as what they are made of."""
+"""Know what libraries of quantised weights call.
+
+Operators that they define and write in Python themselves are traced as what they are made of. A
+product of int8 that gives int32 is one operator here, on any device and at any sizes: cuBLAS wants
+more than 16 rows, and the others in eights.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._higher_order_ops.out_dtype import out_dtype
+from torch.fx import Node as FxNode
+from torch.nn import functional as F
 
 _OPENED = ("quanto::unpack", "quanto::qbytes_mm", "bitsandbytes::gemm_4bit")
 _KEYS = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
+
+_LEAST_ROWS = 17  # of cuBLAS
+_library = torch.library.Library("strop", "FRAGMENT")
+_library.define("int_mm(Tensor x, Tensor y) -> Tensor")
+
+
+def int_mm(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply int8 matrices to int32, whatever their sizes."""
+    if x.device.type != "cuda":
+        return torch._int_mm(x, y)
+    (rows, inner), columns = x.shape, y.shape[1]
+    more = max(_LEAST_ROWS, rows) - rows, -inner % 8, -columns % 8
+    if not any(more):
+        return torch._int_mm(x, y)
+    wide = F.pad(x, (0, more[1], 0, more[0])), F.pad(y, (0, more[2], 0, more[1]))
+    return torch._int_mm(*wide)[:rows, :columns]
+
+
+_library.impl("int_mm", int_mm, "CompositeExplicitAutograd")
+
+
+def int_product(fx: FxNode) -> tuple[Any, ...] | None:
+    """Return the operands of a call that gives an int32 product of int8 matrices, or None."""
+    if fx.target is not out_dtype or fx.args[:2] != (torch.ops.aten.mm.default, torch.int32):
+        return None
+    operands = [x.meta["val"] for x in fx.all_input_nodes]
+    are_codes = all(isinstance(x, Tensor) and x.dtype is torch.int8 for x in operands)
+    return fx.args[2:] if are_codes else None
 
 
 def opened() -> Iterator[tuple[Any, Callable[..., Any]]]:

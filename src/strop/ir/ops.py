@@ -330,8 +330,9 @@ _BY_OVERLOAD: dict[Any, tuple[Op, ...]] = {}
 for _row in OPS.values():
     for _overload in _row.overloads:
         _BY_OVERLOAD[_overload] = (*_BY_OVERLOAD.get(_overload, ()), _row)
-# Of libraries that quantise weights: each has kernels of its own for that.
+# Of libraries that quantise weights, which have kernels of their own for that, and ours for them.
 _OF_LIBRARIES = (
+    "strop.int_mm.default",
     "bitsandbytes.dequantize_4bit.default",
     "bitsandbytes.dequantize_blockwise.default",
 )
