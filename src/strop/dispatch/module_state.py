@@ -25,9 +25,9 @@ from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure
-from strop.frontend.composed_tensors import composed_in, is_composed, make_up, watched_places
+from strop.frontend.composed_tensors import Place, composed_in, is_composed, make_up, watched_places
 from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
-from strop.frontend.module_tensors import state_places, tensor_places
+from strop.frontend.module_tensors import plain_places, tensor_places
 from strop.frontend.stable_text import is_plain
 from strop.frontend.tables import table_names
 from strop.ir.program import Program
@@ -68,8 +68,9 @@ class ModuleState:
         self.turned.scan(self.parts)
         self.train_sensitive = sensitive_parts(self.modules)
         self.replaced = replaced_part(everything)  # why a part with another forward is in the way
-        self._scan_modules()
-        places = list(state_places(self.parts, self.effective.tables))
+        held = list(tensor_places(self.parts, self.effective.tables))
+        self._scan_modules(held)
+        places = list(plain_places(held))
         self.names = [name for name, _, _ in places]
         self._adapted: list[tuple[str, Any]] = [
             (path, part) for path, part in self.parts if "lora_A" in part._modules
@@ -101,8 +102,8 @@ class ModuleState:
         num_left = sum(name in self.module.__dict__ for name in left)
         return sum(map(len, self._owned)) - num_left
 
-    def _scan_modules(self) -> None:
-        """Look at hooks, and at what each module holds by name."""
+    def _scan_modules(self, held: Sequence[Place]) -> None:
+        """Look at hooks, and at what each module holds by name, these tensors among it."""
         edges: list[tuple[Mapping[str, Any], str]] = []
         self.hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
@@ -115,15 +116,15 @@ class ModuleState:
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             if isinstance(owner, GraphModule):  # its recompile() gives its class another one
                 edges.append((vars(type(owner)), "forward"))
-        edges += self._scan_composed()
+        edges += self._scan_composed(held)
         self._edges = identities(edges)
 
-    def _scan_composed(self) -> list[tuple[Mapping[str, Any], str]]:
+    def _scan_composed(self, held: Sequence[Place]) -> list[tuple[Mapping[str, Any], str]]:
         """Note what weights of libraries' own classes are made of, and return where they are held
         and what they hold beside tensors."""
         places: list[tuple[Any, str]] = []
         composed: list[tuple[str, Tensor]] = []
-        for name, table, key in tensor_places(self.parts, self.effective.tables):
+        for name, table, key in held:
             if is_composed(table[key]):
                 composed.append((name, table[key]))
                 places += [(table, key), *watched_places(table[key])]

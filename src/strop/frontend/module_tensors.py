@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from strop.frontend.composed_tensors import Place, identity, inner_places, put_together
+from strop.frontend.composed_tensors import (
+    Place,
+    identity,
+    inner_places,
+    is_composed,
+    put_together,
+)
 from strop.frontend.module_parts import own_attributes
 
 Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
@@ -26,12 +32,21 @@ def state_places(
     parts: Iterable[tuple[str, nn.Module]], tables: Tables = MappingProxyType({})
 ) -> Iterator[Place]:
     """Yield where each plain tensor of some modules with their paths is held, each once."""
+    return plain_places(tensor_places(parts, tables))
+
+
+def plain_places(held: Iterable[Place]) -> Iterator[Place]:
+    """Yield where the plain tensors of these are held, each once."""
     seen: set[int] = set()
-    for held in tensor_places(parts, tables):
-        for place in inner_places(held):
-            if (number := identity(place)) not in seen:
+    for place in held:
+        if not is_composed(place[1][place[2]]):
+            inner: Iterable[Place] = (place,)
+        else:
+            inner = inner_places(place)
+        for one in inner:
+            if (number := identity(one)) not in seen:
                 seen.add(number)
-                yield place
+                yield one
 
 
 def tensor_places(
