@@ -82,6 +82,21 @@ def test_bytes_are_read_in_kernels(view, tmp_path):
     assert strop.explain(module).calls == {}
 
 
+AGAIN = {
+    "back": lambda x: x.view(torch.float16).view(torch.int16),
+    "as before": lambda x: x.view(torch.float32).view(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("view", AGAIN)
+def test_bits_of_numbers_stay_what_they_are(view, tmp_path):
+    eager = Function(lambda x: AGAIN[view](x) * 2)
+    module = optimized(Function(eager.function), tmp_path)
+    x = torch.arange(256).to(torch.uint8)
+    x = torch.stack([x, 126 + x % 2], 1).reshape(-1, 16)  # nearly all are NaNs
+    assert torch.equal(module(x), eager(x))
+
+
 class Short(nn.Module):
     """A weight in floats of 8 bits, all there are, and what reads it."""
 

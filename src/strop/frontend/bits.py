@@ -8,6 +8,7 @@ with the weight gets it in its own type again.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,10 @@ def _or(im: Importer, x: Node, y: Node) -> Node:
 
 
 def view_as(im: Importer, fx: FxNode, x: FxNode, dtype: torch.dtype) -> Node | None:
-    """Import ``x.view(dtype)``, or None where torch has to do it."""
+    """Import ``x.view(dtype)``, or None where torch has to do it: also for numbers whose bits are
+    read again, as a kernel keeps no bits of a NaN."""
+    if dtype.is_floating_point and _is_viewed_again(fx):
+        return None
     node, given = im.node(x), x.meta["val"].dtype
     if given == dtype:
         return node
@@ -54,6 +58,18 @@ def view_as(im: Importer, fx: FxNode, x: FxNode, dtype: torch.dtype) -> Node | N
     if node.dtype.itemsize != 1 or dtype.itemsize > 4:
         return None
     return _number(im, _joined(im, node, im.shape(fx), dtype.itemsize), dtype)
+
+
+def _is_viewed_again(fx: FxNode) -> bool:
+    """Tell whether a traced value, or a view of it, is looked at as another type."""
+    ahead = [fx]
+    while ahead:
+        for user in ahead.pop().users:
+            if user.target is aten.view.dtype:
+                return True
+            if user.target in VIEWS or user.target is operator.getitem:
+                ahead.append(user)
+    return False
 
 
 def _joined(im: Importer, node: Node, shape: Any, width: int) -> Node:
