@@ -288,3 +288,23 @@ def test_torch_traces_what_trains_beside_such_weights(kind, tmp_path):
     torch.testing.assert_close(module.norm.weight.grad, eager.norm.weight.grad)
     (reason,) = module.forward.traced_by_torch
     assert reason.startswith("a.weight is quantised")
+
+
+@pytest.mark.parametrize("kind", [ByFunctions, Nested])
+def test_a_module_may_be_quantised_after_it_was_optimized(kind, tmp_path):
+    torch.manual_seed(0)
+    module, twin = Net().eval().requires_grad_(False), net_of(kind)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    x = torch.randn(5, 64)
+    in_full = module(x)
+    quantised(kind, module)
+    found = module(x)
+    torch.testing.assert_close(found, twin(x), rtol=1e-5, atol=2e-5)
+    assert not torch.equal(found, in_full)
+    assert module.forward.counters.eager_calls == 0
+    weights = dict(module.named_parameters())
+    strop.restore(module)
+    assert {name: id(p) for name, p in module.named_parameters()} == {
+        name: id(p) for name, p in weights.items()
+    }
+    torch.testing.assert_close(module(x), twin(x))
