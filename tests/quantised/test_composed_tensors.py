@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import strop
 from strop.frontend import composed_tensors
 from strop.frontend.capture import clone_structure
-from strop.frontend.composed_tensors import Memory
+from strop.frontend.composed_tensors import CodesInMemory
 from strop.frontend.module_tensors import named_state
 from strop.options import Options
 from strop.testing import assert_as_accurate_as_eager
@@ -35,8 +35,8 @@ KINDS = (ByOperators, ByFunctions, Dynamic, Nested, Blocks, Stated)
 @pytest.fixture(autouse=True)
 def blocks_are_known(monkeypatch):
     known = {
-        f"{Blocks.__module__}.{Blocks.__qualname__}": Memory("as_tensor"),
-        f"{Stated.__module__}.{Stated.__qualname__}": Memory("", ("state",)),
+        f"{Blocks.__module__}.{Blocks.__qualname__}": CodesInMemory("as_tensor"),
+        f"{Stated.__module__}.{Stated.__qualname__}": CodesInMemory("", ("state",)),
     }
     monkeypatch.setattr(composed_tensors, "_WITH_MEMORY", known)
 

@@ -7,7 +7,7 @@ from torch import nn
 import strop
 from strop.frontend import composed_tensors
 from strop.frontend.capture import clone_structure
-from strop.frontend.composed_tensors import Memory
+from strop.frontend.composed_tensors import CodesInMemory
 from strop.options import Options
 from strop.runtime.run import growing_memory
 from tests.quantised import stand_ins
@@ -23,7 +23,10 @@ KINDS = ("ByOperators", "ByFunctions", "Dynamic", "Nested", "Blocks", "Stated")
 @pytest.fixture(autouse=True)
 def classes_are_known(monkeypatch):
     start = f"{stand_ins.__name__}."
-    known = {f"{start}Blocks": Memory("as_tensor"), f"{start}Stated": Memory("", ("state",))}
+    known = {
+        f"{start}Blocks": CodesInMemory("as_tensor"),
+        f"{start}Stated": CodesInMemory("", ("state",)),
+    }
     monkeypatch.setattr(composed_tensors, "_WITH_MEMORY", known)
 
 

@@ -27,7 +27,7 @@ _USUAL = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class CodesInMemory:
     """Describe a class with memory of its own. ``plain`` is its method that gives the plain tensor
     in it; without one, operators take it as it is. ``states`` are attributes with objects that hold
     tensors. Whatever else it holds but for ``others`` says what the memory means."""
@@ -38,8 +38,8 @@ class Memory:
 
 
 _WITH_MEMORY = {
-    "diffusers.quantizers.gguf.utils.GGUFParameter": Memory("as_tensor"),
-    "bitsandbytes.nn.modules.Params4bit": Memory("", ("quant_state",), ("module",)),
+    "diffusers.quantizers.gguf.utils.GGUFParameter": CodesInMemory("as_tensor"),
+    "bitsandbytes.nn.modules.Params4bit": CodesInMemory("", ("quant_state",), ("module",)),
 }
 # What a class of tensors has for a rule for functions where it has none of its own.
 _USUAL_RULES = (
@@ -60,7 +60,7 @@ class Inside:
         return getattr(self.whole, name)
 
 
-def _memory(t: Any) -> Memory | None:
+def _memory(t: Any) -> CodesInMemory | None:
     return _WITH_MEMORY.get(qualified(type(t)))
 
 
@@ -150,7 +150,7 @@ def _holds_tensors(value: Any) -> bool:
     return next(tensors_in(value), None) is not None
 
 
-def _meaning(t: Tensor, memory: Memory) -> dict[str, Any]:
+def _meaning(t: Tensor, memory: CodesInMemory) -> dict[str, Any]:
     """Return what a tensor with memory holds beside objects with tensors."""
     left_out = {*memory.others, *memory.states}
     return {name: value for name, value in vars(t).items() if name not in left_out}
@@ -261,7 +261,7 @@ def _stand_in_class(kind: type) -> type:
     return type(kind.__name__, (_StandIn, kind), {"__module__": __name__})
 
 
-def _standing_for(whole: Tensor, memory: Memory, traced: Mapping[int, Tensor]) -> Tensor:
+def _standing_for(whole: Tensor, memory: CodesInMemory, traced: Mapping[int, Tensor]) -> Tensor:
     own = made = traced[id(whole)]
     held = {name: value for name, value in vars(whole).items() if name not in memory.others}
     states = {name: getattr(whole, name) for name in memory.states}
