@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import strop
+from strop.dispatch.module_state import ModuleState
 from strop.frontend import composed_tensors
 from strop.frontend.capture import clone_structure
 from strop.frontend.composed_tensors import CodesInMemory
@@ -308,3 +309,12 @@ def test_a_module_may_be_quantised_after_it_was_optimized(kind, tmp_path):
         name: id(p) for name, p in weights.items()
     }
     torch.testing.assert_close(module(x), twin(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_look_finds_the_same_tensors(kind):
+    state = ModuleState(net_of(kind))
+    before, bound = state.tensors, state.bound_to()
+    state.scan()
+    assert all(a is b for a, b in zip(before, state.tensors, strict=True))
+    assert state.bound_to() == bound

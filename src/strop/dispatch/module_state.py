@@ -25,7 +25,14 @@ from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure
-from strop.frontend.composed_tensors import Place, composed_in, is_composed, make_up, watched_places
+from strop.frontend.composed_tensors import (
+    Place,
+    PlainLook,
+    composed_in,
+    is_composed,
+    make_up,
+    watched_places,
+)
 from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
 from strop.frontend.module_tensors import plain_places, tensor_places
 from strop.frontend.stable_text import is_plain
@@ -52,6 +59,7 @@ class ModuleState:
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
         self.merged, self.padded = PlacedPieces(), PlacedPieces()
         self.place: torch.device | None = None  # where weights are to lie when a plan of them runs
+        self._looks: dict[int, PlainLook] = {}  # at the memory of tensors, by their ids
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
         self.turned = TurnedSettings(module)
         self.scan()
@@ -70,7 +78,9 @@ class ModuleState:
         self.replaced = replaced_part(everything)  # why a part with another forward is in the way
         held = list(tensor_places(self.parts, self.effective.tables))
         self._scan_modules(held)
-        places = list(plain_places(held))
+        places = list(plain_places(held, self._looks))
+        used = {id(table) for _, table, _ in places}
+        self._looks = {number: t for number, t in self._looks.items() if id(t) in used}
         self.names = [name for name, _, _ in places]
         self._adapted: list[tuple[str, Any]] = [
             (path, part) for path, part in self.parts if "lora_A" in part._modules

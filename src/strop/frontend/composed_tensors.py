@@ -156,20 +156,23 @@ def _meaning(t: Tensor, memory: CodesInMemory) -> dict[str, Any]:
     return {name: value for name, value in vars(t).items() if name not in left_out}
 
 
-def inner_places(place: Place) -> Iterator[Place]:
-    """Yield where the plain tensors of a tensor are held: itself, or those in it."""
+def inner_places(place: Place, looks: dict[int, PlainLook]) -> Iterator[Place]:
+    """Yield where the plain tensors of a tensor are held: itself, or those in it. ``looks`` at
+    memory, by the ids of tensors, stay the same from one time to the next."""
     name, table, key = place
     tensor = table[key]
     if not is_composed(tensor):
         yield place
     elif (memory := _memory(tensor)) is not None:
-        yield name, PlainLook(tensor), key
+        if (look := looks.get(id(tensor))) is None or look.whole is not tensor:
+            look = looks[id(tensor)] = PlainLook(tensor)
+        yield name, look, key
         for state in memory.states:
             yield from _state_places(f"{name}.{state}", getattr(tensor, state))
     else:
         inside = Inside(tensor)
         for inner in _parts_of(tensor)[0]:
-            yield from inner_places((f"{name}.{inner}", inside, inner))
+            yield from inner_places((f"{name}.{inner}", inside, inner), looks)
 
 
 def identity(place: Place) -> int:

@@ -12,6 +12,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from strop.frontend.composed_tensors import (
     Place,
+    PlainLook,
     identity,
     inner_places,
     is_composed,
@@ -32,17 +33,17 @@ def state_places(
     parts: Iterable[tuple[str, nn.Module]], tables: Tables = MappingProxyType({})
 ) -> Iterator[Place]:
     """Yield where each plain tensor of some modules with their paths is held, each once."""
-    return plain_places(tensor_places(parts, tables))
+    return plain_places(tensor_places(parts, tables), {})
 
 
-def plain_places(held: Iterable[Place]) -> Iterator[Place]:
-    """Yield where the plain tensors of these are held, each once."""
+def plain_places(held: Iterable[Place], looks: dict[int, PlainLook]) -> Iterator[Place]:
+    """Yield where the plain tensors of these are held, each once; see ``inner_places``."""
     seen: set[int] = set()
     for place in held:
         if not is_composed(place[1][place[2]]):
             inner: Iterable[Place] = (place,)
         else:
-            inner = inner_places(place)
+            inner = inner_places(place, looks)
         for one in inner:
             if (number := identity(one)) not in seen:
                 seen.add(number)
