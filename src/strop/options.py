@@ -21,6 +21,8 @@ INFERENCE_KERNELS = (
     "cross_attention",
     "tma_attention",
 )
+# Backwards read what these leave out, or nothing was measured.
+TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "linear_add")
 WGMMA_PASSES = ("low_rank_pair", "product_sum", "upsampled_conv")
 
 
@@ -179,7 +181,7 @@ class Options:
     @property
     def in_training(self) -> Options:
         """These options without what was measured for inference alone."""
-        return self.without(kernels=INFERENCE_KERNELS, passes=("aligned_linear", "linear_add"))
+        return self.without(kernels=INFERENCE_KERNELS, passes=TRAINED_WITHOUT)
 
     def on(self, *, has_wgmma: bool) -> Options:
         """These options without the passes that make calls which only WGMMA kernels do well, on a

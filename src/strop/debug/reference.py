@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import UnsupportedError
-from strop.ir.contractions import Gate
+from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import OPS, Kind
@@ -221,6 +221,7 @@ _RULES: dict[str, Rule] = {
     "window": _window,
     "linear": lambda n, x, env: F.linear(*x),
     "linear_add": lambda n, x, env: F.linear(x[0], x[1], *x[3:]) + x[2],
+    "linear_gelu": lambda n, x, env: ACTIVATIONS[GELU_TANH](F.linear(*x)),
     "geglu": lambda n, x, env: _geglu(n, F.linear(*x)),
     "paired_linear": lambda n, x, env: _paired(x),
     "paired_linear_add": lambda n, x, env: _paired([*x[:4], *x[5:]]) + x[4],

@@ -107,6 +107,12 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", CUDA, rows=2, warm_up=1, flops=_linear_flops),
     ),
+    # x (..., K), weight (N, K), bias (N,) -> (..., N): GELU's tanh form of a linear, rounded once
+    Op(
+        "linear_gelu",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", CUDA, rows=2, warm_up=1, flops=_linear_flops),
+    ),
     # x (..., K), weight (N, K), low (..., R), up (N, R)[, bias (N,)] -> (..., N), rounded once
     Op(
         "paired_linear",

@@ -10,6 +10,7 @@ from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import Kind
 from strop.options import Options, check_names
+from strop.passes.activated_linear import activated_linear
 from strop.passes.aligned_linear import aligned_linear
 from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     low_rank_pair,  # a linear goes on over the factors of its adapters
     low_rank_add,  # elsewhere the product of an adapter's factors, added where it is multiplied up
     gated_linear,  # a linear and the gate that follows it, which one kernel may be
+    activated_linear,  # a linear and the GELU that follows it, which a library's GEMM computes
     aligned_linear,  # more columns of zeros, where rows of a result would begin anywhere
     bias_to_consumer,  # biases into the kernels that read the results
     product_sum,  # sums with a linear in the place of what is added, by kernels of ours
@@ -50,6 +52,7 @@ PIPELINE: tuple[Pass, ...] = (
 # Nine lookups cost a CPU more than a trip through its caches: the stem of ResNet takes 5.1 ms
 # instead of 3.6.
 ONLY_ON = {
+    "activated_linear": "cuda",
     "aligned_linear": "cuda",
     "pooled_operands": "cuda",
     "gated_linear": "cuda",

@@ -58,6 +58,16 @@ def _linear(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
+def _linear_gelu(attrs: Mapping[str, Any]) -> OutCall:
+    """On a GPU torch has the tanh form here, in the epilogue of cuBLASLt."""
+
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        x, weight, bias = inputs
+        torch._addmm_activation(bias, x, weight.t(), use_gelu=True, out=out)
+
+    return call
+
+
 def _linear_add(attrs: Mapping[str, Any]) -> OutCall:
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, addend, *bias = inputs
@@ -306,6 +316,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
     "conv2d": _cudnn_conv2d,
+    "linear_gelu": _linear_gelu,
     "geglu": _geglu,
     "paired_geglu": _paired_geglu,
     "folded_taps": _folded_taps,
