@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,14 +59,18 @@ def hold(
     shapes: Iterable[tuple[int, ...]],
     measure: Callable[[tuple[int, ...], KernelLoader], dict[str, Any]],
 ) -> None:
-    """Build all kernels, measure shape by shape while there is time, and write the report. Rows
+    """Build all kernels, measure shape by shape while there is time, and write after each. Rows
     have ``us`` and ``errors`` by contender: the library's first, ours in brackets."""
     start = time.monotonic()
     library, wanted = kernel_loader("cuda", 0, "", 0), list(dict.fromkeys(sources))
     library.build(wanted)
     print(f"{counted(len(wanted), 'kernel')} built in {time.monotonic() - start:.1f} s", flush=True)
-    end = start + args.seconds
-    write(name, args, {"rows": _rows(shapes, lambda shape: measure(shape, library), end)})
+    rows, where = list[dict[str, Any]](), environment.describe(torch.device("cuda"))
+    for row in _rows(shapes, lambda shape: measure(shape, library), start + args.seconds):
+        rows.append(row)
+        path = write(name, args, {"environment": where, "rows": rows})
+        if len(rows) == 1:
+            print(path, flush=True)
 
 
 def judged(
@@ -83,25 +88,22 @@ def judged(
 
 def _rows(
     shapes: Iterable[Shape], measure: Callable[[Shape], dict[str, Any]], end: float
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Measure shape by shape while there is time, and say what was found."""
-    rows = list[dict[str, Any]]()
     for shape in shapes:
         if time.monotonic() > end:
             print("out of time")
             break
-        rows.append({"shape": shape, **measure(shape)})
-        us, errors = rows[-1]["us"], rows[-1]["errors"]
+        row = {"shape": shape, **measure(shape)}
+        us, errors = row["us"], row["errors"]
         best = sorted((us[n], n) for n in us if n.startswith("("))[:3]
         theirs = {n: us[n] for n in us if not n.startswith("(")}
         shown = [errors[n] for n in (next(iter(us)), *(n for _, n in best[:1]))]
         print(f"{shape}: {theirs}, ours {best}; errors {shown}", flush=True)
-    return rows
+        yield row
 
 
-def write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> None:
-    """What was found, and where, into the folder."""
-    device = torch.device("cuda")
-    where = environment.describe(device)
-    file = f"{name}_{environment.device_label(device)}_{where['date'][:10]}.json"
-    print(write_json({"kind": name, "environment": where, **found}, args.out / file))
+def write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> Path:
+    """Write what was found, and where, into the folder, and return the file's path."""
+    label, day = environment.device_label(torch.device("cuda")), found["environment"]["date"][:10]
+    return write_json({"kind": name, **found}, args.out / f"{name}_{label}_{day}.json")

@@ -20,6 +20,7 @@ INFERENCE_KERNELS = (
     "wgmma_attention",
     "cross_attention",
     "tma_attention",
+    "short_attention",
 )
 # Backwards read what these leave out, or nothing was measured.
 TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "linear_add")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,12 +13,15 @@ from torch import Tensor
 
 from strop.ir.device import Device
 from strop.ir.dims import Expr, const, symbol
+from strop.kernels import library
+from strop.kernels import tuned as tuning
 from strop.kernels.attention import rows as attention
+from strop.kernels.attention.cases import MeasuredCase
 from strop.kernels.attention.times import AnyTile
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.gemm.implicit import ConvShape
 from strop.kernels.gemm.rows import GemmForm
-from strop.kernels.kernel import Call, Launches, Problem
+from strop.kernels.kernel import Call, Launches, Problem, mask_dtype
 from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
 from tests.gpus import H100
 
@@ -35,7 +40,12 @@ def call(
 ) -> Call:
     """A call of a program. Text is a symbolic size."""
     sizes = tuple(tuple(map(_size, shape)) for shape in shapes)
-    return Call(op, tuple(sorted(attrs.items())), sizes, dtype)
+    return Call(op, tuple(sorted(attrs.items())), sizes, dtype, _mask_of(op, shapes, dtype))
+
+
+def _mask_of(op: str, shapes: Sequence[Any], dtype: torch.dtype) -> torch.dtype | None:
+    """The type of a mask that is one of numbers."""
+    return mask_dtype(op, [dtype] * len(shapes))
 
 
 def _size(size: int | str | Expr) -> Expr:
@@ -46,7 +56,23 @@ def _size(size: int | str | Expr) -> Expr:
 
 def problem(op: str, *shapes: Sequence[int], dtype: torch.dtype = HALF, **attrs: Any) -> Problem:
     """A call at sizes that are known."""
-    return Problem(op, tuple(sorted(attrs.items())), tuple(map(tuple, shapes)), dtype)
+    mask = _mask_of(op, shapes, dtype)
+    return Problem(op, tuple(sorted(attrs.items())), tuple(map(tuple, shapes)), dtype, mask)
+
+
+@contextmanager
+def measured(*cases: MeasuredCase) -> Iterator[None]:
+    """Let these be all that was measured of attention on the H100."""
+    found = replace(tuning.FILES[0], cases=cases)
+    caches = (tuning.tuned, library.select, library._known)
+    try:
+        with patch.object(tuning, "FILES", (found,)):
+            for cache in caches:
+                cache.cache_clear()
+            yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
 
 
 def attends(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Problem:
@@ -58,7 +84,10 @@ def attends(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Prob
 def by_tile(tile: AnyTile | None, asked: Problem, device: Device = H100) -> Launches | None:
     """What attention launches where this tile is the fastest; None where no row can."""
     rows = (attention.WGMMA, attention.CROSS, attention.TMA)
-    with patch.object(attention, "tile_of", lambda *sizes: tile):
+    with (
+        patch.object(attention, "tile_of", lambda *sizes: tile),
+        patch.object(attention, "nearest", lambda *case: None),
+    ):
         found = (row.launch(asked, device) for row in rows)
         return next((launches for launches in found if launches is not None), None)
 

@@ -114,7 +114,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     planned = {**calls.CUDA_PLANNED_OUT, "conv2d": conv}
     monkeypatch.setattr(priming, "CUDA_PLANNED_OUT", {op: heard(op, planned[op]) for op in planned})
     allocating = {op: heard(op, row) for op, row in calls.ALLOCATING.items()}
-    monkeypatch.setattr(priming, "allocating_on", lambda device: allocating)
+    monkeypatch.setattr(priming, "allocating_on", lambda device, kernel: allocating)
     return made
 
 

@@ -193,6 +193,8 @@ def _attention(node: Node, x: list[Tensor], env: Env) -> Tensor:
     if mask is not None and mask.is_floating_point():
         mask = mask.to(x[0].dtype)
     q, k, v = x[:3]
+    if q.dim() == k.dim() == 4 and q.shape[1] > k.shape[1]:
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
     return torch._C._nn.scaled_dot_product_attention(
         q, k, v, mask, 0.0, node.attrs["causal"], scale=node.attrs["scale"]
     )

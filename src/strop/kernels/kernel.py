@@ -7,7 +7,7 @@ what is launched; ``runtime.run.launched_calls`` is the one place that looks at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -25,14 +25,21 @@ NEVER = math.inf  # the cost of a kernel that cannot serve these sizes, or was n
 FASTEST = 0.0  # its cost where a measurement, and no model, says that nothing is faster
 
 
+def mask_dtype(op: str, dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
+    """Return the type of an attention's mask, its fourth operand; None where there is none."""
+    return dtypes[3] if op == "attention" and len(dtypes) > 3 else None
+
+
 @dataclass(frozen=True)
 class Call:
-    """This is a call of an operator, whose sizes may be symbolic."""
+    """This is a call of an operator, whose sizes may be symbolic. ``mask`` is the type of an
+    attention's mask, which may be another than that of the other operands."""
 
     op: str
     attrs: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[Expr, ...], ...]
     dtype: torch.dtype
+    mask: torch.dtype | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -40,17 +47,18 @@ class Call:
     @cached_property
     def _hash(self) -> int:
         """Hash once: a choice is looked up by it."""
-        return hash((self.op, self.attrs, self.shapes, self.dtype))
+        return hash((self.op, self.attrs, self.shapes, self.dtype, self.mask))
 
     @staticmethod
     def of(node: Node) -> Call:
         attrs = tuple(sorted(node.attrs.items()))
-        return Call(node.op, attrs, tuple(x.shape for x in node.inputs), node.dtype)
+        mask = mask_dtype(node.op, [x.dtype for x in node.inputs])
+        return Call(node.op, attrs, tuple(x.shape for x in node.inputs), node.dtype, mask)
 
     def at(self, sizes: Mapping[str, int]) -> Problem:
         """Return the call at these sizes."""
         shapes = tuple(tuple(size.eval(sizes) for size in shape) for shape in self.shapes)
-        return Problem(self.op, self.attrs, shapes, self.dtype)
+        return Problem(self.op, self.attrs, shapes, self.dtype, self.mask)
 
     def known(self, operand: int) -> tuple[int, ...] | None:
         """Return the sizes of an operand, or None where one of them is symbolic or the operand
@@ -71,6 +79,7 @@ class Problem:
     attrs: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    mask: torch.dtype | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -78,13 +87,13 @@ class Problem:
     @cached_property
     def _hash(self) -> int:
         """Hash once: a choice is looked up by it."""
-        return hash((self.op, self.attrs, self.shapes, self.dtype))
+        return hash((self.op, self.attrs, self.shapes, self.dtype, self.mask))
 
     @property
     def call(self) -> Call:
         """Return the call of a program that has these sizes alone."""
         shapes = tuple(tuple(map(const, shape)) for shape in self.shapes)
-        return Call(self.op, self.attrs, shapes, self.dtype)
+        return Call(self.op, self.attrs, shapes, self.dtype, self.mask)
 
     def attr(self, name: str) -> Any:
         return dict(self.attrs)[name]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from strop.ir.contractions import PAIRED
 from strop.ir.device import Device
 from strop.kernels.attention import rows as attention
+from strop.kernels.attention.cases import measured_us, speaks_of, unmeasured
 from strop.kernels.gemm import skinny
 from strop.kernels.gemm.rows import CONVOLUTIONS, MOST_NARROW, OPS, picture_of
 from strop.kernels.gemm.tile import GATED, PLAIN, SUM
@@ -20,6 +21,9 @@ from strop.kernels.tuned import tuned
 
 # The share of the dense rate that a library's attention reaches, where nothing was measured.
 ATTENTION_SHARE = 0.5
+SDPA_NAME = "sdpa"
+# Libraries that torch has for attention; ``runtime.run.attention_calls`` has the calls.
+ATTENTION_LIBRARIES = ("cudnn_attention", "flash_attention", "efficient_attention")
 
 
 def anything(call: Call, device: Device) -> str:
@@ -98,6 +102,9 @@ def taps_us(problem: Problem, device: Device) -> float:
 
 def attention_us(problem: Problem, device: Device) -> float:
     """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
+    nearby = measured_us(problem, SDPA_NAME, tuned(device).cases)
+    if nearby is not None and math.isfinite(nearby):
+        return nearby
     batch, heads, queries, head = problem.shapes[0]
     keys = problem.shapes[1][-2]  # all heads may share them, in a tensor of fewer dims
     measured = attention.library_us(head, batch * heads, queries, keys, device)
@@ -107,6 +114,22 @@ def attention_us(problem: Problem, device: Device) -> float:
     return 1e6 * flops / (ATTENTION_SHARE * device.half_flops)
 
 
+def _one_library(name: str) -> Kernel:
+    """One library of torch's attention: it runs where a measurement says that it is the fastest."""
+
+    def supports(call: Call, device: Device) -> str:
+        if not device.arch:
+            return "runs on GPUs"
+        is_known = any(name in row.us for row in speaks_of(call, tuned(device).cases))
+        return "" if is_known else unmeasured(call, device)
+
+    def cost_us(problem: Problem, device: Device) -> float:
+        us = measured_us(problem, name, tuned(device).cases)
+        return NEVER if us is None else us
+
+    return Kernel(name, ("attention",), supports, cost_us)
+
+
 _SUMS = ("linear", "linear_add")
 CUBLAS = Kernel("cublas", (*_SUMS, *map(PAIRED.__getitem__, _SUMS)), anything, linear_us)
 PRODUCTS = Kernel("cublas_batched", ("matmul",), anything, product_us)
@@ -114,5 +137,7 @@ ACTIVATED = Kernel("cublas_gelu", ("linear_gelu",), anything, activated_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
-SDPA = Kernel("sdpa", ("attention",), anything, attention_us)
-ROWS: tuple[Kernel, ...] = (CUBLAS, PRODUCTS, ACTIVATED, GATES, CUDNN, TAPS, SDPA)
+# Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
+SDPA = Kernel(SDPA_NAME, ("attention",), anything, attention_us)
+ATTENTIONS = tuple(map(_one_library, ATTENTION_LIBRARIES))
+ROWS: tuple[Kernel, ...] = (CUBLAS, PRODUCTS, ACTIVATED, GATES, CUDNN, TAPS, SDPA, *ATTENTIONS)

@@ -16,6 +16,7 @@ import torch
 from strop.ir.device import Device
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
+from strop.kernels.attention.cases import measured_us, nearest, speaks_of
 from strop.kernels.attention.cross import CrossTile, cross_attention
 from strop.kernels.attention.times import AnyTile
 from strop.kernels.attention.tma import TmaTile, tma_attention
@@ -112,6 +113,7 @@ def is_plain(call: Call) -> str:
 class _Kind:
     """One kind of tile, and the feature of a device that its kernel runs by."""
 
+    name: str
     tile: type[AnyTile]
     feature: str
 
@@ -128,33 +130,45 @@ class _Kind:
         return ""
 
     def chosen(self, problem: Problem, device: Device) -> AnyTile | None:
-        """The fastest tile where it is one of this kind."""
+        """The fastest tile, of this very case or by the rules, where it is one of this kind."""
         q, k, v = problem.shapes
-        if not _match(q, k, v):
+        if not match(q, k, v):
             return None
+        case = nearest(problem, tuned(device).cases)
+        if case is not None:
+            found = case.tiles.get(self.name)
+            return found if isinstance(found, self.tile) else None
         tile = tile_of(q[3], q[0] * q[1], q[2], k[2], device)
         return tile if isinstance(tile, self.tile) else None
 
     def cost_us(self, problem: Problem, device: Device) -> float:
+        """Return the time of the very case, where it was measured, else that of the rules."""
         tile = self.chosen(problem, device)
-        return NEVER if tile is None else _us(problem, tile, device)
+        if tile is None:
+            return NEVER
+        us = measured_us(problem, self.name, tuned(device).cases)
+        return _us(problem, tile, device) if us is None else us
 
     def launch(self, problem: Problem, device: Device) -> Launches | None:
         tile = self.chosen(problem, device)
-        return None if tile is None else _launches(problem, tile, device)
+        return None if tile is None else launches(problem, tile, device)
 
     def forms(self, call: Call, device: Device) -> Iterable[KernelSource]:
         head = call.shapes[0][-1].value
         scale = scale_of(call.attr("scale"), head)
-        for tile in tuned(device).attention.tiles(head):
+        cases = speaks_of(call, tuned(device).cases)
+        measured = (case.tiles[self.name] for case in cases if self.name in case.tiles)
+        for tile in dict.fromkeys((*tuned(device).attention.tiles(head), *measured)):
             if isinstance(tile, self.tile):
                 yield source_of(head, scale, tile, call.dtype)
 
-    def row(self, name: str) -> Kernel:
-        return Kernel(name, ("attention",), self.supports, self.cost_us, self.launch, self.forms)
+    def row(self) -> Kernel:
+        return Kernel(
+            self.name, ("attention",), self.supports, self.cost_us, self.launch, self.forms
+        )
 
 
-def _match(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
+def match(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
     """Tell whether (B, H, S, D) have equal B, H and D, are not empty, and fit 32 bits."""
     return (
         k == v
@@ -177,7 +191,8 @@ def _us(problem: Problem, tile: AnyTile, device: Device) -> float:
     return way.us(of_all, queries, keys, device.sms)
 
 
-def _launches(problem: Problem, tile: AnyTile, device: Device) -> Launches:
+def launches(problem: Problem, tile: AnyTile, device: Device) -> Launches:
+    """Return what a tile of any kind launches."""
     (batch, heads, queries, head), keys = problem.shapes[0], problem.shapes[1][2]
     source = source_of(head, scale_of(problem.attr("scale"), head), tile, problem.dtype)
     operands = tuple(Operand(n, Lies.ROWS, view=View()) for n in (0, 1, 2, RESULT))
@@ -187,6 +202,6 @@ def _launches(problem: Problem, tile: AnyTile, device: Device) -> Launches:
     return Launches((launch,), result=(batch, heads, queries, head), order=SEQUENCE_FIRST)
 
 
-WGMMA = _Kind(WgmmaTile, "has_wgmma").row("wgmma_attention")
-CROSS = _Kind(CrossTile, "has_wgmma").row("cross_attention")
-TMA = _Kind(TmaTile, "has_tma").row("tma_attention")
+WGMMA = _Kind("wgmma_attention", WgmmaTile, "has_wgmma").row()
+CROSS = _Kind("cross_attention", CrossTile, "has_wgmma").row()
+TMA = _Kind("tma_attention", TmaTile, "has_tma").row()

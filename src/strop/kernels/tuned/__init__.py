@@ -24,5 +24,7 @@ def tuned(device: Device) -> Tuned:
     of = next((file for file in FILES if file.device.arch == device.arch), FILES[0])
     if device.name == of.device.name and device.arch == of.device.arch:
         return of
-    attention = of.attention if of.device.arch == device.arch else NOT_MEASURED
-    return replace(of, device=device, gemm=of.gemm.on(device, of.device), attention=attention)
+    gemm = of.gemm.on(device, of.device)
+    if of.device.arch == device.arch:
+        return replace(of, device=device, gemm=gemm)
+    return replace(of, device=device, gemm=gemm, attention=NOT_MEASURED, cases=())

@@ -16,6 +16,7 @@ from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm.tile import GATED, NARROW, PLAIN, SUM, GemmTile
 from strop.kernels.gemm.times import Cost, GemmTimes, LibraryTimes
+from strop.kernels.tuned.attention_h100 import CASES
 from strop.kernels.tuned.tuned import Tuned
 
 DEVICE = Device(
@@ -262,4 +263,4 @@ ATTENTION = AttentionTimes(
     in_rounds=IN_ROUNDS,
     least_queries=LEAST_QUERIES,
 )
-TUNED = Tuned(DEVICE, GEMM, ATTENTION)
+TUNED = Tuned(DEVICE, GEMM, ATTENTION, CASES)

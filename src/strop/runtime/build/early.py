@@ -83,9 +83,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Node | None:
-    if attn_mask is not None or dropout_p or enable_gqa or query.dim() != 4:
+    if dropout_p or enable_gqa or query.dim() != 4:
         return None
-    return _called("attention", (query, key, value), {"causal": is_causal, "scale": scale})
+    operands = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
+    return _called("attention", operands, {"causal": is_causal, "scale": scale})
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Node | None:

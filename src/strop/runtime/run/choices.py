@@ -12,7 +12,7 @@ from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Program, Step
 from strop.ir.source import KernelSource
 from strop.kernels import library
-from strop.kernels.kernel import Call, Problem
+from strop.kernels.kernel import Call, Problem, mask_dtype
 from strop.kernels.library import Choice
 from strop.runtime.loop.hoisting import written
 
@@ -22,8 +22,9 @@ FACTORS = (1.5, 2, 0.5, 0.75)
 
 def call_of(program: Program, step: CallStep) -> Call:
     """Return a step as the library is asked about it."""
-    dtype = program.buffers[step.inputs[0].buffer].dtype
-    return Call(step.op, step.attrs, tuple(ref.shape for ref in step.inputs), dtype)
+    dtypes = [program.buffers[ref.buffer].dtype for ref in step.inputs]
+    shapes = tuple(ref.shape for ref in step.inputs)
+    return Call(step.op, step.attrs, shapes, dtypes[0], mask_dtype(step.op, dtypes))
 
 
 def choices_of(
@@ -38,7 +39,7 @@ def choices_of(
         if isinstance(step, CallStep) and step.op in library.BY_OP:
             call = call_of(program, step)
             shapes = tuple(tuple(sizes(shape)) for shape in call.shapes)
-            problem = Problem(call.op, call.attrs, shapes, call.dtype)
+            problem = Problem(call.op, call.attrs, shapes, call.dtype, call.mask)
             found[position] = library.select(call, problem, device, program.kernels_off)
     return found
 

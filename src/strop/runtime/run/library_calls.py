@@ -24,6 +24,7 @@ from strop.ir.device import Device
 from strop.ir.graph import GeneratorRef, Ref
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
+from strop.runtime.run import attention_calls
 
 # This is torch's own, whatever a user has put in its place in torch.nn.functional.
 _torchs_attention = torch._C._nn.scaled_dot_product_attention
@@ -189,7 +190,11 @@ def _attention(attrs: Mapping[str, Any]) -> Call:
 
     def call(inputs: Sequence[Tensor]) -> Tensor:
         q, k, v, *mask = inputs
-        return _torchs_attention(q, k, v, mask[0] if mask else None, 0.0, causal, scale=scale)
+        # heads of keys that serve several heads of queries each
+        more = {"enable_gqa": True} if q.dim() == k.dim() == 4 and q.shape[1] > k.shape[1] else {}
+        return _torchs_attention(
+            q, k, v, mask[0] if mask else None, 0.0, causal, scale=scale, **more
+        )
 
     return call
 
@@ -292,7 +297,7 @@ def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
 
     def call(inputs: Sequence[Tensor]) -> Tensor:
         q, k, v, *mask = inputs
-        if mask or not _fits_cudnn_attention(q, v, most):
+        if mask or q.shape[1] != k.shape[1] or not _fits_cudnn_attention(q, v, most):
             return usual(inputs)  # type: ignore[no-any-return]
         result: Tensor = cudnn(q, k, v, None, False, 0.0, causal, False, scale=scale)[0]
         return result
@@ -330,18 +335,30 @@ ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "pattern": Replacement,
 }
 CUDA_ALLOCATING = {**ALLOCATING, "attention": _cuda_attention}
-_WIDE_HEADS: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
-    **CUDA_ALLOCATING,
-    "attention": partial(_cuda_attention, most=256),
-}
 
 
-def allocating_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], Call]]:
-    """Return the calls that make their results on this device. From sm_90 on cuDNN's attention
-    takes heads of up to 256, where that of older GPUs takes 128."""
+def widest_of_cudnn(device: Device) -> int:
+    """Return the largest head that cuDNN's attention takes."""
+    return 256 if device.arch >= 90 else 128
+
+
+def allocating_on(
+    device: Device, kernel: str = ""
+) -> Mapping[str, Callable[[Mapping[str, Any]], Call]]:
+    """Return the calls that make their results on this device. ``kernel``: the row of the kernel
+    library that was chosen, which may be one library among several."""
     if not device.arch:
         return ALLOCATING
-    return _WIDE_HEADS if device.arch >= 90 else CUDA_ALLOCATING
+    attention = partial(_cuda_attention, most=widest_of_cudnn(device))
+    if kernel in attention_calls.LIBRARIES:
+        attention = partial(_chosen_attention, kernel, widest_of_cudnn(device), attention)
+    return {**CUDA_ALLOCATING, "attention": attention}
+
+
+def _chosen_attention(
+    kernel: str, widest: int, usual: Callable[[Mapping[str, Any]], Call], attrs: Mapping[str, Any]
+) -> Call:
+    return attention_calls.call_of(kernel, attrs, widest, usual(attrs))
 
 
 def planned_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], OutCall]]:

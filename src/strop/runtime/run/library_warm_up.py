@@ -34,9 +34,10 @@ Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 
 
 class CallForm(NamedTuple):
-    """A library makes a plan for each of these."""
+    """A library makes a plan for each of these. ``kernel``: its row of the kernel library."""
 
     op: str
+    kernel: str
     attrs: tuple[tuple[str, Any], ...]
     operands: tuple[Look, ...]
     result: Look
@@ -92,6 +93,7 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[C
             result = program.buffers[step.outputs[0]]
             form = CallForm(
                 step.op,
+                chosen[position].kernel,
                 step.attrs,
                 tuple(map(look, step.inputs)),
                 (sizes(result.shape), sizes(result.strides), result.dtype),
@@ -104,7 +106,7 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[C
 def _call(form: CallForm, device: Device) -> None:
     operands, attrs = [torch.empty_strided(s, t, dtype=d) for s, t, d in form.operands], form.attrs
     if form.op not in CUDA_PLANNED_OUT:
-        allocating_on(device)[form.op](dict(attrs))(operands)
+        allocating_on(device, form.kernel)[form.op](dict(attrs))(operands)
         return
     if form.op == "conv2d":
         operands[1] = operands[1].contiguous(memory_format=torch.channels_last)  # as weights lie

@@ -185,7 +185,9 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
 def _allocating_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a call that allocates its results, which kernels then get to know."""
     device = at.resources.kernels.device
-    call, getters = _call(at, position, step, allocating_on(device)), _getters(at, step)
+    choice = at.plan.choices.get(position)
+    table = allocating_on(device, choice.kernel if choice else "")
+    call, getters = _call(at, position, step, table), _getters(at, step)
     is_single, slots = dict(step.attrs).get("single", True), at.slots
     targets = [(n, at.plan.sizes.strides[n], at.patches[n]) for n in step.outputs]
 
