@@ -115,7 +115,7 @@ def attention_us(problem: Problem, device: Device) -> float:
 
 
 def _one_library(name: str) -> Kernel:
-    """One library of torch's attention: it runs where a measurement says that it is the fastest."""
+    """Make the row of one library of torch, which runs where it was measured as the fastest."""
 
     def supports(call: Call, device: Device) -> str:
         if not device.arch:

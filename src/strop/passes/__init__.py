@@ -18,6 +18,7 @@ from strop.passes.cat_last import cat_last
 from strop.passes.channels_last import channels_last
 from strop.passes.dot_merge import dot_merge
 from strop.passes.gated_linear import gated_linear
+from strop.passes.grouped_heads import grouped_heads
 from strop.passes.joined_parts import joined_parts
 from strop.passes.linear_add import linear_add
 from strop.passes.low_rank_add import low_rank_add
@@ -44,6 +45,7 @@ PIPELINE: tuple[Pass, ...] = (
     product_sum,  # sums with a linear in the place of what is added, by kernels of ours
     linear_add,  # other sums with a linear where its product is added up
     pooled_operands,  # what only a pool reads, computed where it looks
+    grouped_heads,  # heads of keys that serve several of queries, read where they lie
     channels_last,  # memory order of every value, copies where an anchor needs one
     cat_last,  # what is computed of a cat of norms, before the cat
     reduce_in_steps,  # kept dims between reduced ones
@@ -56,6 +58,7 @@ ONLY_ON = {
     "aligned_linear": "cuda",
     "pooled_operands": "cuda",
     "gated_linear": "cuda",
+    "grouped_heads": "cuda",
     "linear_add": "cuda",
     "low_rank_add": "cuda",
     "low_rank_pair": "cuda",
