@@ -5,7 +5,8 @@ Each library and each kernel of ours is made to be the fastest in turn.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from strop.kernels import library
+from strop.kernels.attention import short_rows
 from strop.kernels.attention.cases import MeasuredCase, case_of
 from strop.kernels.attention.short import MaskedTile
 from strop.kernels.kernel import Problem
@@ -36,18 +38,17 @@ pytestmark = [
 INF = float("inf")
 CONTENDERS = ("table", "sdpa", *ATTENTION_LIBRARIES, "short_attention")
 TILES = (MaskedTile(64, 64, 3, 4), MaskedTile(128, 64, 3, 8), MaskedTile(16, 64, 4, 4))
-# batch, heads, heads of keys, queries, keys, size of a head
-SHAPES = {
-    "few words": (2, 12, 12, 77, 77, 64),
-    "T5": (2, 16, 16, 256, 256, 64),
-    "unequal lengths": (2, 4, 4, 130, 300, 128),
-    "fewer keys": (1, 4, 4, 300, 130, 64),
-    "grouped": (2, 28, 4, 128, 128, 128),
-    "one query": (3, 12, 12, 1, 513, 64),
-    "windows": (64, 4, 4, 49, 49, 32),
-    "heads of 72": (2, 16, 16, 100, 200, 72),
+# batch, heads, heads of keys, queries, keys, size of a head; kinds of masks
+CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "few words": ((2, 12, 12, 77, 77, 64), ("causal", "bias", "marks")),
+    "T5": ((2, 16, 16, 256, 256, 64), ("bias", "bias of each", "expanded", "oddly laid")),
+    "unequal lengths": ((2, 4, 4, 130, 300, 128), ("none", "causal", "padding")),
+    "fewer keys": ((1, 4, 4, 300, 130, 64), ("none", "causal", "bias")),
+    "grouped": ((2, 28, 4, 128, 128, 128), ("none", "causal", "marks")),
+    "one query": ((3, 12, 12, 1, 513, 64), ("none", "padding")),
+    "windows": ((64, 4, 4, 49, 49, 32), ("bias", "bias of each")),
+    "heads of 72": ((2, 16, 16, 100, 200, 72), ("none", "oddly laid")),
 }
-MASKS = ("none", "causal", "bias", "bias of each", "marks", "padding", "expanded", "oddly laid")
 
 
 def operands(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -107,27 +108,51 @@ def torchs(inputs: list[Tensor], causal: bool, dtype: torch.dtype | None = None)
         return scaled_dot_product_attention(q, k, v, mask[0] if mask else None, is_causal=causal)
 
 
-@pytest.mark.parametrize("contender", CONTENDERS)
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_kind_of_call_is_right(name: str, contender: str) -> None:
-    shape, stream, ran = SHAPES[name], torch.cuda.Stream(), set()
+def given(name: str) -> Iterator[tuple[list[Tensor], Problem, MaskedTile]]:
+    """Yield the operands of each kind of a case, and a tile of ours."""
     torch.manual_seed(0)
+    shape, kinds = CASES[name]
+    for number, kind in enumerate(kinds):
+        dtype = (torch.float16, torch.bfloat16)[number % 2]
+        inputs, mask = operands(shape, dtype), mask_of(kind, shape, dtype)
+        inputs += [] if mask is None else [mask]
+        yield inputs, problem_of(inputs, kind == "causal"), TILES[number % len(TILES)]
+
+
+@pytest.fixture(scope="module")
+def _built() -> None:
+    """Build all kernels at once: one after the other they take minutes."""
+    every = [(problem, tile) for name in CASES for _, problem, tile in given(name)]
+    launches = (short_rows.launches(problem, tile) for problem, tile in every)
+    sources = dict.fromkeys(source for each in launches for source in each.sources)
+    kernel_loader("cuda", 0, "", 0).build(list(sources))
+
+
+@pytest.mark.usefixtures("_built")
+@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_call_is_right(name: str, contender: str) -> None:
+    stream, ran = torch.cuda.Stream(), set()
     with torch.cuda.stream(stream), torch.no_grad():
-        for number, kind in enumerate(MASKS):
-            dtype = (torch.float16, torch.bfloat16)[number % 2]
-            inputs, mask = operands(shape, dtype), mask_of(kind, shape, dtype)
-            inputs += [] if mask is None else [mask]
-            problem = problem_of(inputs, kind == "causal")
-            case = case_of(problem)
-            assert case is not None
-            us = {"sdpa": 2.0, contender: 1.0}
-            tiles = {"short_attention": TILES[number % len(TILES)]}
-            rows = [MeasuredCase(case, us, tiles if contender in tiles else {})]
-            with measured(*rows) if contender != "table" else nullcontext():
+        for inputs, problem, tile in given(name):
+            with fastest(contender, problem, tile):
                 kernel, found = attended(problem, inputs, stream)
             ran.add(kernel)
-            judge(found, inputs, is_causal=kind == "causal")
-    assert contender in ran or contender == "table"
+            judge(found, inputs, is_causal=problem.attr("causal"))
+    assert ran == {contender} or contender == "table"
+
+
+@contextmanager
+def fastest(contender: str, problem: Problem, tile: MaskedTile) -> Iterator[None]:
+    """Let a contender be the fastest in this case; the table stays as it is if that is named."""
+    case = case_of(problem)
+    assert case is not None
+    tiles = {"short_attention": tile} if contender == "short_attention" else {}
+    if contender == "table":
+        yield
+    else:
+        with measured(MeasuredCase(case, {"sdpa": 2.0, contender: 1.0}, tiles)):
+            yield
 
 
 def judge(found: Tensor, inputs: list[Tensor], *, is_causal: bool) -> None:
@@ -141,19 +166,12 @@ def judge(found: Tensor, inputs: list[Tensor], *, is_causal: bool) -> None:
     assert_as_accurate_as_eager(found, eager, exact)
 
 
+@pytest.mark.usefixtures("_built")
 def test_a_graph_of_short_attention_is_replayed() -> None:
-    shape, stream = SHAPES["T5"], torch.cuda.Stream()
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
-        inputs = operands(shape, torch.float16)
-        mask = mask_of("bias", shape, torch.float16)
-        assert mask is not None
-        inputs.append(mask)
-        problem = problem_of(inputs, causal=False)
-        case = case_of(problem)
-        assert case is not None
-        with measured(
-            MeasuredCase(case, {"sdpa": 2.0, "short_attention": 1.0}, {"short_attention": TILES[0]})
-        ):
+        inputs, problem, tile = next(given("T5"))
+        with fastest("short_attention", problem, tile):
             kernel, before = attended(problem, inputs, stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
