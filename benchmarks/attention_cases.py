@@ -27,6 +27,7 @@ from strop.kernels.attention.short import MaskedTile
 from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.libraries import SDPA_NAME
+from strop.wording import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src/strop/kernels/tuned/attention_h100.py"
@@ -37,7 +38,8 @@ TILES: Mapping[str, type] = {
     "tma_attention": TmaTile,
     "short_attention": MaskedTile,
 }
-HEAD = '''"""What attention takes on an H100, case by case, by each library and by kernels of ours.
+HEAD = '''\
+"""Hold what attention takes on an H100, case by case, by each library and by kernels of ours.
 
 `python benchmarks/attention_cases.py SWEEP...` writes this file from the sweeps of
 `benchmarks/fit_kernels.py attn_libraries`{of}.
@@ -112,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"{path} is a sweep of {report['kind']}")
         found |= {row.case: row for row in map(measured, report["rows"])}
     args.table.write_text(text_of(found.values(), [path.name for path in args.sweeps]))
-    print(f"{args.table}: {len(found)} cases; run `ruff check --fix` and `ruff format` on it")
+    print(f"{args.table}: {counted(len(found), 'case')}; then `ruff check --fix`, `ruff format`")
     return 0
 
 

@@ -17,10 +17,13 @@ from strop.frontend.importer import import_graph
 from strop.ir.dims import const, symbol
 from strop.ir.program import KernelStep
 from strop.ir.source import Effort
+from strop.kernels.attention.cases import AttentionCase, MeasuredCase
+from strop.kernels.attention.short import Masking
 from strop.options import Options
 from tests.codegen import kernels
 from tests.frontend.tracing import trace
 from tests.gpus import H100
+from tests.kernels.launching import measured
 
 # Microseconds of T5-large's kernels on an H100, 2 x 256 words in fp16, torch 2.11.
 T5_LARGE_US = {
@@ -64,6 +67,21 @@ def test_no_kernel_took_three_times_its_estimate() -> None:
         assert not is_too_slow(us, estimates[name]), (name, us, estimates[name])
         assert estimates[name] < 1.1 * us, (name, us, estimates[name])
     assert 2.5 < estimates["pointwise_where"] < 8.9
+
+
+def test_attention_is_estimated_by_what_was_measured() -> None:
+    """T5's attention with its bias, by its case where there is one, else by the model of cuDNN's
+    without a mask."""
+    found, sizes = t5_large()
+    case = AttentionCase(2, 16, 256, 256, 64, Masking.BIAS, "bhq", dtype=torch.float16)
+    rows = []
+    for cases in ((), (MeasuredCase(case, {"sdpa": 9.4, "cudnn_attention": 9.0}),)):
+        with measured(*cases):
+            steps = step_rows(found.program, found, sizes, machine(H100))
+            rows.append(next(row for row in steps if row.title.startswith("attention")))
+    assert 2.0 < rows[0].bound_us < 3.0
+    assert rows[0].bound_us <= rows[0].estimated_us < 6.0
+    assert rows[1].estimated_us == 9.0
 
 
 def test_steps_of_programs_that_share_a_sweep() -> None:

@@ -23,6 +23,8 @@ from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
 from strop.ir.program import CallStep, KernelStep, Program, Step
 from strop.ir.source import KernelSource
+from strop.kernels import library
+from strop.runtime.run.choices import call_of
 
 Sizes = Mapping[str, int]
 HALF = (torch.float16, torch.bfloat16)
@@ -120,7 +122,10 @@ def _arguments(source: KernelSource, step: KernelStep, sizes: Sizes, sms: int) -
 
 def working_us(program: Program, step: Step, sizes: Sizes, device: Device) -> float:
     """Return the microseconds that a kernel's programs wait for memory in turn, or issue
-    instructions, whichever is longer; 0 where nobody has counted."""
+    instructions, whichever is longer, or those by which attention was chosen; 0 where nobody has
+    counted or measured."""
+    if isinstance(step, CallStep) and step.op == "attention" and device.arch:
+        return _chosen_us(program, step, sizes, device)
     if not isinstance(step, KernelStep) or not device.sms:
         return 0.0
     source = program.sources[step.kernel]
@@ -134,6 +139,12 @@ def working_us(program: Program, step: Step, sizes: Sizes, device: Device) -> fl
     trips += MERGING_TRIPS if names.get("splits", 1) > 1 else 0
     issued = programs * steps * effort.elements * effort.instructions
     return max(trips * TRIP_US, issued / (device.sms * LANES * device.clock_hz) * 1e6)
+
+
+def _chosen_us(program: Program, step: CallStep, sizes: Sizes, device: Device) -> float:
+    call = call_of(program, step)
+    us = library.select(call, call.at(sizes), device, program.kernels_off).cost_us
+    return us if math.isfinite(us) else 0.0
 
 
 def _kernel_bytes(program: Program, number: int, lookups: Expr | None, sizes: Sizes) -> int:

@@ -1,4 +1,4 @@
-"""What attention takes on an H100, case by case, by each library and by kernels of ours.
+"""Hold what attention takes on an H100, case by case, by each library and by kernels of ours.
 
 `python benchmarks/attention_cases.py SWEEP...` writes this file from the sweeps of
 `benchmarks/fit_kernels.py attn_libraries`.
