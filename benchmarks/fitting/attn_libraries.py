@@ -141,12 +141,8 @@ def named(row: str, tile: Any) -> str:
 
 
 def is_tried(tile: AnyTile, keys: int) -> bool:
-    """Tell whether a tile can do so many keys, and those by boxes are short."""
-    if isinstance(tile, CrossTile):
-        return tile.takes(keys)
-    if isinstance(tile, TmaTile):
-        return keys <= SHORT_KEYS
-    return tile.stages > 1 or keys <= tile.keys
+    """Tell whether a tile can do so many keys; Triton's are for few."""
+    return attention.takes(tile, keys) and (keys <= SHORT_KEYS or not isinstance(tile, TmaTile))
 
 
 def operands(of: AttentionCase) -> list[Tensor]:

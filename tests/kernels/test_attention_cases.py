@@ -16,7 +16,9 @@ from benchmarks import attention_cases
 from benchmarks.fitting import attn_libraries
 from strop.debug.chosen import ChoiceRow
 from strop.kernels import library
+from strop.kernels.attention import rows
 from strop.kernels.attention.cases import AttentionCase, MeasuredCase, case_of
+from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.short import MaskedTile, Masking
 from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -103,6 +105,20 @@ def test_ours_does_not_run_where_a_library_is_faster() -> None:
 )
 def test_a_case_speaks_for_what_is_near(problem: Problem, kernel: str) -> None:
     assert chosen(problem).kernel == kernel
+
+
+def test_a_tile_of_one_step_does_not_run_with_more_keys() -> None:
+    """Though a case with fewer keys is near."""
+    tiles = {"wgmma_attention": WgmmaTile(1, 80, 1, 5), "cross_attention": CrossTile(2, 80, 2)}
+    us = {"sdpa": 9.0, "wgmma_attention": 5.0, "cross_attention": 4.0}
+    with measured(MeasuredCase(AttentionCase(2, 20, 1024, 77, 64), us, tiles)):
+        assert chosen(problem_of(2, 20, 1024, 77, 64)).kernel == "cross_attention"
+        assert chosen(problem_of(2, 20, 1024, 60, 64)).kernel == "wgmma_attention"
+        for keys in (81, 90):
+            problem = problem_of(2, 20, 1024, keys, 64)
+            for row in (rows.WGMMA, rows.CROSS):
+                assert row.launch(problem, H100) is None
+                assert row.cost_us(problem, H100) == NEVER
 
 
 @pytest.mark.usefixtures("cases")

@@ -135,9 +135,9 @@ class _Kind:
         if not match(q, k, v):
             return None
         case = nearest(problem, tuned(device).cases)
-        if case is not None:
-            found = case.tiles.get(self.name)
-            return found if isinstance(found, self.tile) else None
+        found = None if case is None else case.tiles.get(self.name)
+        if isinstance(found, self.tile) and takes(found, k[2]):
+            return found
         tile = tile_of(q[3], q[0] * q[1], q[2], k[2], device)
         return tile if isinstance(tile, self.tile) else None
 
@@ -166,6 +166,13 @@ class _Kind:
         return Kernel(
             self.name, ("attention",), self.supports, self.cost_us, self.launch, self.forms
         )
+
+
+def takes(tile: AnyTile, keys: int) -> bool:
+    """Tell whether a tile is right for so many keys: some have all of them in a single step."""
+    if isinstance(tile, CrossTile):
+        return tile.takes(keys)
+    return isinstance(tile, TmaTile) or tile.stages > 1 or keys <= tile.keys
 
 
 def match(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
