@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.codegen.cpp_launch import exact_copies, launch, rms_ulp
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 GOLDEN = Path(__file__).parent.parent / "golden" / "cpp"
+HEADER = Path(emit.__code__.co_filename).parent / "rt" / "vmath.h"
 
 # One rounding on the store costs 0.2 to 0.3 ulp RMS. An fp32 kernel also rounds at each of its
 # steps, independently, which adds up to less than 1 ulp over the dozen steps of these kernels.
@@ -161,3 +163,10 @@ def test_scalars_are_the_symbolic_sizes():
     assert {"h*w", "n", "320*h*w"} <= {str(expr) for expr in emitted.scalars}
     assert not any(expr.is_const for expr in emitted.scalars)
     assert len(emitted.scalars) == len(emitted.source.scalars) == len(set(emitted.scalars))
+
+
+def test_the_compiler_reads_little_beside_a_kernel():
+    """Headers of the C++ library take as long to read as a small kernel to compile."""
+    command = ["g++", "-std=c++20", "-E", "-P", "-w", "-x", "c++", str(HEADER)]
+    read = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert len(read.splitlines()) < 1000  # 4,974 with <bit>, <limits>, <new> and <type_traits>

@@ -90,11 +90,11 @@ def number(value: float, dtype: torch.dtype) -> str:
         return "true" if value else "false"
     if not dtype.is_floating_point:
         lowest = int(value) == -(2**63)
-        return "std::numeric_limits<int64_t>::min()" if lowest else str(int(value))
+        return "sp::lowest<int64_t>()" if lowest else str(int(value))
     if math.isnan(value):
-        return f"std::numeric_limits<{kind}>::quiet_NaN()"
+        return f"sp::not_a_number<{kind}>()"
     if abs(value) > torch.finfo(compute_dtype(dtype)).max:
-        return f"{'-' if value < 0 else ''}std::numeric_limits<{kind}>::infinity()"
+        return f"{'-' if value < 0 else ''}sp::infinity<{kind}>()"
     return repr(float(value)) + ("f" if kind == "float" else "")
 
 

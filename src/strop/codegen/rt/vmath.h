@@ -1,13 +1,10 @@
 // Inline math for generated loops. Everything here is branch-free, so that `omp simd` vectorises
 // it, keeps NaN and infinities, and needs no -ffast-math. Errors are against correct rounding.
-// <algorithm> and <cmath> stay out: reading them takes longer than compiling a kernel.
+// Nothing of the C++ library is included: reading <algorithm> and <cmath> takes longer than compiling
+// a kernel, <bit>, <limits> and <type_traits> half as long. What is needed of them is below.
 #pragma once
 
-#include <bit>
-#include <cstdint>
-#include <limits>
-#include <new>
-#include <type_traits>
+#include <stdint.h>
 
 // What g++ calls for a parallel region. Where its ``if`` says no, libgomp would still make a team of
 // one thread, which takes as long as a small kernel (0.4 us).
@@ -27,6 +24,56 @@ int omp_in_parallel();
 
 namespace sp {
 
+// ---- types -------------------------------------------------------------------------------------
+
+template <class T>
+struct Same { using type = T; };
+template <class T>
+using Given = typename Same<T>::type;  // a parameter that decides nothing about T
+
+template <class T>
+constexpr bool is_real = __is_same(T, float) || __is_same(T, double);
+template <class T>
+constexpr bool is_signed = T(-1) < T(0);
+
+template <int bytes>
+struct Bits;
+template <>
+struct Bits<1> { using type = uint8_t; };
+template <>
+struct Bits<2> { using type = uint16_t; };
+template <>
+struct Bits<4> { using type = uint32_t; };
+template <>
+struct Bits<8> { using type = uint64_t; };
+template <class T>
+using Unsigned = typename Bits<sizeof(T)>::type;
+
+inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float from_bits(uint32_t x) { return __builtin_bit_cast(float, x); }
+
+template <class T>
+constexpr T infinity() { return T(__builtin_inf()); }
+template <class T>
+constexpr T not_a_number() { return T(__builtin_nan("")); }
+
+// -infinity where there is one.
+template <class T>
+constexpr T lowest() {
+  if constexpr (is_real<T>) return -infinity<T>();
+  else if constexpr (is_signed<T>) return static_cast<T>(Unsigned<T>(1) << (8 * sizeof(T) - 1));
+  else return T(0);
+}
+
+template <class T>
+constexpr T highest() {
+  if constexpr (is_real<T>) return infinity<T>();
+  else if constexpr (is_signed<T>) return static_cast<T>(~lowest<T>());
+  else return T(-1);
+}
+
+// ---- choices -----------------------------------------------------------------------------------
+
 // NaN in either operand gives NaN. Two choices, not one of two tests: of several in a row g++ makes
 // branches, and no vectors.
 template <class T>
@@ -44,9 +91,9 @@ inline T min(T a, T b) {
 // no vectors of the loop around.
 template <class T>
 inline T choose(bool condition, T a, T b) {
-  if constexpr (std::is_same_v<T, float>) {
-    const uint32_t mask = -static_cast<uint32_t>(condition), bits = std::bit_cast<uint32_t>(b);
-    return std::bit_cast<float>((std::bit_cast<uint32_t>(a) & mask) | (bits & ~mask));
+  if constexpr (__is_same(T, float)) {
+    const uint32_t mask = -static_cast<uint32_t>(condition);
+    return from_bits((bits_of(a) & mask) | (bits_of(b) & ~mask));
   } else {
     return condition ? a : b;
   }
@@ -61,9 +108,6 @@ struct fp16 {
 struct bf16 {
   uint16_t bits;
 };
-
-inline uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
-inline float from_bits(uint32_t x) { return std::bit_cast<float>(x); }
 
 inline float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 
@@ -122,8 +166,10 @@ template <class T>
 class Row {
  public:
   explicit Row(int64_t size)
-      : data_(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t(64)))) {}
-  ~Row() { ::operator delete(data_, std::align_val_t(64)); }
+      : data_(static_cast<T*>(__builtin_aligned_alloc(64, (size * sizeof(T) / 64 + 1) * 64))) {
+    if (!data_) __builtin_abort();  // no memory: there is nobody to tell in a thread of a kernel
+  }
+  ~Row() { __builtin_free(data_); }
   Row(const Row&) = delete;
   Row& operator=(const Row&) = delete;
   T* get() const { return data_; }
@@ -171,7 +217,7 @@ inline double sum(const float* x, int64_t size) {
 
 // The largest number, as if there were no NaN.
 inline float largest(const float* x, int64_t size) {
-  float most = -std::numeric_limits<float>::infinity();
+  float most = -infinity<float>();
   if (size < LANES) {
     for (int64_t i = 0; i < size; ++i) most = x[i] > most ? x[i] : most;
     return most;
@@ -207,18 +253,6 @@ inline void report(int64_t* mark) { __atomic_store_n(mark, int64_t(1), __ATOMIC_
 
 // ---- elementary --------------------------------------------------------------------------------
 
-template <class T>
-constexpr T lowest() {
-  using limits = std::numeric_limits<T>;
-  return limits::has_infinity ? -limits::infinity() : limits::lowest();
-}
-
-template <class T>
-constexpr T highest() {
-  using limits = std::numeric_limits<T>;
-  return limits::has_infinity ? limits::infinity() : limits::max();
-}
-
 inline float half(float x) { return x * 0.5f; }
 inline double half(double x) { return x * 0.5; }
 
@@ -244,14 +278,14 @@ inline T fmin(T a, T b) {
 
 // Between two bounds; NaN stays.
 template <class T>
-inline T limit(T x, std::type_identity_t<T> least, std::type_identity_t<T> most) {
+inline T limit(T x, Given<T> least, Given<T> most) {
   return min(max(x, least), most);
 }
 
 template <class T>
 inline T sign(T x) { return T(x > 0) - T(x < 0); }
 inline bool signbit(float x) { return bits_of(x) >> 31; }
-inline bool signbit(double x) { return std::bit_cast<uint64_t>(x) >> 63; }
+inline bool signbit(double x) { return __builtin_bit_cast(uint64_t, x) >> 63; }
 inline float copysign(float x, float y) { return __builtin_copysignf(x, y); }
 inline double copysign(double x, double y) { return __builtin_copysign(x, y); }
 
@@ -269,8 +303,8 @@ inline double round(double x) { return __builtin_rint(x); }
 // Towards zero. 0 where there is no answer, and the smallest integer divided by -1 is itself.
 template <class T>
 inline T quotient(T a, T b) {
-  if constexpr (std::is_signed_v<T>) {
-    if (b == T(-1)) return static_cast<T>(0 - static_cast<std::make_unsigned_t<T>>(a));
+  if constexpr (is_signed<T>) {
+    if (b == T(-1)) return static_cast<T>(0 - static_cast<Unsigned<T>>(a));
   }
   return b == 0 ? T(0) : static_cast<T>(a / b);
 }
@@ -291,14 +325,14 @@ template <class T>
 inline T floor_divide(T a, T b) {
   const T rest = fmod(a, b);
   const T one_less = rest != 0 && (rest < 0) != (b < 0);
-  if constexpr (std::is_integral_v<T>) return static_cast<T>(quotient(a, b) - one_less);
+  if constexpr (!is_real<T>) return static_cast<T>(quotient(a, b) - one_less);
   else return b == 0 ? a / b : copysign(abs(round((a - rest) / b - one_less)), a / b);
 }
 
 template <class T>
 inline T shift_left(T x, T count) {
   const bool is_out = count < 0 || count >= T(8 * sizeof(T));
-  return is_out ? T(0) : static_cast<T>(static_cast<std::make_unsigned_t<T>>(x) << count);
+  return is_out ? T(0) : static_cast<T>(static_cast<Unsigned<T>>(x) << count);
 }
 
 // What is left of a shift by the width or more, or by a negative count, is the sign.
@@ -306,7 +340,7 @@ template <class T>
 inline T shift_right(T x, T count) {
   constexpr T last = 8 * sizeof(T) - 1;
   const bool is_out = count < 0 || count > last;
-  if constexpr (std::is_unsigned_v<T>) return is_out ? T(0) : static_cast<T>(x >> count);
+  if constexpr (!is_signed<T>) return is_out ? T(0) : static_cast<T>(x >> count);
   else return static_cast<T>(x >> (is_out ? last : count));
 }
 
@@ -333,7 +367,7 @@ inline float clamp(float x, float most) {
 
 template <class T>
 inline T or_nan(bool is_valid, T x) {
-  return is_valid ? x : std::numeric_limits<T>::quiet_NaN();
+  return is_valid ? x : not_a_number<T>();
 }
 
 // x rounded to an integer, for |x| < 2^22, as a float and (with ``whole``) as an int.
@@ -431,8 +465,8 @@ inline Logarithm take_log(float x) {
 
 // What the logarithm of x is when x has none of its own, else ``result``.
 inline float or_special(float x, float result) {
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  const float inf = std::numeric_limits<float>::infinity();
+  const float nan = not_a_number<float>();
+  const float inf = infinity<float>();
   const float finite = x < inf ? result : x;  // inf and NaN give themselves
   return x < 0.0f ? nan : (x == 0.0f ? -inf : finite);
 }
@@ -464,7 +498,7 @@ inline double log10(double x) { return __builtin_log10(x); }
 inline float log1p(float x) {
   const float u = 1.0f + x, rest = u - 1.0f;
   const float scaled = log(u) * (x / rest);
-  const float inf = std::numeric_limits<float>::infinity();
+  const float inf = infinity<float>();
   return rest == 0.0f ? x : (x < inf ? scaled : x);
 }
 inline double log1p(double x) { return __builtin_log1p(x); }
@@ -501,13 +535,13 @@ inline double exp2_wide(double x) {
   p = __builtin_fma(p, r, 0.5);
   p = __builtin_fma(p, r, 1.0);
   p = __builtin_fma(p, r, 1.0);
-  const uint64_t k = std::bit_cast<uint64_t>(place) + 1023;
-  return p * std::bit_cast<double>(k << 52);
+  const uint64_t k = __builtin_bit_cast(uint64_t, place) + 1023;
+  return p * __builtin_bit_cast(double, k << 52);
 }
 
 // 2^(y * log2|x|), then the sign. 1 ulp.
 inline float pow(float x, float y) {
-  const float inf = std::numeric_limits<float>::infinity();
+  const float inf = infinity<float>();
   const float magnitude = abs(x);
   const double finite = log2_wide(magnitude);
   const double infinite = magnitude == 0.0f ? -inf : magnitude;
@@ -649,7 +683,7 @@ inline double acos(double x) { return __builtin_acos(x); }
 
 inline float hypot(float x, float y) {
   const double a = x, b = y;
-  const float inf = std::numeric_limits<float>::infinity();
+  const float inf = infinity<float>();
   const bool is_infinite = abs(x) == inf || abs(y) == inf;  // even beside NaN
   return is_infinite ? inf : static_cast<float>(__builtin_sqrt(a * a + b * b));
 }
@@ -698,8 +732,8 @@ inline double erfinv(double x) {
     const double error = a < 0.5 ? __builtin_erf(y) - a : (1.0 - a) - __builtin_erfc(y);
     y -= error * 0.88622692545275801 * __builtin_exp(y * y);
   }
-  if (!(a < 1.0)) y = a == 1.0 ? std::numeric_limits<double>::infinity()
-                               : std::numeric_limits<double>::quiet_NaN();
+  if (!(a < 1.0)) y = a == 1.0 ? infinity<double>()
+                               : not_a_number<double>();
   return copysign(y, x);
 }
 inline float erfinv(float x) { return static_cast<float>(erfinv(static_cast<double>(x))); }

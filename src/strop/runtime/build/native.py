@@ -37,10 +37,13 @@ _INCLUDE = '#include "vmath.h"\n'
 # No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends, and
 # -fno-thread-jumps keeps them so (exp is 5 % faster). -fwrapv: integers wrap, as in torch.
 _FLAGS = (
-    *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
+    *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-exceptions"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
     *("-ffp-contract=fast", "-fwrapv", "-Wno-psabi"),
 )
+
+# Kernels need nothing of libstdc++, and the linker reads it for longer than all the others.
+_LIBRARIES = ("-nodefaultlibs", "-lgomp", "-lm", "-lgcc", "-lc")
 
 
 _ARM = "cpu-armv8.2"
@@ -140,7 +143,7 @@ class NativeKernels:
             return {source: self._functions[source] for source in sources}
 
     def _key(self, source: KernelSource) -> str:
-        return _sha256(source.text, self._header, *self._flags)
+        return _sha256(source.text, self._header, *self._flags, *_LIBRARIES)
 
     def _symbol(self, source: KernelSource) -> str:
         """Different kernels may have one name, so the key is a part of the symbol."""
@@ -224,7 +227,7 @@ class NativeKernels:
             (Path(folder) / "vmath.h").write_text(self._header)
             path, output = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
             path.write_text(text)
-            command = [self._compiler, *self._flags, str(path), "-o", str(output)]
+            command = [self._compiler, *self._flags, str(path), *_LIBRARIES, "-o", str(output)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 kept = self._keep_refused(unit, text)
