@@ -84,7 +84,9 @@ def compile_graph(
     # the plan says which nodes share a kernel, and what its loops are
     fusion, kernels = _planned(graph, signature.generic, device, first, clock)
     lowered = {g: (low.kernel, low.buffers, low.offsets) for g, low in kernels.lowered.items()}
-    program = assemble(graph, fusion, lowered, signature, target, tuple(kernels.stitches))
+    program = assemble(
+        graph, fusion, lowered, signature, target, kernels.stitches, kernels.products
+    )
     order = lean(program)
     program = in_order(program, order)
     clock.lap("codegen")
@@ -115,6 +117,7 @@ def _planned(
         kernels = LoweredPlan(graph, fusion, apart, lower, first)
         if device == "cuda" and not generic:
             kernels.stitch()
+            kernels.multiply_codes()
         kernels.lower_all()
         clock.lap("lowering")
         if not kernels.failed:

@@ -1,6 +1,7 @@
 """A denoise loop keeps what comes of the prompt, and no weight in full that is quantised."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from strop.api import optimize_module
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.ir.dims import symbol
+from strop.ir.ops import planned_on
+from strop.ir.program import CallStep
+from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop
+from strop.runtime.loop.hoisting import Hoist, Kept, Prologue, Tally
+from strop.runtime.loop.timetable import Timetable, timed_of
 from tests.diffusion.test_hoisting_rules import SecondIsSteady, bound_of
 from tests.e2e import tiny
+from tests.frontend.tracing import trace
 from tests.quantised.stand_ins import ByFunctions, ByOperators, quantised
 
 WIDTH, ROWS = 64, 6
@@ -57,3 +67,32 @@ def test_working_memory_holds_two_weights_in_full_at_most(kind):
     in_full, activations = width * width * 4, 4 * width * 4
     arena_bytes = bound_of(dispatcher).plan.memory.arena_bytes
     assert in_full <= arena_bytes <= 2 * in_full + 4 * activations
+
+
+class Timed(nn.Module):
+    """Of x, and of a timestep that goes through a quantised linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, t):
+        frequencies = torch.arange(WIDTH, device=x.device)
+        return x * self.time(torch.sin(t[:, None].float() * frequencies))
+
+
+def test_a_timetable_decodes_what_a_step_multiplies_by_codes():
+    traced = trace(quantised(ByOperators, Timed()).eval(), f"b {WIDTH}", "b", b=1)
+    program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", Options()).program
+    number = next(i for i, spec in enumerate(program.inputs) if spec.shape == (symbol("b"),))
+    hoist = Hoist((), Kept(torch.device("cpu")), (), Tally(), timestep=number)
+    few, many = program.at({"b": 2}), program.at({"b": 56})
+    timed = timed_of(program, few, Prologue(), hoist, planned_on("cuda"))
+    (call,) = (p for p, step in enumerate(program.steps) if isinstance(step, CallStep))
+    assert timed.absorbed == (call,)
+    assert few[call] is None
+    assert many[call] is not None
+    assert timed.kept == tuple(many[call].outputs)
+    assert Timetable(program, timed, None, {"b": 2}, 0)._is_alike({"b": 56})
+    without = Timetable(program, replace(timed, absorbed=()), None, {"b": 2}, 0)
+    assert not without._is_alike({"b": 56})  # the part would lack its product

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from strop.codegen.by_rows import made_by_rows
 from strop.codegen.mutation import Lowered, joins_of, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
-from strop.fusion.plan import FusionPlan, Group, Stitch
+from strop.fusion.plan import CodedProduct, FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
@@ -148,15 +148,17 @@ def assemble(
     signature: Signature,
     target: Target,
     stitches: Sequence[Stitch] = (),
+    products: Sequence[CodedProduct] = (),
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
-    and their offsets; and the same for the whole of each stitch."""
+    and their offsets; and the same for the whole of each stitch and product."""
     a = _Assembly(graph, target, redirected_stores(graph, plan, lowered) | joins_of(graph))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
     results = {base_of(o) for o in graph.outputs}
     kernels: dict[Group, KernelStep] = {}
-    steps: list[Group | CallStep] = []
+    calls: dict[Node, CallStep] = {}
+    steps: list[Group | Node] = []
     for step in plan.steps:
         if isinstance(step, Group):
             kernels[step] = _kernel_step(a, step, *lowered[step], results)
@@ -164,12 +166,15 @@ def assemble(
         elif _is_redirected(a, step):
             a.number[step] = a.number[step.inputs[0]]
         elif step.op not in ("item", "join"):
-            steps.append(_call_step(a, step, results))
+            calls[step] = _call_step(a, step, results)
+            steps.append(step)
     for stitch in stitches:
         _stitch(a, stitch, lowered[stitch.whole], kernels)
-    finished = tuple(kernels[s] if isinstance(s, Group) else s for s in steps)
+    for found in products:
+        _join_product(a, found, lowered[found.whole], kernels, calls)
+    finished = tuple(kernels[s] if isinstance(s, Group) else calls[s] for s in steps)
     num_compiled = sum(len(group.nodes) for group in plan.groups)
-    calls = sum(1 for s in plan.steps if isinstance(s, Node) and s.op != "join")
+    num_calls = sum(1 for s in plan.steps if isinstance(s, Node) and s.op != "join")
     inputs = tuple(_input_spec(n) for n in graph.inputs)
     return Program(
         target.device,
@@ -183,7 +188,7 @@ def assemble(
         ),
         signature.guards,
         tuple(sorted(graph.hints.items())),
-        num_compiled + calls,
+        num_compiled + num_calls,
         num_compiled,
         target.kernels_off,
         _by_rows(a),
@@ -328,6 +333,32 @@ def _stitch(
     host = steps[stitch.host]
     steps[stitch.host] = replace(host, variants=variants + host.variants)
     steps[guest] = replace(steps[guest], absorbed=variants)
+
+
+def _join_product(
+    a: _Assembly,
+    found: CodedProduct,
+    low: tuple[LoopKernel, tuple[Node, ...], tuple[Expr, ...]],
+    steps: dict[Group, KernelStep],
+    calls: dict[Node, CallStep],
+) -> None:
+    """Let the step that decodes a weight do the work of the call too where there are few rows."""
+    (total,), (kernel, nodes, offsets) = found.whole.stores, low
+    a.number[total] = a.number[found.call]
+    emitted = a.target.emit(kernel)
+    form = StepForm(
+        a.place_of(emitted.source),
+        tuple(a.number[node] for node in nodes),
+        offsets,
+        (a.number[total],),
+        emitted.scalars,
+        found.rows,
+        found.most,
+        1,
+    )
+    host, call = steps[found.decoding], calls[found.call]
+    steps[found.decoding] = replace(host, variants=(form, *host.variants))
+    calls[found.call] = replace(call, absorbed=(form,))
 
 
 def _lookup_sizes(kernel: LoopKernel) -> tuple[Expr | None, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.loops import Schedule
 
@@ -42,6 +43,18 @@ class Stitch:
     reader: Group
     whole: Group
     host: Group
+
+
+@dataclass(frozen=True, slots=True)
+class CodedProduct:
+    """``whole`` decodes the weight of ``call``, a linear, and computes its result, at the place of
+    ``decoding``, where it has no more than ``most`` rows."""
+
+    decoding: Group
+    call: Node
+    whole: Group
+    rows: Expr
+    most: int
 
 
 @dataclass(frozen=True, slots=True)

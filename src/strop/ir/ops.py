@@ -362,3 +362,5 @@ KERNEL_DTYPES = frozenset(
         torch.float64,
     }
 )
+# The types of quantised weights. Others, such as indices, come in these seldom, and small.
+CODES = frozenset((torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2))

@@ -168,6 +168,11 @@ class CallStep:
     attrs: tuple[tuple[str, Any], ...]
     outputs: tuple[int, ...]
     origin: str
+    absorbed: tuple[StepForm, ...] = ()  # of a kernel's step, that do this call's work as well
+
+    def at(self, value: Callable[[Expr], int]) -> CallStep | None:
+        """Return the call, or None at sizes where a kernel does its work."""
+        return None if any(v.fits(value(v.size)) for v in self.absorbed) else self
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
@@ -225,7 +230,7 @@ class Program:
                 known[size] = size.eval(sizes)
             return known[size]
 
-        return tuple(s.at(value) if isinstance(s, KernelStep) else s for s in self.steps)
+        return tuple(step.at(value) for step in self.steps)
 
     def sources_at(self, sizes: Mapping[str, int]) -> tuple[KernelSource, ...]:
         """The generated kernels that run at these sizes."""

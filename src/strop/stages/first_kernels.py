@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from strop.codegen.assemble import Target
-from strop.fusion.plan import Group, Stitch
+from strop.fusion.plan import CodedProduct, Group, Stitch
 from strop.ir.device import Device
 from strop.ir.graph import Graph
 from strop.ir.loops import LoopKernel
@@ -40,6 +40,12 @@ class FirstKernels:
             self._done |= {stitch.statistics, stitch.reader}
             self._begin(source)
         return source is not None
+
+    def multiplies(self, found: CodedProduct, whole: LoopKernel) -> None:
+        """Begin the kernel that decodes and multiplies, where the traced sizes run it."""
+        if found.rows.eval(self.hints) <= found.most:
+            self._done.add(found.decoding)
+            self._begin(self.target.source_at(whole, self.hints))
 
     def needs(self, group: Group, kernel: LoopKernel) -> None:
         if self.builder is None or group in self._done or id(kernel) in self._printed:

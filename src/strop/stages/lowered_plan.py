@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 
 from strop.errors import UnsupportedError
-from strop.fusion.plan import FusionPlan, Group, Stitch
+from strop.fusion.coded_products import coded_products
+from strop.fusion.plan import CodedProduct, FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by
 from strop.fusion.stitch import stitches
 from strop.ir.graph import Graph, Node
@@ -28,6 +29,7 @@ class LoweredPlan:
         self._apart, self._lower = apart, lower
         self.lowered: dict[Group, Lowered] = {}
         self.stitches: list[Stitch] = []
+        self.products: list[CodedProduct] = []
         self.failed: frozenset[Node] = frozenset()
         self._stored = {node for group in fusion.groups for node in group.stores}
 
@@ -44,6 +46,18 @@ class LoweredPlan:
             self.stitches.append(stitch)
             if not self._first.is_one(stitch, whole.kernel):
                 self._add(stitch.statistics)
+
+    def multiply_codes(self) -> None:
+        """Add the kernels that multiply a few rows by the weight that they decode."""
+        for found in coded_products(self._graph, self._fusion):
+            decoded = set(found.decoding.stores)
+            try:
+                whole = self._lower(found.whole, self._stored - decoded)
+            except UnsupportedError:
+                continue  # its indices do not divide: the weight is decoded in any case
+            self.lowered[found.whole] = whole
+            self.products.append(found)
+            self._first.multiplies(found, whole.kernel)
 
     def lower_all(self) -> None:
         for group in sorted(self._fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):

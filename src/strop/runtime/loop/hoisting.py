@@ -22,16 +22,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from strop.ir.ops import CODES
 from strop.ir.program import CallStep, KernelStep, Program, Step
 from strop.runtime.derived.sources import KnownMemory, KnownWrites, Sources, versions_of
 from strop.runtime.run.growing_memory import memory_on
 
 if TYPE_CHECKING:
     from strop.runtime.loop.timetable import Timetable
-
-
-# The types of quantised weights. Others, such as indices, come in these seldom, and small.
-CODES = frozenset((torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from strop.ir.dims import Expr, symbol
-from strop.ir.program import Program, Step
+from strop.ir.program import CallStep, Program, Step
 from strop.runtime.loop.hoisting import (
     Held,
     Hoist,
@@ -50,7 +50,8 @@ class Timed:
     """Positions of the steps that a timetable is made by; the buffers that they leave to others,
     and those that they read but weights, ``timestep`` among them. ``rows``: the symbol of their
     first dim. ``weights``, as numbers among the program's inputs: theirs, and the prologue's where
-    they read what it leaves."""
+    they read what it leaves. ``absorbed``: positions of calls whose work these steps do here, and
+    not at more rows."""
 
     steps: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
@@ -58,6 +59,12 @@ class Timed:
     timestep: int = -1
     rows: str = ""
     weights: tuple[int, ...] = ()
+    absorbed: tuple[int, ...] = ()
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Return what runs where the table is made."""
+        return self.steps + self.absorbed
 
     @property
     def is_alone(self) -> bool:
@@ -113,9 +120,21 @@ def timed_of(
     if not kept or number not in given:
         return Timed()
     others = () if given == (number,) else prologue.weights
+    absorbed = (p for p, s in enumerate(program.steps) if steps[p] is None and _gives(s, made))
     return Timed(
-        tuple(found), kept, given, number, rows, tuple({*weights_of(program, weights), *others})
+        tuple(found),
+        kept,
+        given,
+        number,
+        rows,
+        tuple({*weights_of(program, weights), *others}),
+        tuple(absorbed),
     )
+
+
+def _gives(step: Step, made: set[int]) -> bool:
+    """Tell whether a call is one of those that give such buffers."""
+    return isinstance(step, CallStep) and not made.isdisjoint(step.outputs)
 
 
 def _is_of_rows(shape: Sequence[Expr], rows: str) -> bool:
@@ -225,15 +244,17 @@ class Timetable:
         return max(MOST_BYTES, sum(weight.nbytes for weight in self._weights) // WEIGHTS_SHARE)
 
     def _is_alike(self, env: Mapping[str, int]) -> bool:
-        """Tell whether the same steps do the same there: other forms may do another's work as
-        well."""
+        """Tell whether the part makes the same of the same there: other forms may do another's
+        work as well."""
         here, there = self._program.at(self._env), self._program.at(env)
-        return all(
-            there[p] is not None
-            and written(there[p]) == written(here[p])
-            and read_by(there[p]) == read_by(here[p])
-            for p in self.steps
-        )
+        (_, read), (made, read_there) = (self._made(steps) for steps in (here, there))
+        return made.issuperset(self.timed.kept) and read_there <= read
+
+    def _made(self, steps: Sequence[Step | None]) -> tuple[set[int], set[int]]:
+        """Return the buffers that the part makes, and those that it takes from others."""
+        own = [steps[p] for p in self.timed.part]
+        made = {n for step in own for n in written(step)}
+        return made, {n for step in own for n in read_by(step)} - made
 
     def _bytes(self, number: int, env: Mapping[str, int]) -> int:
         buffer = self._program.buffers[number]
@@ -252,7 +273,7 @@ class Timetable:
         tensors = given | dict(zip(self.timed.kept, left, strict=True))
         clock = given[self.timed.timestep].new_empty(shares * copies)
         tables = [each.new_empty(shares * len(each), *each.shape[1:]) for each in left]
-        run = bind(env, TimetablePart(self.steps, tensors))
+        run = bind(env, TimetablePart(self.timed.part, tensors))
         return TimetableWork(copies, clock, given, left, tables, run)
 
     def _fill(self, work: TimetableWork, read: Read) -> None:
