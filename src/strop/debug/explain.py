@@ -15,6 +15,7 @@ from strop.api import dispatchers_of, optimize, restore
 from strop.backend import Compiled
 from strop.debug.chosen import chosen
 from strop.debug.costs import Machine, bytes_moved, machine
+from strop.debug.decoded import decoded_bytes, most_decoded_bytes
 from strop.debug.listing import call_text, graph_text, listing, type_text
 from strop.debug.report import (
     ComponentRow,
@@ -279,6 +280,8 @@ def _graph_row(
         edges=tuple(map(_refusal, compiled.plan.refusals)) if compiled else (),
         texts=_texts(compiled),
         patterns=_patterns(program, compiled),
+        decoded_bytes=decoded_bytes(program, sizes),
+        most_decoded_bytes=most_decoded_bytes(program, sizes),
     )
 
 

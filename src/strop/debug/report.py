@@ -129,6 +129,8 @@ class GraphRow:
     fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
     num_copied_blocks: int = 0  # repeated ones that were not traced
     traced_blocks: tuple[str, ...] = ()  # those that had to be, though one of their kind had been
+    decoded_bytes: int = 0  # of quantised weights in full, that a call writes into working memory
+    most_decoded_bytes: int = 0  # of these at one time, as weights that are read give theirs back
 
     @property
     def bound_us(self) -> float:
@@ -351,6 +353,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
             f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
         )
     lines += [_slow_line(k) for k in g.kernels if k.is_slow]
+    lines += [f"  {text}" for text in _decoded_texts(g)]
     lines += [f"  its code fixes {text}" for text in g.fixed]
     lines += [f"  {text}" for text in _block_texts(g)]
     for op, origins in _opaque(g).items():
@@ -362,6 +365,14 @@ def _graph_lines(g: GraphRow) -> list[str]:
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
         lines.append(f"  {counted(count, 'edge', '4d')} not fused: {reason}")
     return lines
+
+
+def _decoded_texts(g: GraphRow) -> list[str]:
+    """Return a line on quantised weights that are decoded, if there are any."""
+    if not g.decoded_bytes:
+        return []
+    most = f"{g.most_decoded_bytes / 1e6:.2f} MB of it at a time"
+    return [f"decodes {g.decoded_bytes / 1e6:.2f} MB of quantised weights a call, {most}"]
 
 
 def _why_slow(k: KernelRow) -> str:
