@@ -148,11 +148,15 @@ def _workload(name: str, config: Mapping[str, Any], inputs: Callable[..., dict[s
     return build
 
 
+def flux_workload(config: Mapping[str, Any]) -> Build:
+    return _workload("FluxTransformer2DModel", config, _flux_inputs)
+
+
 # A step of each, at full size and tiny; times are of bf16, in which both are published.
 TRANSFORMERS: dict[str, tuple[Build, Build]] = {
     "flux": (
-        _workload("FluxTransformer2DModel", FLUX, _flux_inputs),
-        _workload("FluxTransformer2DModel", TINY_FLUX, _flux_inputs),
+        flux_workload(FLUX),
+        flux_workload(TINY_FLUX),
     ),
     "wan": (
         _workload("WanTransformer3DModel", WAN, _wan_inputs),
