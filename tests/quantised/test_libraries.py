@@ -81,12 +81,26 @@ def test_bitsandbytes(name, is_nested, tmp_path):
         new.load_state_dict(old.state_dict())
         module._modules[place] = new.requires_grad_(False)
     eager = check(module.to("cpu").eval(), tmp_path)
+    calls = strop.explain(module).calls
+    assert OF_BITSANDBYTES.isdisjoint(calls) == (name == "nf4")  # fp4 is the library's
     state = module.a.weight.quant_state
     state.absmax = state.absmax.flip(0)  # is seen
     x = torch.randn(3, 256)
     with torch.no_grad():
         torch.testing.assert_close(module(x), eager(x), rtol=1e-4, atol=1e-4)
     assert module.forward.counters.eager_calls == 0
+
+
+def test_int8_of_bitsandbytes_runs_in_eager_with_a_reason(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    linear = bitsandbytes.nn.Linear8bitLt(64, 32, has_fp16_weights=False, threshold=6.0)
+    module = nn.Sequential(linear).eval().requires_grad_(False).to("cpu")
+    eager, x = clone_structure(module), torch.randn(3, 64, dtype=torch.float16)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    with torch.no_grad():
+        assert torch.equal(module(x), eager(x))
+    (reason,) = module.forward.counters.fallbacks
+    assert "columns of its input that have large values" in reason
 
 
 # kind of blocks -> where the halves are in one that are scales

@@ -32,6 +32,7 @@ from strop.frontend.complex_numbers import without_complex
 from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.draws import stands_for
+from strop.frontend.four_bits import of_bitsandbytes
 from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
 from strop.frontend.indexing import INDEXING
@@ -264,7 +265,8 @@ def _call(importer: Importer, fx: FxNode) -> Value:
     if isinstance(fx.target, HigherOrderOperator):
         raise UnsupportedError(f"{fx.target} runs other operators")
     try:
-        value = of_bytes(importer, fx) or _expressed(importer, fx)
+        value = of_bytes(importer, fx) or of_bitsandbytes(importer, fx)
+        value = value or _expressed(importer, fx)
     except ShapeError as error:  # sizes that are equal, but not as polynomials
         log.debug("%s runs in torch: %s", fx.target, error)
         return opaque_call(importer, fx, why=str(error))
