@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.draws import stand_in
 from strop.frontend.objects import class_named, is_cache, is_cache_class, made
+from strop.frontend.stable_text import qualified
 from strop.ir.dims import symbol
 from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.program import Guard
@@ -144,10 +145,18 @@ def is_foreign(t: Tensor) -> bool:
     return t.layout is not torch.strided or t.is_nested or t.is_quantized
 
 
+# What is known of classes of tensors whose modules run in eager.
+_REASONS = {
+    "bitsandbytes.nn.modules.Int8Params": "with whose int8 a product leaves out the columns of its"
+    " input that have large values, which no shape tells",
+}
+
+
 def described(t: Tensor) -> str:
     """Say what is unusual about a tensor."""
     if type(t) not in (Tensor, Parameter):
-        return f"a {type(t).__name__}, a class of tensors of its own"
+        why = _REASONS.get(qualified(type(t)), "a class of tensors of its own")
+        return f"a {type(t).__name__}, {why}"
     if t.is_nested:
         return "a nested tensor"
     return f"a tensor of type {t.dtype}" if t.is_quantized else f"a tensor of layout {t.layout}"
