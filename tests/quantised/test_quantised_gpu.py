@@ -5,10 +5,13 @@ import torch
 from torch import nn
 
 import strop
+from strop.api import optimize_module
+from strop.dispatch.adapter import Adapter
 from strop.frontend import composed_tensors
 from strop.frontend.capture import clone_structure
 from strop.frontend.composed_tensors import CodesInMemory
 from strop.options import Options
+from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run import growing_memory
 from tests.quantised import stand_ins
 from tests.quantised.stand_ins import LINEARS, Dynamic, Net, quantised
@@ -68,6 +71,60 @@ def test_floats_of_8_bits(dtype, tmp_path):
     for found, wanted in zip(module(x), eager(x), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     assert strop.explain(module).calls == {}
+
+
+@pytest.mark.parametrize("name", ["ByOperators", "Nested", "Blocks"])
+def test_a_row_or_two_are_multiplied_by_codes(name, tmp_path):
+    torch.manual_seed(0)
+    kind = getattr(stand_ins, name)
+    with torch.device("cuda"):
+        module = quantised(kind, LINEARS.get(kind, nn.Linear)(512, 256)).eval()
+    eager = clone_structure(module)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    with torch.inference_mode():
+        for rows in (2, 1, 2, 3, 2):
+            x = torch.randn(rows, 512, device="cuda")
+            torch.testing.assert_close(module(x), eager(x), rtol=1e-4, atol=1e-4)
+            latest = strop.explain(module).components[0].latest
+            assert (latest.decoded_bytes == 0) == (rows < 3)
+    assert module.forward.counters.eager_calls == 0
+
+
+class SecondIsTime(Adapter):
+    def timestep(self, skeleton):
+        return 1
+
+
+class Timed(nn.Module):
+    """Scales x by what a quantised linear makes of the timestep."""
+
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Linear(64, 64)
+
+    def forward(self, x, t):
+        waves = torch.sin(t[:, None].float() * torch.arange(64, device=x.device))
+        return x * self.time(waves)
+
+
+def test_a_timetable_has_what_comes_of_the_timestep(tmp_path):
+    with torch.device("cuda"):
+        net = quantised(stand_ins.ByOperators, Timed()).eval()
+        timesteps = torch.linspace(999, 1, 12)
+    eager, loop = clone_structure(net), DenoiseLoop()
+    options = Options(cache_dir=str(tmp_path), strict=True)
+    dispatcher = optimize_module(net, options, adapter=SecondIsTime(), loop=loop)
+    with torch.no_grad():
+        for _ in range(2):
+            loop.begin(timesteps)
+            for t in timesteps:
+                x, given = torch.randn(2, 64, device="cuda"), t.expand(2)
+                wanted = eager(x, given)
+                torch.testing.assert_close(net(x, given), wanted, rtol=1e-4, atol=1e-4)
+            loop.end()
+    assert dispatcher.counters.hoisted.num_timetables
+    assert dispatcher.counters.hoisted.num_looked_up
+    assert dispatcher.counters.eager_calls == 0
 
 
 def test_memory(tmp_path):
