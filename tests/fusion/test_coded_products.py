@@ -21,8 +21,8 @@ DEPTH, COLUMNS = 64, 48
 
 
 class Coded(nn.Module):
-    """A linear whose weight is decoded first: int8 or e4m3 by a scale of rows, blocks as GGUF has
-    them, or two codes a byte."""
+    """A linear whose weight is decoded first: int8 or e4m3 by a scale of rows, int8 that is turned,
+    blocks as GGUF has them, or two codes a byte."""
 
     def __init__(self, kind, *, has_bias=True, dtype=torch.float16):
         super().__init__()
@@ -38,6 +38,8 @@ class Coded(nn.Module):
             self.register_buffer("codes", torch.cat([scales, numbers], 1))
         elif kind == "halves":
             self.register_buffer("codes", codes[:, : DEPTH // 2].to(torch.int8).view(torch.uint8))
+        elif kind == "turned":
+            self.register_buffer("codes", codes.t().contiguous().to(torch.int8))
         else:
             dtype_of = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[kind]
             values = codes if kind == "int8" else weight
@@ -51,6 +53,8 @@ class Coded(nn.Module):
         if self.kind == "halves":
             both = torch.cat([self.codes & 0x0F, self.codes >> 4], 1).to(torch.int8) - 8
             return both.to(dtype) * self.scale.to(dtype)
+        if self.kind == "turned":
+            return (self.codes.to(dtype) * self.scale.flatten().to(dtype)).t()
         return self.codes.to(dtype) * self.scale.to(dtype)
 
     def forward(self, x):
@@ -91,7 +95,7 @@ def run(program: Program, given, env):
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["bare", "biased"])
-@pytest.mark.parametrize("kind", ["int8", "e4m3", "blocks", "halves"])
+@pytest.mark.parametrize("kind", ["int8", "turned", "e4m3", "blocks", "halves"])
 def test_values(kind, has_bias):
     module = Coded(kind, has_bias=has_bias).eval()
     traced = trace(module, f"b {DEPTH}", dtype=torch.float16, b=4)
