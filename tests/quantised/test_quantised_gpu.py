@@ -90,37 +90,39 @@ def test_a_row_or_two_are_multiplied_by_codes(name, tmp_path):
     assert module.forward.counters.eager_calls == 0
 
 
-class SecondIsTime(Adapter):
+class ThirdIsTime(Adapter):
+    def steady(self, skeleton):
+        return (1,)
+
     def timestep(self, skeleton):
-        return 1
+        return 2
 
 
 class Timed(nn.Module):
-    """Scales x by what a quantised linear makes of the timestep."""
+    """Scales x by what a quantised linear makes of the timestep, and adds the steady p."""
 
     def __init__(self):
         super().__init__()
         self.time = nn.Linear(64, 64)
 
-    def forward(self, x, t):
+    def forward(self, x, p, t):
         waves = torch.sin(t[:, None].float() * torch.arange(64, device=x.device))
-        return x * self.time(waves)
+        return x * self.time(waves) + p.exp()
 
 
 def test_a_timetable_has_what_comes_of_the_timestep(tmp_path):
     with torch.device("cuda"):
         net = quantised(stand_ins.ByOperators, Timed()).eval()
-        timesteps = torch.linspace(999, 1, 12)
+        timesteps, p = torch.linspace(999, 1, 12), torch.randn(2, 64)
     eager, loop = clone_structure(net), DenoiseLoop()
-    options = Options(cache_dir=str(tmp_path), strict=True)
-    dispatcher = optimize_module(net, options, adapter=SecondIsTime(), loop=loop)
+    options = Options(cache_dir=str(tmp_path), strict=True, hoist=True)
+    dispatcher = optimize_module(net, options, adapter=ThirdIsTime(), loop=loop)
     with torch.no_grad():
         for _ in range(2):
             loop.begin(timesteps)
             for t in timesteps:
-                x, given = torch.randn(2, 64, device="cuda"), t.expand(2)
-                wanted = eager(x, given)
-                torch.testing.assert_close(net(x, given), wanted, rtol=1e-4, atol=1e-4)
+                given = torch.randn(2, 64, device="cuda"), p, t.expand(2)
+                torch.testing.assert_close(net(*given), eager(*given), rtol=1e-4, atol=1e-4)
             loop.end()
     assert dispatcher.counters.hoisted.num_timetables
     assert dispatcher.counters.hoisted.num_looked_up
