@@ -369,10 +369,11 @@ def test_every_call_has_an_estimate(device: Device) -> None:
     """Which is finite, but for windows that no library has."""
     for given, sizes in itertools.product(CALLS, SIZES):
         at = given.at(sizes)
-        (row,) = (row for row in library.rows_for(given, device) if row in libraries.ROWS)
-        us = row.cost_us(at, device)
-        assert us > 0
-        assert math.isfinite(us) == (given.op != "upsampled_conv2d")
+        rows = [row for row in library.rows_for(given, device) if row in libraries.ROWS]
+        costs = [row.cost_us(at, device) for row in rows]
+        assert min(costs) > 0
+        assert math.isfinite(min(costs)) == (given.op != "upsampled_conv2d")
+        assert len(rows) == 1 or given.op == "attention"
 
 
 def test_estimates_of_libraries_grow_with_the_work() -> None:
