@@ -122,6 +122,7 @@ class Artefact:
         another format."""
         self.path = path
         self._map = _mapped(path)
+        self._header = self._map[:HEADER_BYTES]  # a copy, which stays as it is checked
         try:
             self.fingerprint = self._checked_header()
             self.about, self.sections = self._checked_table()
@@ -147,9 +148,20 @@ class Artefact:
             log.warning("%s: %s %s is damaged, and is left out", self.path, kind, key[:16])
         return data
 
+    def digest(self) -> bytes:
+        """Return BLAKE2b of all bytes of the file, which is what signatures sign. They are those
+        that were checked: raises CacheError for a file that has changed since it was opened."""
+        digest = hashlib.blake2b(self._header)
+        for section in self.sections.values():
+            if (content := self._content(section)) is None:
+                raise self._damage(f"{section.kind} {section.key[:16]} at {section.offset}")
+            digest.update(content)
+        digest.update(self._table())
+        return digest.digest()
+
     def _checked_header(self) -> str:
         """Check the first bytes, and return the fingerprint."""
-        header = self._map[:HEADER_BYTES]
+        header = self._header
         magic, form, *_ = _HEAD.unpack_from(header)
         if magic != MAGIC:
             raise CacheError(
@@ -169,19 +181,24 @@ class Artefact:
         return hashlib.sha256(header).hexdigest()
 
     def _checked_table(self) -> tuple[Mapping[str, Any], dict[tuple[str, str], Section]]:
-        *_, offset, length, digest = _HEAD.unpack_from(self._map)
-        if offset + length != len(self._map):
+        *_, offset, _, _ = _HEAD.unpack_from(self._header)
+        try:
+            return _parse(self._table(), offset)
+        except _DAMAGE as error:
+            raise self._damage(f"its table ({error})") from error
+
+    def _table(self) -> bytes:
+        """Copy the table, and return the copy if its checksum holds."""
+        *_, offset, length, digest = _HEAD.unpack_from(self._header)
+        if offset + length != self._map.size():
             raise CacheError(
-                f"{self.path} has {counted(len(self._map), 'byte')} instead of {offset + length}:"
+                f"{self.path} has {counted(self._map.size(), 'byte')} instead of {offset + length}:"
                 f" it is cut off, or something was written behind it; {_AGAIN}"
             )
         table = self._map[offset : offset + length]
         if hashlib.sha256(table).digest() != digest:
             raise self._damage("its table")
-        try:
-            return _parse(table, offset)
-        except _DAMAGE as error:
-            raise self._damage(f"its table ({error})") from error
+        return table
 
     def _content(self, section: Section) -> bytes | None:
         """Copy an entry, and return the copy if its checksum holds. A file that others cut off
@@ -227,6 +244,8 @@ def _parse(table: bytes, end: int) -> tuple[Mapping[str, Any], dict[tuple[str, s
             raise ValueError(f"it has an entry {kind!r}, {key!r}")
         if type(num_bytes) is not int or num_bytes < 0 or offset != expected:
             raise ValueError(f"{kind} {key[:16]} lies at {offset!r} and is {num_bytes!r} long")
+        if (kind, key) in found:
+            raise ValueError(f"it has {kind} {key[:16]} twice")
         expected += num_bytes
         found[kind, key] = Section(kind, key, int(offset), num_bytes, sha256)
     if expected != end:
