@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from strop.dispatch.module_state import ModuleState, layout_of
 from strop.dispatch.signature import Shapes, Skeleton
 from strop.errors import CacheError
 from strop.frontend.module_parts import graph_text
-from strop.frontend.stable_text import WHENCE, qualified, text_of, text_of_config
+from strop.frontend.stable_text import WHENCE, qualified, text_as_lists, text_of, text_of_config
 from strop.ir.program import NumberGuard
 from strop.ir.serialize import from_json, to_json
 from strop.ir.tensor_spec import TensorSpec
@@ -95,17 +95,28 @@ def key_of(
 def _config(module: nn.Module, state: ModuleState) -> str:
     """Write out the configuration, but for numbers of rows that no code reads."""
     config = getattr(module, "config", None)
-    text = text_of_config(config) if isinstance(config, Mapping) else repr(config)
+    if isinstance(config, Mapping):
+        text = text_of_config(config, _writer(_package(module)))
+    else:
+        text = repr(config)
     lines, unread = text.split("\n"), tuple(state.global_guards.unread)
     return "\n".join(line for line in lines if not line.strip(' "').startswith(unread))
 
 
 def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
     """Write out plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
-    is_known = type(part).__module__.partition(".")[0] in FRAMEWORKS
-    unread = WHENCE if is_known else frozenset()
+    package = _package(part)
+    unread, write = WHENCE if package in FRAMEWORKS else frozenset(), _writer(package)
     settings = state.settings(path, part).items()
-    return repr(sorted((k, text_of(v)) for k, v in settings if k not in unread))
+    return repr(sorted((k, write(v)) for k, v in settings if k not in unread))
+
+
+def _package(part: nn.Module) -> str:
+    return type(part).__module__.partition(".")[0]
+
+
+def _writer(package: str) -> Callable[[Any], str]:
+    return text_as_lists if package == "diffusers" else text_of
 
 
 @lru_cache(maxsize=1)

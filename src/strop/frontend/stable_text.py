@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -21,9 +21,9 @@ _PLAIN = (
     FunctionType,
     BuiltinFunctionType,
 )
-# where a model was read from: frameworks name it in messages, and other weights of the same
-# architecture lie elsewhere
-WHENCE = frozenset({"_name_or_path", "name_or_path"})
+# where a model was read from, and what wrote it: frameworks name it in messages, and other weights
+# of the same architecture lie elsewhere
+WHENCE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -53,9 +53,21 @@ def text_of(value: Any, outer: frozenset[int] = frozenset()) -> str:
     return getattr(value, "__qualname__", "") or _ADDRESS.sub("", repr(value))
 
 
-def text_of_config(config: Mapping[str, Any]) -> str:
+def text_of_config(config: Mapping[str, Any], write: Callable[[Any], str] = text_of) -> str:
     """Leave private keys out: diffusers lists there which values are defaults, in random order."""
-    return repr(sorted((k, text_of(v)) for k, v in config.items() if not k.startswith("_")))
+    return repr(sorted((k, write(v)) for k, v in config.items() if not k.startswith("_")))
+
+
+def text_as_lists(value: Any) -> str:
+    """Write a value with lists in the place of tuples. A configuration that was read from JSON has
+    lists where diffusers' own defaults are tuples, and no forward of diffusers asks for either."""
+    return text_of(_as_lists(value))
+
+
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_lists(v) for v in value]
+    return {k: _as_lists(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def qualified(kind: type) -> str:
