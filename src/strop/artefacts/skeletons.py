@@ -2,6 +2,9 @@
 
 Weights get the sizes and types that ``from_pretrained`` would give them. Their memory is asked for
 and never touched, so that a model of many GB takes next to none.
+
+``presets`` holds the configurations of well-known models, with tokenizers that know the empty text
+alone.
 """
 
 from __future__ import annotations
@@ -18,9 +21,22 @@ from torch import nn
 
 from strop.errors import OptionError
 
+_PRESETS = Path(__file__).with_name("presets")
+PRESETS = ("sd15", "sdxl", "flux")
 _INDEX = "model_index.json"
 # Checks of pictures that nobody has drawn
 _LEFT_OUT = ("safety_checker", "feature_extractor")
+
+
+def model_folder(model: str) -> Path:
+    """Return where the configuration of a model lies, which is a preset's name or a folder."""
+    return _PRESETS / model if model in PRESETS else Path(model)
+
+
+def usual_dtype(folder: Path) -> torch.dtype:
+    """Return the type of weights that a model mostly has on a GPU: bf16 for transformers, some of
+    which go beyond the range of fp16."""
+    return torch.bfloat16 if "transformer" in _index_of(folder) else torch.float16
 
 
 def pipeline_of(folder: Path, dtype: torch.dtype) -> Any:
@@ -53,8 +69,9 @@ def _index_of(folder: Path) -> Mapping[str, Any]:
         index = json.loads((folder / _INDEX).read_text())
     except (OSError, ValueError) as error:
         raise OptionError(
-            f"{folder} is no model that can be built: its {_INDEX} cannot be read ({error}). Give a"
-            " folder that pipe.save_pretrained has written; it needs no weights"
+            f"{folder} is no model that can be built: its {_INDEX} cannot be read ({error}). Give"
+            f" {', '.join(PRESETS)}, or a folder that pipe.save_pretrained has written; it needs no"
+            " weights"
         ) from error
     if not isinstance(index, dict) or "_class_name" not in index:
         raise OptionError(f"{folder / _INDEX} does not name the class of a pipeline")
@@ -77,12 +94,34 @@ def _part(folder: Path, named: list[Any], dtype: torch.dtype) -> Any:
             module = kind.from_config(kind.load_config(folder))
         else:
             module = kind._from_config(kind.config_class.from_pretrained(folder), dtype=dtype)
-    for part in module.modules():
+    _give_memory(module, dtype)
+    if hasattr(module, "tie_weights"):  # transformers': some layers share a weight
+        module.tie_weights()
+    return module.eval()
+
+
+def _give_memory(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put weights with memory in the place of those without."""
+    kept = _kept_in_fp32(module, dtype)
+    for path, part in module.named_modules():
         for name, weight in part._parameters.items():
             if weight is not None and weight.is_meta:
-                memory = torch.empty_like(weight, device="cpu")
+                is_kept = not kept.isdisjoint([*path.split("."), name])
+                memory = torch.empty_like(
+                    weight, device="cpu", dtype=torch.float32 if is_kept else None
+                )
                 part._parameters[name] = nn.Parameter(memory, requires_grad=weight.requires_grad)
-    return module.eval()
+
+
+def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Return the names of parts that ``from_pretrained`` leaves in fp32: transformers does so for
+    some in fp16 alone."""
+    if dtype == torch.float32:
+        return set()
+    names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16 or hasattr(module, "load_config"):
+        names |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return names
 
 
 @contextmanager
