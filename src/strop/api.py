@@ -162,30 +162,39 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
     return build_report(obj, *args, **kwargs)
 
 
-def save(obj: Any, path: str | PathLike[str]) -> SavedArtefact:
+def save(
+    obj: Any, path: str | PathLike[str], *, sign: str | PathLike[str] | None = None
+) -> SavedArtefact:
     """Save all graphs that an optimised module or pipeline has compiled so far, with all kernels
     for all sizes, as one file: an artefact. It holds no weights, and serves all that have the same
-    names, sizes and types, with any LoRA.
+    names, sizes and types, with any LoRA. ``sign`` is the file of a secret key of minisign's; the
+    signature is written beside the artefact.
 
     Returns what was saved, with the file's fingerprint. Raises OptionError where nothing has been
-    compiled yet, and CacheError where the file cannot be written.
+    compiled yet or nothing can be signed, and CacheError where the file cannot be written.
     """
-    from strop.artefacts.saving import save_artefact
+    from strop.artefacts.saving import save_artefact, signing_key
 
-    return save_artefact(_served(obj, "strop.save"), Path(path))
+    return save_artefact(_served(obj, "strop.save"), Path(path), signing_key(sign))
 
 
 def load(
-    obj: T, path: str | PathLike[str], *, trust: bool | str = False, options: Options | None = None
+    obj: T,
+    path: str | PathLike[str],
+    *,
+    trust: bool | str | PathLike[str] = False,
+    options: Options | None = None,
 ) -> T:
     """Read from an artefact what a module or pipeline would compile, and return ``obj``, which is
     optimised if it was not. What the artefact lacks is compiled as ever.
 
-    Machine code is a program: give ``trust=True`` for a file of somebody whom you trust, or its
-    fingerprint, as ``save`` returns it. A file in your own cache folder needs neither.
+    Machine code is a program: give ``trust=True`` for a file of somebody whom you trust, its
+    fingerprint, as ``save`` returns it, or the file of the public key of who signed it. A file in
+    your own cache folder needs none of them.
 
     Raises CacheError for a file that is damaged, not trusted, of another version, or made for
-    another model, device or options; ``obj`` is then not optimised if it was not.
+    another model, device or options, and OptionError for a ``trust`` that is none of these; ``obj``
+    is then not optimised if it was not.
     """
     from strop.artefacts.contents import ArtefactContents
     from strop.artefacts.loading import open_artefact

@@ -12,6 +12,7 @@ import torch
 
 from strop.artefacts.planning import PlanningDispatcher
 from strop.artefacts.saving import Gathered, SavedArtefact, gather, write_gathered
+from strop.artefacts.signing import SecretKey
 from strop.artefacts.skeletons import pipeline_of
 from strop.diffusion.parts import compiled_modules
 from strop.diffusion.pipeline import optimize_pipeline, restore_pipeline
@@ -86,9 +87,11 @@ def build_artefact(
     sizes: Sequence[tuple[int, int]],
     options: Options,
     say: Say,
+    key: SecretKey | None = None,
 ) -> SavedArtefact:
-    """Compile the pipeline that a folder describes, for all sizes, and write an artefact. ``sizes``
-    are heights and widths of pictures that are traced; without any it is the model's own.
+    """Compile the pipeline that a folder describes, for all sizes, and write an artefact, which is
+    signed if there is a key. ``sizes`` are heights and widths of pictures that are traced; without
+    any it is the model's own.
 
     Raises OptionError for a folder or target that cannot be built for, UnsupportedError for a
     module that would run in eager, and CacheError where the file cannot be written.
@@ -98,7 +101,7 @@ def build_artefact(
     pipe = pipeline_of(model, dtype)
     found = [_gathered(pipe, name, sizes, options, say) for name in names]
     say(f"writing {path}")
-    return write_gathered(found, path)
+    return write_gathered(found, path, key)
 
 
 def _gathered(

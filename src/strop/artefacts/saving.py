@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 from strop.artefacts.contents import ArtefactContents, device_of_weights
+from strop.artefacts.signing import SecretKey, check_can_sign, read_secret_key, sign_artefact
 from strop.dispatch import stored_variants
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.variants import Variant
@@ -20,7 +22,7 @@ from strop.wording import counted
 @dataclass(frozen=True, slots=True)
 class SavedArtefact:
     """Say what was saved. ``strop.load(..., trust=artefact.fingerprint)`` accepts no other file.
-    ``left_out`` says which modules are not in it, and why."""
+    ``left_out`` says which modules are not in it, and why; ``signature`` is a file beside it."""
 
     path: Path
     fingerprint: str
@@ -29,12 +31,14 @@ class SavedArtefact:
     num_kernels: int
     targets: tuple[str, ...]
     left_out: tuple[str, ...]
+    signature: Path | None = None
 
     def __str__(self) -> str:
         plans, kernels = counted(self.num_plans, "plan"), counted(self.num_kernels, "kernel")
         lines = [
             f"{self.path}: {plans}, {kernels} for {', '.join(self.targets)},"
             f" {self.num_bytes / 1e6:.1f} MB, {self.fingerprint}",
+            *([f"signed: {self.signature}"] if self.signature else []),
             *(f"left out: {reason}" for reason in self.left_out),
         ]
         return "\n".join(lines)
@@ -49,12 +53,24 @@ class Gathered:
     left_out: tuple[str, ...]
 
 
-def save_artefact(dispatchers: Mapping[str, Dispatcher], path: Path) -> SavedArtefact:
-    """Write all graphs that these have compiled so far, with all kernels for all sizes.
+def save_artefact(
+    dispatchers: Mapping[str, Dispatcher], path: Path, key: SecretKey | None = None
+) -> SavedArtefact:
+    """Write all graphs that these have compiled so far, with all kernels for all sizes, and sign
+    the file if there is a key.
 
     Raises OptionError where none has run, CacheError where the file cannot be written.
     """
-    return write_gathered([gather(dispatchers)], path)
+    return write_gathered([gather(dispatchers)], path, key)
+
+
+def signing_key(path: str | PathLike[str] | None) -> SecretKey | None:
+    """Read the key of a file, if there is one. Raises OptionError for what is no key, and where
+    nothing can be signed."""
+    if path is None:
+        return None
+    check_can_sign()
+    return read_secret_key(Path(path))
 
 
 def gather(dispatchers: Mapping[str, Dispatcher]) -> Gathered:
@@ -75,9 +91,11 @@ def gather(dispatchers: Mapping[str, Dispatcher]) -> Gathered:
     return Gathered(ArtefactContents.of(parts), tuple(entries), tuple(left_out))
 
 
-def write_gathered(gathered: Sequence[Gathered], path: Path) -> SavedArtefact:
-    """Write one file for the devices of all of these, which are of the same modules. Raises
-    CacheError where it cannot be written."""
+def write_gathered(
+    gathered: Sequence[Gathered], path: Path, key: SecretKey | None = None
+) -> SavedArtefact:
+    """Write one file for the devices of all of these, which are of the same modules, and sign it if
+    there is a key. Raises CacheError where it cannot be written."""
     contents = ArtefactContents.joined([one.contents for one in gathered])
     found = {(e.kind, e.key): e for one in gathered for e in one.entries}
     counts = Counter(kind for kind, _ in found)
@@ -90,6 +108,7 @@ def write_gathered(gathered: Sequence[Gathered], path: Path) -> SavedArtefact:
         counts["cpp"] + counts["cubin"],
         contents.targets,
         tuple(dict.fromkeys(reason for one in gathered for reason in one.left_out)),
+        None if key is None else sign_artefact(path, fingerprint, key),
     )
 
 

@@ -15,12 +15,14 @@ from strop.cli.mistakes import errors, plain, reported, require_diffusion
 from strop.options import Options
 
 EXAMPLES = """[bold]Examples[/]
-$ strop build --model ./my-model --target sm_90 -o my-model.strop
+$ strop build --model sdxl --target sm_80,sm_90 -o sdxl.strop
+$ strop build --model ./my-model --target sm_90 --sign maker.key -o my-model.strop
 $ strop build --model ./my-model --target sm_80,sm_89,cpu-v3 -o my-model.strop
 $ strop build --model ./my-model --target cpu --size 768x512 --dtype fp32 -o my-model.strop
 
 [bold]Then[/], where it runs, in Python:
 $ strop.load(pipe, "my-model.strop", trust="sha256:...")   # the fingerprint that build prints
+$ strop.load(pipe, "my-model.strop", trust="maker.pub")    # the public key, if it is signed
 """
 
 
@@ -38,10 +40,11 @@ def _targets(text: str) -> tuple[str, ...]:
 
 
 Model = Annotated[
-    Path,
+    str,
     typer.Option(
-        help="Build for this pipeline: a folder as pipe.save_pretrained writes it. Its"
-        " configuration is read, and the tokenizer; weights need not be there."
+        metavar="NAME",
+        help="Build for this pipeline: sd15, sdxl or flux, or a folder as pipe.save_pretrained"
+        " writes it. Its configuration is read, and the tokenizer; weights need not be there.",
     ),
 ]
 Targets = Annotated[
@@ -57,8 +60,8 @@ Output = Annotated[Path, typer.Option("-o", "--output", help="Write the artefact
 Weights = Annotated[
     WeightType,
     typer.Option(
-        help="Build for weights of this type; auto takes fp16 for GPUs, and fp32 for processors"
-        " alone."
+        help="Build for weights of this type; auto takes fp16 for a UNet and bf16 for a transformer"
+        " on GPUs, and fp32 for processors alone."
     ),
 ]
 Sizes = Annotated[
@@ -70,6 +73,14 @@ Sizes = Annotated[
         " graph serves all sizes as a rule, so that the model's own will do.",
     ),
 ]
+Sign = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="KEY",
+        help="Sign the artefact with this secret key, which `minisign -G -W` makes. The signature"
+        " is written beside it.",
+    ),
+]
 
 
 @reported
@@ -79,6 +90,7 @@ def command(
     output: Output,
     dtype: Weights = WeightType.auto,
     size: Sizes = None,
+    sign: Sign = None,
 ) -> None:
     """Compile a pipeline ahead, for all sizes, into one file without weights: an artefact.
 
@@ -90,23 +102,26 @@ def command(
     import torch
 
     from strop.artefacts.building import CARDS, build_artefact, check_targets
+    from strop.artefacts.saving import signing_key
+    from strop.artefacts.skeletons import model_folder, usual_dtype
 
-    names = check_targets(_targets(target))
-    if dtype is WeightType.auto:
-        dtype = WeightType.fp16 if any(name in CARDS for name in names) else WeightType.fp32
+    names, key = check_targets(_targets(target)), signing_key(sign)
+    folder, on_gpu = model_folder(model), any(name in CARDS for name in names)
     types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    types["auto"] = usual_dtype(folder) if on_gpu else torch.float32
     screen, began = errors(), time.perf_counter()
 
     def say(text: str) -> None:
         screen.print(f"[dim]{time.perf_counter() - began:6.1f} s[/]  {plain(text)}")
 
     saved = build_artefact(
-        model,
+        folder,
         names,
         output,
         dtype=types[dtype.value],
         sizes=[(one.height, one.width) for one in size or ()],
         options=Options.from_environment(),
         say=say,
+        key=key,
     )
     typer.echo(str(saved))
