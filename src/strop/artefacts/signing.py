@@ -22,6 +22,7 @@ from typing import Any
 
 from strop.errors import CacheError, OptionError
 from strop.runtime.build.artefact import Artefact
+from strop.wording import counted
 
 SUFFIX = ".minisig"
 _KEYS, _PREHASHED, _PLAIN, _CHECKED = b"Ed", b"ED", bytes(2), b"B2"
@@ -147,8 +148,10 @@ def read_signature(path: Path) -> FileSignature:
     """Read a signature. Raises CacheError for a file that holds none."""
     try:
         lines = _lines(path)
-        if len(lines) != 4 or not lines[2].startswith(_SIGNED):
-            raise ValueError(f"it has {len(lines)} lines")
+        if len(lines) != 4:
+            raise ValueError(f"it has {counted(len(lines), 'line')}, not 4")
+        if not lines[2].startswith(_SIGNED):
+            raise ValueError(f"its third line does not begin with {_SIGNED!r}")
         content = base64.b64decode(lines[1], validate=True)
         of_both = base64.b64decode(lines[3], validate=True)
         if content[:2] != _PREHASHED:
