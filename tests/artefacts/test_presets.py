@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,13 +16,18 @@ import pytest
 import torch
 from torch import nn
 
+import strop
+from strop.api import dispatchers_of
 from strop.artefacts.building import CARDS, _parts
 from strop.artefacts.planning import PlanningDispatcher
 from strop.artefacts.skeletons import PRESETS, model_folder, pipeline_of, usual_dtype
 from strop.diffusion.pipeline import optimize_pipeline
 from strop.runtime.build.ahead import AheadLoader
-from tests.artefacts.test_artefacts import options
+from strop.runtime.build.native import target_name
+from tests.artefacts.test_artefacts import forbid_compilers, forget, fresh_process, options
+from tests.artefacts.test_building import forbid_gpu_compilers, needs_gpu
 
+__all__ = ["fresh_process"]  # a fixture, which runs by itself
 # as published
 NUM_WEIGHTS = {
     "sd15": {"unet": 859_520_964, "vae": 83_653_863, "text_encoder": 123_060_480},
@@ -102,6 +110,16 @@ def shrunk(name: str, folder: Path) -> Path:
     return folder
 
 
+def with_weights(folder: Path, whole: Path) -> Path:
+    """The same model with small weights."""
+    pipe, source = pipeline_of(folder, torch.float32), torch.Generator().manual_seed(0)
+    for module in modules_of(pipe).values():
+        for weight in module.parameters():
+            weight.data.normal_(0, 0.05, generator=source)
+    pipe.save_pretrained(whole)
+    return whole
+
+
 def planned_keys(pipe: Any, folder: Path, target: str, text: str) -> dict[str, set[str]]:
     """Where the plans of all modules are kept, by module."""
     pipe.set_progress_bar_config(disable=True)
@@ -143,12 +161,8 @@ def test_a_pipeline_with_weights_finds_the_plans_of_a_preset(name: str, tmp_path
     folder = shrunk(name, tmp_path / "configs")
     dtype = usual_dtype(folder)
     ahead = planned_keys(pipeline_of(folder, dtype), tmp_path / "cache", "sm_90", "")
-    whole = pipeline_of(folder, torch.float32)
-    for module in modules_of(whole).values():
-        for weight in module.parameters():
-            weight.data.zero_()
-    whole.save_pretrained(tmp_path / "whole")
-    pipe = DiffusionPipeline.from_pretrained(tmp_path / "whole", torch_dtype=dtype)
+    whole = with_weights(folder, tmp_path / "whole")
+    pipe = DiffusionPipeline.from_pretrained(whole, torch_dtype=dtype)
     there = planned_keys(pipe, tmp_path / "cache", "sm_90", "a red circle")
     assert there == ahead
     assert all(keys for part, keys in ahead.items() if part != "vae.encoder")
@@ -194,3 +208,52 @@ def test_weights_are_shared_and_kept_in_fp32_as_from_pretrained_does(
         ]
         assert weights[0] == weights[1]
     assert any(kind == torch.float32 for kind, _ in weights[1].values())
+
+
+@pytest.mark.filterwarnings("ignore")  # numpy's, of diffusers' scheduler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.nightly),
+        pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
+    ],
+)
+def test_a_preset_that_was_built_elsewhere_draws(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import DiffusionPipeline
+
+    folder, path = shrunk("sd15", tmp_path / "configs"), tmp_path / "x.strop"
+    target = target_name()
+    if device == "cuda":
+        target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        if target not in CARDS:
+            pytest.skip(f"no card stands for {target}")
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "STROP_CACHE_DIR": str(tmp_path / "elsewhere"),
+    }
+    words = ["build", "--model", str(folder), "--target", target, "-o", str(path)]
+    command = [sys.executable, "-c", "from strop.cli import main; main()", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    dtype = usual_dtype(folder) if device == "cuda" else torch.float32
+    whole = with_weights(folder, tmp_path / "whole")
+    pipe, eager = (
+        DiffusionPipeline.from_pretrained(whole, torch_dtype=dtype).to(device) for _ in range(2)
+    )
+    (forbid_gpu_compilers if device == "cuda" else forbid_compilers)(monkeypatch)
+    forget()
+    strop.load(pipe, path, trust=True, options=options(tmp_path / "after"))
+    call: dict[str, Any] = {"width": 128, "height": 64, "num_inference_steps": 2}
+    pictures = [
+        one("a red circle", generator=torch.manual_seed(0), output_type="pt", **call).images
+        for one in (pipe, eager)
+    ]
+    # many layers of a network with random weights, in half types on a GPU
+    atol = 5e-2 if device == "cuda" else 1e-3
+    torch.testing.assert_close(*pictures, rtol=0, atol=atol)
+    assert not any(part.variants.num_captures for part in dispatchers_of(pipe).values())
