@@ -312,3 +312,31 @@ def test_warming_up_draws_each_size() -> None:
     assert pipe.unet.forward.counters.calls == 4
     assert len(pipe.unet.forward.variants.all) == 1
     assert pipe.vae.decoder.forward.counters.calls == 0
+
+
+def test_sizes_off_the_grid_are_served_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A UNet has other graphs for sizes that it cannot halve without a remainder."""
+    calls = {
+        "even": tiny.unet_args(2, 8, 8, 5),
+        "odd": tiny.unet_args(2, 7, 9, 5),
+        "half odd": tiny.unet_args(2, 8, 11, 5),
+    }
+    unet = strop.optimize(tiny.unet(), options=options(tmp_path / "before", strict=False))
+    expected = {}
+    for name, call in calls.items():
+        run(unet, *call)  # in eager, while a graph is built
+        unet.forward.variants.wait()
+        expected[name] = run(unet, *call)[0]
+    path = tmp_path / "unet.strop"
+    strop.save(unet, path)
+    strop.restore(unet)
+    for order in (["odd", "even", "half odd"], ["even", "half odd", "odd"]):
+        forget()
+        with monkeypatch.context() as patch:
+            forbid_compilers(patch)
+            module = loaded(tmp_path, path, tiny.unet())
+            for name in order:
+                assert torch.equal(run(module, *calls[name])[0], expected[name]), name
+            assert module.forward.variants.num_captures == 0

@@ -73,6 +73,16 @@ def test_a_planned_module_gives_results_of_the_right_sizes_and_runs_nothing(
     assert not any(entry.bounds for entry in unet.forward._entries.values())
 
 
+def test_sizes_off_the_grid_are_planned_as_well(tmp_path: Path) -> None:
+    unet = planned(tiny.unet().half(), "sm_90", tmp_path)
+    for height, width in ((8, 8), (7, 9), (8, 11)):
+        call = tiny.unet_args(2, height, width, 5, torch.float16)
+        (result,) = run(unet, *call, return_dict=False)
+        assert result.shape == (2, 4, height, width)
+    found = {v.stored_keys: v.is_ragged for v in unet.forward.variants.all}
+    assert sorted(found.values()) == [False, True, True]
+
+
 def test_modules_are_traced_as_if_on_a_gpu(tmp_path: Path) -> None:
     calls: dict[nn.Module, tuple[Tensor, ...]] = {
         tiny.unet().half(): tiny.unet_args(2, 8, 8, 5, torch.float16),

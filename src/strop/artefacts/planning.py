@@ -16,7 +16,9 @@ from torch import nn
 from strop.dispatch.arguments import returned
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
-from strop.dispatch.variants import Variant, VariantStore
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.signature import Shapes
+from strop.dispatch.variants import Sizes, Variant, VariantStore
 from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import StropError, UnsupportedError
 from strop.ir.program import Program, Returned
@@ -38,6 +40,12 @@ class PlanningStore(VariantStore):
 
     def _waits_for_compilers(self, variant: Variant) -> bool:
         return False  # and makes no call of a library meanwhile
+
+    def _build_off_grid(
+        self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
+    ) -> Variant:
+        """Build what would be built in the background."""
+        return self._build_fitting(key, state, call, shapes, sizes)
 
 
 class PlanningDispatcher(Dispatcher):

@@ -181,17 +181,47 @@ class VariantStore:
                 f"it has {graphs} for one size each: its code fixes {fixed[-1][-1]}"
             )
         if shapes.is_ragged and known:
-            self._build_in_background(key, state, call, shapes, sizes)
-            raise UnsupportedError(
-                "a graph for sizes off the usual grid is being built in the background"
-            )
-        if not known:  # else the usual hints would give the same graph again
+            return self._build_off_grid(key, state, call, shapes, sizes)
+        # else the usual hints would give the same graph again
+        if all(variant.is_ragged for variant in known):
             built, shapes = self._build_first(key, state, call, shapes, sizes)
             if built.fits(sizes, state):
                 return built
         elif shapes.otherwise is not None:
             shapes = shapes.otherwise
         return self._build_exactly(key, state, call, shapes, sizes)
+
+    def _build_off_grid(
+        self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
+    ) -> Variant:
+        """Take a graph for sizes off the usual grid from an artefact. Raises UnsupportedError where
+        there is none, while it is built in the background."""
+        for form in (shapes, _exact(shapes, sizes)):
+            if self._is_in_artefact(state, call, form, sizes):
+                return self._build(key, state, call, form, sizes)
+        self._build_in_background(key, state, call, shapes, sizes)
+        raise UnsupportedError(
+            "a graph for sizes off the usual grid is being built in the background"
+        )
+
+    def _build_fitting(
+        self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
+    ) -> Variant:
+        """Build a graph for sizes off the usual grid, and one for these very sizes where its guards
+        exclude them."""
+        built = self._build(key, state, call, shapes, sizes)
+        if built.fits(sizes, state):
+            return built
+        return self._build_exactly(key, state, call, shapes, sizes)
+
+    def _is_in_artefact(
+        self, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
+    ) -> bool:
+        if not self.artefact or self.options.wants_compiler:
+            return False
+        key = self._stored_key(state, call, shapes, self.library(device_of(state, shapes)))
+        _, variant = stored_variants.find(key, call.numbers, state, self.options)
+        return variant is not None and variant.fits(sizes, state)
 
     def _build_first(
         self, key: Any, state: ModuleState, call: GivenCall, shapes: Shapes, sizes: Sizes
@@ -234,12 +264,11 @@ class VariantStore:
     ) -> Variant:
         """Build a graph by the very sizes of this call, as one by the usual hints (a batch of at
         least 2) does not serve it."""
-        env = solve_roots(shapes.specs, sizes)
-        exact = replace(shapes, hints=env, is_exact=True)
+        exact = _exact(shapes, sizes)
         variant = self._build(key, state, call, exact, sizes)
         if variant.fits(sizes, state):
             return variant
-        reason = f"its graph has guards that exclude the sizes it was traced for: {env}"
+        reason = f"its graph has guards that exclude the sizes it was traced for: {exact.hints}"
         self._failed[key, shapes.is_ragged] = reason
         raise ShapeError(reason)
 
@@ -259,7 +288,7 @@ class VariantStore:
     def _build_and_leave(self, key: Any, *what: Any) -> None:
         try:
             with contextlib.suppress(*REFUSALS):  # kept for those who ask
-                self._build(key, *what)
+                self._build_fitting(key, *what)
         finally:
             self._building.pop(key)
 
@@ -298,7 +327,7 @@ class VariantStore:
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
         options = self.options.on(has_wgmma=library.device.has_wgmma)
-        stored_key = stored_variants.key_of(self.module, state, call.skeleton, shapes, options)
+        stored_key = self._stored_key(state, call, shapes, library)
         stored_keys: tuple[str, ...] = (stored_key,)
         variant = None
         if not self.options.wants_compiler:
@@ -326,6 +355,12 @@ class VariantStore:
             return self._with_kernels(variant, library, device, env, started)
         finally:
             library.cool_down()
+
+    def _stored_key(
+        self, state: ModuleState, call: GivenCall, shapes: Shapes, library: KernelLoader
+    ) -> str:
+        options = self.options.on(has_wgmma=library.device.has_wgmma)
+        return stored_variants.key_of(self.module, state, call.skeleton, shapes, options)
 
     def _keep(self, variant: Variant, key: str) -> bool:
         """Keep a variant on disk, and say whether that was possible. What its gradients are by is
@@ -486,6 +521,10 @@ def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:
     """Say whether the code has raised an error of its own where a size of 1 was traced as a 2."""
     is_its_own = type(error.__cause__) in (ValueError, AssertionError, RuntimeError, IndexError)
     return is_its_own and solve_roots(shapes.specs, sizes) != shapes.hints
+
+
+def _exact(shapes: Shapes, sizes: Sizes) -> Shapes:
+    return replace(shapes, hints=solve_roots(shapes.specs, sizes), is_exact=True)
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
