@@ -72,7 +72,7 @@ def cpu_times(subject: Subject) -> Times:
         steps[position].append(clock() - start)
 
     subject.call()
-    (bound,) = subject.entry.bounds.values()
+    bound = subject.entry.bounds[0]  # that of a caller who is alone
     num_runs = _num_runs(subject.call)
     for _ in range(num_runs):
         start = clock()

@@ -8,7 +8,7 @@ The first costs a step nothing. So it is what happens unless the device has no r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ class AdaptedWeights:
         self.low_rank.scan(chosen)
         self.merged.scan(module, parts, {id(part) for part in chosen})
         self._used = tuple(weights for weights in self._both if len(weights))
+
+    def have_called(self, before_write: Callable[[], object]) -> None:
+        """Have this called before anything is written that runs may still read."""
+        for weights in self._both:
+            weights.before_write = before_write
 
     def take_rows(self, module: nn.Module, rows: RowAdapters | None) -> None:
         """Have rows of a batch take adapters of their own from the next call on, or no longer.

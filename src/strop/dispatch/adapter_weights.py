@@ -8,7 +8,7 @@ value: a copy of all factors, and of the first row of each W0 that counts, is ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -24,6 +24,10 @@ from strop.runtime.derived.sources import KnownMemory, KnownWrites, Sources
 
 # What peft keeps in a wrapped layer of which adapters count.
 SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+def _wait_for_nobody() -> None:
+    """Do nothing: nobody reads what is about to be written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +76,7 @@ class AdapterWeights(Generic[Layer]):
     def __init__(self) -> None:
         self.num_writes = 0
         self.rows: Any = None
+        self.before_write: Callable[[], object] = _wait_for_nobody
         self._layers: dict[int, Layer] = {}  # by the id of the layer that is wrapped
         self._wish: tuple[float, Any] | None = None  # scale and rows, as written; None: nothing is
         self._forget()
@@ -131,6 +136,7 @@ class AdapterWeights(Generic[Layer]):
         has_new_settings = is_new or self._settings.differs()
         if not (has_new_content or has_new_settings or self.needs_refresh(scale)):
             return False
+        self.before_write()
         self._wish = None  # should writing fail half way
         with torch.inference_mode(False), torch.no_grad():
             self._write(list(self._layers.values()), scale)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -27,6 +27,7 @@ from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.features import OFFLOADED, is_offloaded, replacement_before, take_out
+from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.known_bindings import KnownBindings, StateBinding
 from strop.dispatch.low_rank_weights import RowAdapters
@@ -51,12 +52,36 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run import cuda_graphs
+from strop.runtime.run.fair_turns import FairLock
 from strop.runtime.run.library_calls import drawing_by
+
+T = TypeVar("T")
 
 
 def _plain_forward(module: nn.Module) -> Any:
     """Return the forward of the module's class, bound to the module."""
     return types.MethodType(type(module).forward, module)
+
+
+def _in_normal_modes(run: Callable[[], T]) -> T:
+    """Run with tensors that are normal ones, whatever the caller's mode: memory and weights outlive
+    a call."""
+    if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return run()
+    return run()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """This is what became of a call: its result, or why it runs in eager. ``arguments`` are as the
+    program takes them."""
+
+    arguments: Any = None
+    reason: str = ""
+    call: GivenCall | None = None
+    refusal: StropError | None = None
+    result: Any = None
 
 
 _AS_IT_IS, _NO_RESULT = contextlib.nullcontext(), object()
@@ -102,7 +127,9 @@ class Dispatcher:
         self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
+        self._in_flight = RunsInFlight()
         self.state = ModuleState(module, options, folds_adapters=self.folds_adapters)
+        self.state.effective.have_called(self._in_flight.wait)
         self.turned = Turned()
         self.variants = variants or VariantStore(module, options, self.name)
         self._fallbacks = Fallbacks(self.name, self.counters)
@@ -131,7 +158,7 @@ class Dispatcher:
         self._prepared = PreparedCalls()
         self._refused = RefusedCalls()
         self._checked_loop = 0
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         registry.watch(self._forget_programs)
         _ALL.add(self)
 
@@ -171,42 +198,57 @@ class Dispatcher:
         return short(args)
 
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call of whatever kind."""
+        """Serve a call of whatever kind. All that it is decided by is read at one moment, under the
+        lock; on a CPU it then runs without (``flights.py``)."""
         reason = self._unfit()
         if reason:
             return self._run_eager(reason, args, kwargs)
-        given, (kwargs, scale) = (args, kwargs), without_scale(self.module, kwargs)
+        flight = Flight(self._in_flight)
+        try:
+            with self._lock:
+                outcome = self._decide(args, kwargs, flight)
+            if flight.run is not None:
+                outcome.result = _in_normal_modes(flight.run)
+        finally:
+            flight.end()
+        if outcome.reason:
+            return self._run_eager(outcome.reason, args, kwargs)
+        refusal, result = outcome.refusal, outcome.result
+        if refusal is None and type(result) is not WithObjects:
+            return result
+        if refusal is None:
+            try:
+                return given_back(result, outcome.arguments)
+            except UnsupportedError as error:
+                refusal = error
+        assert outcome.call is not None
+        return self._run_refused(refusal, outcome.call, args, kwargs)
+
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], flight: Flight) -> Outcome:
+        """Say what becomes of a call: a result, ``flight``, or a reason why it runs in eager."""
+        kwargs, scale = without_scale(self.module, kwargs)
         if scale != 1.0 and (reason := self._unfit_scale(scale)):
-            return self._run_eager(reason, *given)
+            return Outcome(reason=reason)
         args, kwargs = self._normalised(args, kwargs)
         tensors: list[Tensor] = []
         beside = Beside(lora_scale=scale)
         try:
             skeleton = self.turned.flattened((args, kwargs), tensors, beside)
         except UnsupportedError as error:
-            return self._run_eager(str(error), *given)
+            return Outcome(reason=str(error))
         skeleton = self._with_settings(skeleton, beside)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return self._run_eager("an argument requires a gradient", *given)
+            return Outcome(reason="an argument requires a gradient")
         call = GivenCall(skeleton, tensors, skeleton, beside)
         if beside.floats or beside.generators:
             call = self._maker.resolved(skeleton, tensors, beside)
         plain = None if kwargs else args
-        # Tensors are normal ones, whatever the caller's mode: memory and weights outlive this call.
-        with self._lock, drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
-            if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
-                with torch.inference_mode(False), torch.no_grad():
-                    refusal, result = self._serve(call, plain, is_no_grad=False)
-            else:
-                refusal, result = self._serve(call, plain)
-        if refusal is None and type(result) is not WithObjects:
-            return result
-        if refusal is None:
-            try:
-                return given_back(result, (args, kwargs))
-            except UnsupportedError as error:
-                refusal = error
-        return self._run_refused(refusal, call, *given)
+        is_no_grad = not (torch.is_inference_mode_enabled() or torch.is_grad_enabled())
+        with drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
+            refusal, result = _in_normal_modes(
+                partial(self._serve, call, plain, flight, is_no_grad=is_no_grad)
+            )
+        return Outcome((args, kwargs), call=call, refusal=refusal, result=result)
 
     def make_ready(self, *args: Any) -> None:
         """Have a program for such a call before there is one. Raises one of REFUSALS where there
@@ -236,20 +278,18 @@ class Dispatcher:
     def _unfit_scale(self, scale: float) -> str:
         """Say why a call cannot be served that multiplies the scales of all adapters, or
         nothing."""
-        with self._lock:
-            if not self._is_undisturbed():
-                self._check_state()
-            return self.state.scale_refusal(scale)
+        if not self._is_undisturbed():
+            self._check_state()
+        return self.state.scale_refusal(scale)
 
     def _with_settings(self, skeleton: Skeleton, beside: Beside) -> Skeleton:
         """Join the skeleton of a call's arguments and that of the settings that a user turns."""
         if not self.state.turned.names:
             return skeleton
-        with self._lock:
+        part = self.state.turned.read(beside)
+        while part is None:  # one is no longer what it was
+            self._reset()
             part = self.state.turned.read(beside)
-            while part is None:  # one is no longer what it was
-                self._reset()
-                part = self.state.turned.read(beside)
         return (*skeleton, part) if self.state.turned.names else skeleton
 
     def _read_again(self, call: GivenCall) -> GivenCall:
@@ -262,10 +302,11 @@ class Dispatcher:
         return self._maker.resolved(self._with_settings(arguments, beside), call.plain, beside)
 
     def _serve(
-        self, call: GivenCall, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
+        self, call: GivenCall, plain: tuple[Any, ...] | None, flight: Flight, *, is_no_grad: bool
     ) -> tuple[StropError | None, Any]:
-        """Return why there is no program for the call, or its result. ``plain`` holds its arguments
-        where none has a name; ``is_no_grad`` says whether that is the caller's mode."""
+        """Return why there is no program for the call, or its result, unless that is left to
+        ``flight``. ``plain`` holds its arguments where none has a name; ``is_no_grad`` says whether
+        that is the caller's mode."""
         key = self._maker.key(call)
         if refused := self._still_refused(key):
             return refused, None
@@ -290,8 +331,8 @@ class Dispatcher:
                 entry = next(filter(entry.is_like, self._entries.values()), entry)
                 key = self._maker.key(call)
                 self._entries[key] = entry
-                return self._answer(key, entry, call, plain, is_no_grad=is_no_grad)
-        return self._answer(key, entry, call, plain, is_no_grad=is_no_grad)
+                return self._answer(key, entry, call, plain, flight, is_no_grad=is_no_grad)
+        return self._answer(key, entry, call, plain, flight, is_no_grad=is_no_grad)
 
     def _answer(
         self,
@@ -299,13 +340,20 @@ class Dispatcher:
         entry: Entry,
         call: GivenCall,
         plain: tuple[Any, ...] | None,
+        flight: Flight,
         *,
         is_no_grad: bool,
     ) -> tuple[StropError | None, Any]:
-        """Return why the entry cannot serve the call, or its result."""
+        """Return why the entry cannot serve the call, or its result, unless that is left to
+        ``flight``."""
         tensors = call.tensors
         if reason := entry.variant.misfit(tensors, is_no_grad=is_no_grad):
             return UnsupportedError(reason), None
+        is_ready = plain is None or not self._prepared.is_due(self.state, entry, plain)
+        if is_ready and self._runner.may_run_apart(entry, self._loop_of(entry)):
+            self._note_use(entry)
+            self._runner.set_out(flight, entry, tensors)
+            return None, None
         result = self._run(entry, tensors)
         if plain is not None and (known := self._entries.get(key)) is not None:
             self._prepare(known, plain, tensors)
@@ -372,8 +420,9 @@ class Dispatcher:
         if self._replaced:
             return self._replaced
         if is_offloaded(self.component):
-            self.forget_shapes()  # which would keep weights in the memory that is to be free
-            self.state.release_pieces()
+            with self._lock:
+                self.forget_shapes()  # which would keep weights in the memory that is to be free
+                self.state.release_pieces()
             return OFFLOADED
         return unfit_module(self.state)
 
@@ -457,6 +506,7 @@ class Dispatcher:
     def _reset(self) -> None:
         """Look at the module anew, and bind everything again where weights, modules or adapters are
         not what programs are bound to, nor what they were bound to before."""
+        self._in_flight.wait()
         before = StateBinding.of(self.state, self._entries)
         self.state.scan()
         looks = self.state.bound_to()
@@ -522,7 +572,17 @@ class Dispatcher:
         self._prepared.prepare(self, self.state, entry, args, tensors)
 
     def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
+        self._note_use(entry)
+        try:
+            return self._runner.run(entry, tensors, self._loop_of(entry))
+        except BaseException:
+            entry.uses -= 1  # what a first run does is yet to be done
+            raise
+
+    def _note_use(self, entry: Entry) -> None:
         entry.uses += 1
         self.latest = entry
-        checked_loop = self._checked_loop if entry.steady and self._is_settled() else None
-        return self._runner.run(entry, tensors, checked_loop)
+
+    def _loop_of(self, entry: Entry) -> int | None:
+        """Return the denoise loop that this is a call of, if what comes of it may be kept."""
+        return self._checked_loop if entry.steady and self._is_settled() else None

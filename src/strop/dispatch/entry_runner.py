@@ -16,6 +16,7 @@ from strop.dispatch.counters import Counters
 from strop.dispatch.entry import Entry
 from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.finite import not_finite
+from strop.dispatch.flights import Flight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.placed_weights import place
@@ -62,6 +63,32 @@ class EntryRunner:
             return self._run_on_gpu(entry, tensors, checked_loop)
         with torch.cuda.device(entry.device):  # kernels are launched in the current context
             return self._run_on_gpu(entry, tensors, checked_loop)
+
+    def may_run_apart(self, entry: Entry, checked_loop: int | None) -> bool:
+        """Say whether a call may run without the dispatcher's lock, beside others. A first run may
+        not: the libraries make ready with it, and it is checked. Nor may what writes to arguments
+        or weights or draws numbers, or keeps what comes of it for a loop."""
+        return (
+            entry.device.type == "cpu"
+            and entry.device.type not in cuda_graphs.DEVICES
+            and entry.is_pure
+            and entry.uses > 0
+            and 0 in entry.bounds
+            and checked_loop is None
+        )
+
+    def set_out(self, flight: Flight, entry: Entry, tensors: list[Tensor]) -> None:
+        """Bind a call to a lane, in which it will run alone, whoever is served meanwhile."""
+        bound = self._bound_for(entry, flight.begin())
+        counters, weights, variant = self._counters, self._state.tensors, entry.variant
+
+        def run() -> Any:
+            results = bound.run(as_specified(tensors, variant.specs))
+            counters.launches = bound.num_launches
+            specs = variant.out_spec, entry.aliases, variant.same
+            return returned(*specs, results, tensors, weights)
+
+        flight.run = run
 
     def wants_graph(self, entry: Entry) -> bool:
         """Say whether a CUDA graph is to run this: that is so from the second use of a shape on,
@@ -112,10 +139,7 @@ class EntryRunner:
         inputs = as_specified(tensors, entry.variant.specs)
         if entry.uses == 1:  # the host now makes the libraries' first calls: compilers are free
             entry.variant.later.start()
-        bound = entry.bounds.get(stream)
-        if bound is None:
-            workspace = workspace_of(entry.device, stream)
-            bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
+        bound = self._bound_for(entry, stream)
         if entry.uses == 1 and self._options.check and entry.variant.compiled is not None:
             results = self._run_checked(bound, entry.variant.compiled, inputs)
         else:
@@ -154,6 +178,15 @@ class EntryRunner:
         return results
 
     # binding
+
+    def _bound_for(self, entry: Entry, stream: int) -> Bound:
+        """Return the program that is bound to the working memory of a stream; on a CPU, of a
+        lane."""
+        bound = entry.bounds.get(stream)
+        if bound is None:
+            workspace = workspace_of(entry.device, stream)
+            bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
+        return bound
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
         if entry.placed is None:

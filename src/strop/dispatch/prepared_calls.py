@@ -23,6 +23,13 @@ class PreparedCalls(dict[Hashable, Short]):
     none: such calls are not looked at again. It is a dict, as it is asked at each call of a few
     microseconds."""
 
+    def is_due(self, state: ModuleState, entry: Entry, args: tuple[Any, ...]) -> bool:
+        """Say whether nobody has looked yet for a short way for such a call."""
+        if entry.device.type != "cpu" or state.turned.names:
+            return False
+        key = cpu_fast_path.plain_key(args)
+        return bool(key) and key not in self and not torch._C._len_torch_dispatch_stack()
+
     def prepare(
         self,
         served: Served,
@@ -33,11 +40,9 @@ class PreparedCalls(dict[Hashable, Short]):
     ) -> None:
         """Have the short way ready for the next call that looks like this one, which ``entry`` has
         just served with these ``tensors``."""
-        if entry.device.type != "cpu" or state.turned.names:
+        if not self.is_due(state, entry, args):
             return
         key = cpu_fast_path.plain_key(args)
-        if not key or key in self or torch._C._len_torch_dispatch_stack():
-            return
         if len(self) >= MOST_READY:
             self.clear()
         self[key] = untaken

@@ -135,21 +135,30 @@ class Bound:
         """Run all parts. ``inputs`` are the arguments that are not state, in order; ``stamp`` is
         that of the steady ones; ``moment`` is the place of the call in a denoise loop."""
         with self._workspace.lock:
-            linked = self._begin(inputs)
-            if not self.hoisted.is_there(stamp):
-                self._walk(linked, self.hoisted.steps)
-                self.hoisted.has_run()
-            if (rows := self.timetable.rows(moment)) is None:
-                self._walk(linked, self.timetable.steps)
-            else:
-                self.look_up(rows)
-            self._is_looked_up = rows is not None
-            results = self._run_late(linked)
-            if rows is None:
-                self.make_timetable(moment, inputs)
-            if self.is_large:
-                self.let_go()
-            return results
+            try:
+                return self._run(inputs, stamp, moment)
+            except BaseException:
+                self.let_go()  # of what it has made so far; the next run begins anew
+                raise
+
+    def _run(
+        self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None
+    ) -> list[Any]:
+        linked = self._begin(inputs)
+        if not self.hoisted.is_there(stamp):
+            self._walk(linked, self.hoisted.steps)
+            self.hoisted.has_run()
+        if (rows := self.timetable.rows(moment)) is None:
+            self._walk(linked, self.timetable.steps)
+        else:
+            self.look_up(rows)
+        self._is_looked_up = rows is not None
+        results = self._run_late(linked)
+        if rows is None:
+            self.make_timetable(moment, inputs)
+        if self.is_large:
+            self.let_go()
+        return results
 
     def run_prologue(self, inputs: Sequence[Tensor]) -> None:
         """Run what is hoisted, which is the first part of ``run``, alone."""
