@@ -1,0 +1,111 @@
+"""Call a model from many threads at once, and time and check each call."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.bench import timer
+from strop.errors import StropError
+
+MEMORY_EVERY = 1000  # calls
+_STATM = Path("/proc/self/statm")
+
+
+@dataclass(slots=True)
+class LoadWindow:
+    """Hold what was measured while so many threads called, without a pause. ``memory_bytes`` are
+    those of the process, or of the GPU, by how many calls were done."""
+
+    threads: int
+    calls: int
+    seconds: float = 0.0
+    latencies_ms: list[float] = field(default_factory=list)
+    wrong: list[int] = field(default_factory=list)  # cases whose result was not the serial one
+    memory_bytes: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def calls_a_second(self) -> float:
+        return self.calls / self.seconds
+
+    @property
+    def grown_bytes(self) -> int:
+        """Return by how much memory grew from the first call to the last."""
+        return self.memory_bytes[-1][1] - self.memory_bytes[0][1]
+
+
+def used_bytes(device: torch.device) -> int:
+    """Return the memory of the GPU that tensors and working memory hold, or on a CPU all that this
+    process has in memory."""
+    if device.type == "cuda":
+        return timer.allocated(device)
+    if not _STATM.is_file():
+        return 0
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def called(
+    call: Callable[[int], Tensor],
+    expected: Sequence[Tensor],
+    order: Sequence[int],
+    threads: int,
+    device: torch.device,
+) -> LoadWindow:
+    """Make the calls whose cases are listed in ``order`` from so many threads, each of which takes
+    the next one when it has done its own. Raises StropError where a call raises."""
+    window = LoadWindow(threads, len(order))
+    waiting, done = iter(order), itertools.count(1)  # both are safe in threads
+    start, errors = threading.Barrier(threads + 1), list[BaseException]()
+
+    def work() -> None:
+        start.wait()
+        try:
+            with torch.no_grad():
+                for number in waiting:
+                    _note(window, call, expected, number, done, device)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, name=f"load-{n}") for n in range(threads)]
+    gc.collect()
+    for worker in workers:
+        worker.start()
+    start.wait()
+    began = time.perf_counter()
+    for worker in workers:
+        worker.join()
+    timer.synchronise(device)
+    window.seconds = time.perf_counter() - began
+    if errors:
+        raise StropError(f"a call of {threads} threads failed: {errors[0]}") from errors[0]
+    return window
+
+
+def _note(
+    window: LoadWindow,
+    call: Callable[[int], Tensor],
+    expected: Sequence[Tensor],
+    number: int,
+    done: Any,
+    device: torch.device,
+) -> None:
+    began = time.perf_counter()
+    result = call(number)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    window.latencies_ms.append((time.perf_counter() - began) * 1e3)
+    if not torch.equal(result, expected[number]):
+        window.wrong.append(number)
+    count = next(done)
+    if count == 1 or count % MEMORY_EVERY == 0 or count == window.calls:
+        window.memory_bytes.append((count, used_bytes(device)))
