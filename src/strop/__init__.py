@@ -7,6 +7,7 @@ from strop.options import Options
 if TYPE_CHECKING:
     from strop import train
     from strop.api import (
+        changing,
         explain,
         load,
         lora_rows,
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Options",
     "__version__",
+    "changing",
     "explain",
     "load",
     "lora_rows",

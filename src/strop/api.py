@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from strop.debug.report import Report
 
 __all__ = [
+    "changing",
     "dispatchers_of",
     "explain",
     "load",
@@ -148,6 +149,19 @@ def lora_rows(
     from strop.dispatch.adapter_rows import row_adapters, rows_taken
 
     return rows_taken(dispatchers_of(obj), row_adapters(names, scales))
+
+
+def changing(obj: Any) -> AbstractContextManager[None]:
+    """Change an optimised module or pipeline in the body, as a whole, while other threads call it.
+
+    A call of another thread gives what the model gave before the body or what it gives after it,
+    never a mixture: it waits for the end of the body, which begins when calls under way are done.
+    Without this a call may see some of the layers that ``set_adapters`` goes through changed and
+    others not, as in eager. Calls that run in eager wait for nobody.
+    """
+    from strop.dispatch.changing import held
+
+    return held(dispatchers_of(obj).values())
 
 
 def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:

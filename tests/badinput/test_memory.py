@@ -153,7 +153,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())
     monkeypatch.setattr(EntryRunner, "run", run)
-    monkeypatch.setattr(Dispatcher, "_prepare", lambda *args: None)  # the short way is a CPU's
+    # the short way is a CPU's, and so is a run apart from the lock
+    monkeypatch.setattr(Dispatcher, "_prepare", lambda *args: None)
+    monkeypatch.setattr(EntryRunner, "may_run_apart", lambda *args: False)
     return made
 
 

@@ -28,7 +28,10 @@ from strop.diffusion.adapter_files import (
 )
 from strop.diffusion.changes import Changes, in_force, mend
 from strop.diffusion.optimised import is_optimised
+from strop.diffusion.parts import compiled_modules
 from strop.diffusion.snapshots import components_of, unchanged_on_error
+from strop.dispatch.changing import held
+from strop.dispatch.dispatcher import dispatcher_of
 from strop.dispatch.gc_pause import collection_paused
 from strop.errors import AdapterError
 from strop.wording import counted
@@ -268,7 +271,9 @@ def load_checked(pipe: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 @collection_paused()  # what is loaded lives on, and compiled models leave a lot to walk over
 def _loaded(load: Load, pipe: Any, own: Own, args: tuple[Any, ...], kwargs: Given) -> Any:
     given = _arguments(functools.partial(own, pipe), args, kwargs)
-    return load(pipe, own, given)
+    served = map(dispatcher_of, compiled_modules(pipe).values())
+    with held(d for d in served if d is not None):  # other threads see all of it or nothing
+        return load(pipe, own, given)
 
 
 def check_adapters(changes: Changes) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -425,6 +425,13 @@ class Dispatcher:
                 self.state.release_pieces()
             return OFFLOADED
         return unfit_module(self.state)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile no other thread's call is looked at, nor under way."""
+        with self._lock:
+            self._in_flight.wait()
+            yield
 
     def take_rows(self, rows: RowAdapters | None) -> None:
         """Have rows of a batch take adapters of their own from the next call on, or no longer."""
