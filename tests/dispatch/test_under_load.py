@@ -326,6 +326,7 @@ def test_memory_that_runs_out_under_load_is_one_callers_error(
     monkeypatch.setattr(workspace, "_WORKSPACES", {})
     module.forward.forget_shapes()
     failed, wrong, usual = list[int](), list[int](), workspace.Workspace.reserve
+    notes = list[str]()
     calls = iter(range(100_000))
 
     def reserve(self: Any, size_bytes: int, tenant: Any) -> Tensor:
@@ -339,8 +340,9 @@ def test_memory_that_runs_out_under_load_is_one_callers_error(
             which = (number + step) % len(inputs)
             try:
                 found = module(inputs[which])
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 failed.append(which)
+                notes.append(error.__notes__[0])
             else:
                 if not torch.equal(found, expected[which]):
                     wrong.append(which)
@@ -350,6 +352,7 @@ def test_memory_that_runs_out_under_load_is_one_callers_error(
         in_threads(work, NUM_THREADS)
     assert failed
     assert not wrong
+    assert all("MB of working memory at" in note for note in notes)
     assert is_at_rest(module)
     with torch.no_grad():
         assert all(torch.equal(module(x), y) for x, y in zip(inputs, expected, strict=True))

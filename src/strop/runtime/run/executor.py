@@ -137,8 +137,12 @@ class Bound:
         with self._workspace.lock:
             try:
                 return self._run(inputs, stamp, moment)
-            except BaseException:
+            except BaseException as error:
                 self.let_go()  # of what it has made so far; the next run begins anew
+                if _is_about_memory(error):
+                    size = f"{self.arena_bytes / 1e6:.1f} MB of working memory"
+                    sizes = ", ".join(f"{name}={value}" for name, value in self.env.items())
+                    error.add_note(f"It happened in a run that needs {size} at {sizes}.")
                 raise
 
     def _run(
@@ -299,3 +303,10 @@ class Bound:
                 bound._walk(bound._begin(()), bound.plan.order.late)
 
         return run
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    """Say whether memory ran out; of a CPU's, torch says so in the text alone."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
