@@ -40,8 +40,10 @@ class LoadWindow:
 
     @property
     def grown_bytes(self) -> int:
-        """Return by how much memory grew from the first call to the last."""
-        return self.memory_bytes[-1][1] - self.memory_bytes[0][1]
+        """Return by how much memory grew while each thread had what it needs: a new one takes
+        memory for its stack, and libraries for its calls."""
+        begun = [size for count, size in self.memory_bytes if count >= self.threads]
+        return begun[-1] - begun[0]
 
 
 def used_bytes(device: torch.device) -> int:
@@ -107,5 +109,5 @@ def _note(
     if not torch.equal(result, expected[number]):
         window.wrong.append(number)
     count = next(done)
-    if count == 1 or count % MEMORY_EVERY == 0 or count == window.calls:
+    if count in (1, window.threads, window.calls) or count % MEMORY_EVERY == 0:
         window.memory_bytes.append((count, used_bytes(device)))

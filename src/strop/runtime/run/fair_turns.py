@@ -45,6 +45,7 @@ class FairTurns:
                 return self._lowest()
             ticket = Ticket()
             self._waiting.append(ticket)
+            self._hand_over()  # should somebody have been interrupted who was about to
         try:
             ticket.called.acquire()
         except BaseException:  # an interrupt: whoever is behind must not wait for this caller
@@ -56,10 +57,13 @@ class FairTurns:
         """Give a number back; whoever has waited longest has it by then."""
         with self._guard:
             heapq.heappush(self._free, number)
-            while self._waiting and self._is_one_free():
-                ticket = self._waiting.popleft()
-                ticket.number = self._lowest()
-                ticket.called.release()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self._waiting and self._is_one_free():
+            ticket = self._waiting.popleft()
+            ticket.number = self._lowest()
+            ticket.called.release()
 
     def _withdraw(self, ticket: Ticket) -> None:
         with self._guard:
