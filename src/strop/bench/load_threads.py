@@ -67,7 +67,7 @@ def called(
     the next one when it has done its own. Raises StropError where a call raises."""
     window = LoadWindow(threads, len(order))
     waiting, done = iter(order), itertools.count(1)  # both are safe in threads
-    start, errors = threading.Barrier(threads + 1), list[BaseException]()
+    start, errors = threading.Barrier(threads + 1), list[Exception]()
 
     def work() -> None:
         start.wait()
@@ -75,7 +75,7 @@ def called(
             with torch.no_grad():
                 for number in waiting:
                     _note(window, call, expected, number, done, device)
-        except BaseException as error:
+        except Exception as error:  # of whatever kind: the caller raises it
             errors.append(error)
 
     workers = [threading.Thread(target=work, name=f"load-{n}") for n in range(threads)]

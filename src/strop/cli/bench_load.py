@@ -19,49 +19,55 @@ $ OMP_NUM_THREADS=1 strop bench load sprites --device cpu   # a call on each cor
 """
 
 
+WorkloadArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Call this model: sprites, the UNet that comes with Strop; sd15, the UNet of Stable "
+        "Diffusion 1.5 at full size with random weights, for a GPU; whisper, an encoder of speech, "
+        "Whisper-small's on a GPU and Whisper-tiny's for two seconds on a CPU.",
+    ),
+]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="Call from this many threads.")]
+CallsOption = Annotated[
+    int, typer.Option(min=1, help="Make this many calls from all threads together.")
+]
+BaselineOption = Annotated[int, typer.Option(min=1, help="Compare with this many threads.")]
+RoundsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Share the calls out among this many rounds, in each of which all contenders take "
+        "turns.",
+    ),
+]
+SizesOption = Annotated[
+    str,
+    typer.Option(
+        help="Call with these sizes in turns, such as 32x32,48x32x2 (two pictures); of whisper, "
+        "how many sounds.",
+        show_default=False,
+    ),
+]
+ContendersOption = Annotated[str, typer.Option(help="Measure these; put commas between them.")]
+AdapterOption = Annotated[
+    bool,
+    typer.Option(
+        "--adapter",
+        help="Load a LoRA, of which each call has its own scale. Strop serves it unmerged.",
+    ),
+]
+
+
 @reported
 def load(
-    workload: Annotated[
-        str,
-        typer.Argument(
-            help="Call this model: sprites, the UNet that comes with Strop; sd15, the UNet of "
-            "Stable Diffusion 1.5 at full size with random weights, for a GPU; whisper, an encoder "
-            "of speech, Whisper-small's on a GPU and Whisper-tiny's for two seconds on a CPU.",
-        ),
-    ] = "sprites",
-    threads: Annotated[int, typer.Option(min=1, help="Call from this many threads.")] = 200,
-    calls: Annotated[
-        int, typer.Option(min=1, help="Make this many calls from all threads together.")
-    ] = 10_000,
-    baseline_threads: Annotated[
-        int, typer.Option(min=1, help="Compare with this many threads.")
-    ] = 8,
-    rounds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Share the calls out among this many rounds, in each of which "
-            "all contenders take turns.",
-        ),
-    ] = 5,
-    sizes: Annotated[
-        str,
-        typer.Option(
-            help="Call with these sizes in turns, such as 32x32,48x32x2 (two pictures); of whisper,"
-            " how many sounds.",
-            show_default=False,
-        ),
-    ] = "",
-    contenders: Annotated[
-        str, typer.Option(help="Measure these; put commas between them.")
-    ] = "strop,eager",
-    adapter: Annotated[
-        bool,
-        typer.Option(
-            "--adapter",
-            help="Load a LoRA, of which each call has its own scale. Strop serves it unmerged.",
-        ),
-    ] = False,
+    workload: WorkloadArgument = "sprites",
+    threads: ThreadsOption = 200,
+    calls: CallsOption = 10_000,
+    baseline_threads: BaselineOption = 8,
+    rounds: RoundsOption = 5,
+    sizes: SizesOption = "",
+    contenders: ContendersOption = "strop,eager",
+    adapter: AdapterOption = False,
     out: OutOption = None,
     device: DeviceOption = DeviceName.auto,
 ) -> None:

@@ -73,7 +73,7 @@ def _in_normal_modes(run: Callable[[], T]) -> T:
 
 
 @dataclass(slots=True)
-class Outcome:
+class DecidedCall:
     """This is what became of a call: its result, or why it runs in eager. ``arguments`` are as the
     program takes them."""
 
@@ -127,7 +127,7 @@ class Dispatcher:
         self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
-        self._in_flight = RunsInFlight()
+        self._lock, self._in_flight = FairLock(), RunsInFlight()
         self.state = ModuleState(module, options, folds_adapters=self.folds_adapters)
         self.state.effective.have_called(self._in_flight.wait)
         self.turned = Turned()
@@ -158,7 +158,6 @@ class Dispatcher:
         self._prepared = PreparedCalls()
         self._refused = RefusedCalls()
         self._checked_loop = 0
-        self._lock = FairLock()
         registry.watch(self._forget_programs)
         _ALL.add(self)
 
@@ -224,21 +223,21 @@ class Dispatcher:
         assert outcome.call is not None
         return self._run_refused(refusal, outcome.call, args, kwargs)
 
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], flight: Flight) -> Outcome:
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], flight: Flight) -> DecidedCall:
         """Say what becomes of a call: a result, ``flight``, or a reason why it runs in eager."""
         kwargs, scale = without_scale(self.module, kwargs)
         if scale != 1.0 and (reason := self._unfit_scale(scale)):
-            return Outcome(reason=reason)
+            return DecidedCall(reason=reason)
         args, kwargs = self._normalised(args, kwargs)
         tensors: list[Tensor] = []
         beside = Beside(lora_scale=scale)
         try:
             skeleton = self.turned.flattened((args, kwargs), tensors, beside)
         except UnsupportedError as error:
-            return Outcome(reason=str(error))
+            return DecidedCall(reason=str(error))
         skeleton = self._with_settings(skeleton, beside)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return Outcome(reason="an argument requires a gradient")
+            return DecidedCall(reason="an argument requires a gradient")
         call = GivenCall(skeleton, tensors, skeleton, beside)
         if beside.floats or beside.generators:
             call = self._maker.resolved(skeleton, tensors, beside)
@@ -248,7 +247,7 @@ class Dispatcher:
             refusal, result = _in_normal_modes(
                 partial(self._serve, call, plain, flight, is_no_grad=is_no_grad)
             )
-        return Outcome((args, kwargs), call=call, refusal=refusal, result=result)
+        return DecidedCall((args, kwargs), call=call, refusal=refusal, result=result)
 
     def make_ready(self, *args: Any) -> None:
         """Have a program for such a call before there is one. Raises one of REFUSALS where there
