@@ -23,8 +23,9 @@ CPU = torch.device("cpu")
 
 
 def window(threads: int, calls: int, seconds: float, ms: float, more: int = 0) -> LoadWindow:
-    memory = [(1, 0), (threads, 10**8), (threads + calls, 10**8 + more)]
-    return LoadWindow(threads, calls, seconds, [ms] * calls, [], memory)
+    memory = [(1, 0), (threads, 10**8), (threads + calls, 10**8 + more), (3 * threads + calls, 0)]
+    every = calls + 3 * threads
+    return LoadWindow(threads, every, every / calls * seconds, [ms] * calls, [], memory)
 
 
 def contender(name: str, rates: dict[int, tuple[float, float]], more: int = 0) -> LoadedContender:
@@ -131,8 +132,10 @@ def test_calls_differ_in_size_prompt_and_scale() -> None:
 
 
 def test_a_plan_says_what_is_wrong_with_it() -> None:
-    with pytest.raises(OptionError, match="less than one for each of 200 threads in 5 rounds"):
-        LoadPlan(calls=999).check()
+    with pytest.raises(OptionError, match="less than two for each of 200 threads in 5 rounds"):
+        LoadPlan(calls=1999).check()
+    with pytest.raises(OptionError, match="300 threads to compare with are more than 200"):
+        LoadPlan(baseline_threads=300).check()
     with pytest.raises(OptionError, match="whisper takes no adapters"):
         LoadPlan("whisper", with_adapter=True).check()
 

@@ -49,9 +49,13 @@ class LoadPlan:
         workload = LOAD_WORKLOADS[self.workload]
         if self.with_adapter and not workload.takes_adapters:
             raise OptionError(f"{self.workload} takes no adapters")
-        if self.calls < self.rounds * self.threads:
+        if self.baseline_threads > self.threads:
             raise OptionError(
-                f"{self.calls} calls are less than one for each of {self.threads} threads in"
+                f"{self.baseline_threads} threads to compare with are more than {self.threads}"
+            )
+        if self.calls < 2 * self.rounds * self.threads:
+            raise OptionError(
+                f"{self.calls} calls are less than two for each of {self.threads} threads in"
                 f" {self.rounds} rounds"
             )
 
@@ -125,7 +129,7 @@ def _measure(
 ) -> None:
     """Measure one round: calls of one thread, of a few, and of all."""
     alone = order[: max(len(contender.expected), len(order) // 10)]
-    fewer = order[: max(plan.baseline_threads, len(order) // 2)]
+    fewer = order[: max(2 * plan.baseline_threads, len(order) // 2)]
     for part, threads in ((alone, 1), (fewer, plan.baseline_threads), (order, plan.threads)):
         window = called(contender.call, contender.expected, part, threads, device)
         contender.windows.setdefault(threads, []).append(window)

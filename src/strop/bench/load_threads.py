@@ -39,11 +39,11 @@ class LoadWindow:
         return self.calls / self.seconds
 
     @property
-    def grown_bytes(self) -> int:
-        """Return by how much memory grew while each thread had what it needs: a new one takes
-        memory for its stack, and libraries for its calls."""
-        begun = [size for count, size in self.memory_bytes if count >= self.threads]
-        return begun[-1] - begun[0]
+    def settled_bytes(self) -> list[int]:
+        """Return the memory while all threads were there and had what they need: a new one takes
+        memory for its stack, and libraries for its calls, which goes when it ends."""
+        most = self.calls - self.threads
+        return [size for count, size in self.memory_bytes if self.threads <= count <= most]
 
 
 def used_bytes(device: torch.device) -> int:
