@@ -77,8 +77,8 @@ def load(
     several prompts. Each result is compared with what the same call gave alone, bit by bit. The
     table has calls a second and the time from a call to its result, for one thread, for a few, and
     for all; "wrong" counts results with other bits, and "MB more" what memory grew by from the
-    first round to the last. In eager a scale of an adapter is wrong where threads call at once: diffusers sets
-    it in the layers, which all of them share.
+    first round to the last. In eager a scale of an adapter is wrong where threads call at once:
+    diffusers sets it in the layers, which all of them share.
 
     Below the table stand the musts, each with "holds" or "misses". As many calls run side by side
     on a CPU as its cores divided by the threads that torch gives a call; set OMP_NUM_THREADS=1 for
