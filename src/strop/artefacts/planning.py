@@ -16,6 +16,7 @@ from torch import nn
 from strop.dispatch.arguments import returned
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
+from strop.dispatch.flights import Flight
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.signature import Shapes
 from strop.dispatch.variants import Sizes, Variant, VariantStore
@@ -73,6 +74,7 @@ class PlanningDispatcher(Dispatcher):
         entry: Entry,
         call: GivenCall,
         plain: tuple[Any, ...] | None,
+        flight: Flight,
         *,
         is_no_grad: bool,
     ) -> tuple[StropError | None, Any]:
