@@ -60,7 +60,7 @@ def _linear(attrs: Mapping[str, Any]) -> OutCall:
 
 
 def _linear_gelu(attrs: Mapping[str, Any]) -> OutCall:
-    """On a GPU torch has the tanh form here, in the epilogue of cuBLASLt."""
+    """Run the tanh form in the epilogue of cuBLASLt, which torch has on a GPU alone."""
 
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, bias = inputs
