@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class Worker:
             self._process.stdin.write(json.dumps(dict(task)).encode())
             self._process.stdin.close()
         try:
-            self._process.wait(max(limit_s, 0.0))
+            with _stopped_by_exception():
+                self._process.wait(max(limit_s, 0.0))
         except subprocess.TimeoutExpired:
             return {"failed": f"cut after {limit_s:.0f} s"} | self._partial()
         finally:
@@ -83,6 +85,20 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
         self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def _stopped_by_exception() -> Iterator[None]:
+    """Raise SystemExit where this process is told to stop, so that the worker ends with it. Its
+    group outlives it otherwise, and the next row shares the GPU with what it runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _saved(answer: Path) -> Path:

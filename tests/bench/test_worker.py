@@ -1,0 +1,62 @@
+"""The process that a benchmark measures in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+STOPPED = """
+import sys
+from strop.bench import worker
+
+class Sleeping(worker.Worker):
+    def __init__(self):
+        real, worker.sys.executable = sys.executable, sys.argv[1]
+        super().__init__()
+        worker.sys.executable = real
+        print(self._process.pid, flush=True)
+
+with Sleeping() as one:
+    one.perform({}, 600.0)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def catches(pid: int, kind: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (kind - 1) & 1)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_worker_ends_with_a_process_that_is_told_to_stop(tmp_path: Path) -> None:
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nsleep 600\n")
+    sleeper.chmod(0o755)
+    command = [sys.executable, "-c", STOPPED, str(sleeper)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        assert is_alive(worker)
+        until(lambda: catches(process.pid, signal.SIGTERM))  # it waits for the worker
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    until(lambda: not is_alive(worker))
