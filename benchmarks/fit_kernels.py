@@ -26,6 +26,7 @@ from benchmarks.fitting import (
     conv_narrow,
     conv_upsampled,
     conv_wgmma,
+    linear_libraries,
     linear_paired,
     linear_wgmma,
 )
@@ -39,6 +40,7 @@ SWEEPS: Mapping[str, ModuleType] = {
         conv_narrow,
         conv_upsampled,
         conv_wgmma,
+        linear_libraries,
         linear_paired,
         linear_wgmma,
     )

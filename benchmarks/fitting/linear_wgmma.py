@@ -3,7 +3,7 @@
 One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, and with value *
 gelu(gate) at the end ("gated", N columns of the product, beside cuBLAS with a kernel behind it):
 see ``strop/kernels/gemm/wgmma_gemm.py``; or with biases and what lies where results go ("sum"); or
-with biases and GELU's tanh form ("activated", beside cuBLAS and torch's own behind it). Chains of
+with biases and GELU's tanh form ("activated", beside cuBLASLt's epilogue). Chains of
 launches that may begin early.
 """
 
@@ -26,7 +26,7 @@ from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import geglu
 from strop.kernels.gemm.rows import GemmForm, line_of
-from strop.kernels.gemm.tile import ACTIVATED, ENDS, GATED, PLAIN, SUM, GemmTile
+from strop.kernels.gemm.tile import ACTIVATED, ENDS, GATED, MOST_SHARED, PLAIN, SUM, GemmTile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import Problem
 from strop.kernels.tuned import h100
@@ -235,7 +235,8 @@ def forms_of(shape: tuple[Any, ...]) -> list[GemmForm]:
     found = forms(line_of(*shape), end, OF_ENDS[end], WORST)
     if end != ACTIVATED:
         return found
-    return [replace(f, product=replace(f.product, gate=GELU_AT_THE_END)) for f in found]
+    made = [replace(f, product=replace(f.product, gate=GELU_AT_THE_END)) for f in found]
+    return [form for form in made if form.product.shared <= MOST_SHARED]
 
 
 def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
@@ -267,12 +268,9 @@ def library_call(
         x, w, out, bias = next(turns)
         return torch.add(torch.addmm(bias, x, w.t()), out, out=out)
 
-    room = torch.empty_like(sets[0][2])
-
     def activated() -> None:
         x, w, out, bias = next(turns)
-        torch.addmm(bias, x, w.t(), out=room)
-        torch.ops.aten.gelu.out(room, approximate="tanh", out=out)
+        torch._addmm_activation(bias, x, w.t(), use_gelu=True, out=out)
 
     return {PLAIN: plain, GATED: gated, SUM: added, ACTIVATED: activated}[end]
 

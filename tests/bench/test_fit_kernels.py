@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fit_kernels
-from benchmarks.fitting import contest
+from benchmarks.fitting import contest, linear_libraries
 from strop.bench import select
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.tile import ACTIVATED
@@ -39,7 +39,7 @@ def test_a_sweep_has_shapes_and_kernels(
     assert held["name"] == name_of(module)
     assert len(set(held["shapes"])) == len(held["shapes"]) >= 9
     assert all(isinstance(source, KernelSource) for source in held["sources"])
-    assert len(set(held["sources"])) >= 9
+    assert len(set(held["sources"])) >= (0 if module is linear_libraries else 9)  # has none of ours
     assert callable(held["measure"])
 
 
