@@ -120,9 +120,9 @@ def test_loops_of_modular_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher, seen = fast.transformer.forward, []
     served = dispatcher._serve
 
-    def serve(*call: Any) -> Any:
+    def serve(*call: Any, **how: Any) -> Any:
         seen.append(dispatcher.loop.number if dispatcher.loop.is_running else None)
-        return served(*call)
+        return served(*call, **how)
 
     monkeypatch.setattr(dispatcher, "_serve", serve)
     assert psnr(picture(fast), picture(eager)) >= 60
