@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from strop.api import optimize
 from strop.bench import environment
 from strop.bench import models as builds
 from strop.bench.infer_contenders import DTYPES
@@ -21,17 +22,23 @@ from strop.debug.costs import SHORT_US, TOO_SLOW
 from strop.debug.profile import profiled
 from strop.debug.roofline import ProfileRow, TimedStep
 from strop.errors import OptionError
+from strop.options import Options
+
+ROUNDS = 3  # profiles of a call
 
 
 @dataclass(frozen=True, slots=True)
 class WorstKernel:
     """Describe launches of one kernel on as many bytes; times and bytes are those of one launch.
-    ``times``: its bound, or what a kernel takes that has next to nothing to do."""
+    ``us`` is their mean, and ``low_us`` and ``high_us`` are the extremes. ``times``: its bound, or
+    what a kernel takes that has next to nothing to do."""
 
     title: str
     kind: str
     count: int
     us: float
+    low_us: float
+    high_us: float
     bound_us: float
     estimated_us: float
     bytes_moved: int
@@ -40,25 +47,28 @@ class WorstKernel:
     is_too_slow: bool
 
 
-def worst_kernels(profiles: Iterable[ProfileRow]) -> tuple[WorstKernel, ...]:
-    """Return what was timed, first what is too slow, and of that what loses most in all."""
+def worst_kernels(profiles: Iterable[ProfileRow], rounds: int = 1) -> tuple[WorstKernel, ...]:
+    """Return what was timed, first what is too slow, and of that what loses most in all.
+    ``profiles`` hold as many calls as there were ``rounds``."""
     found: dict[tuple[object, ...], list[TimedStep]] = {}
     for step in (step for profile in profiles for step in profile.by_loss):
         key = step.title, step.kind, step.bytes_moved, step.bound_us, step.num_programs
         found.setdefault(key, []).append(step)
-    rows = map(_row, found.values())
+    rows = [_row(steps, rounds) for steps in found.values()]
     return tuple(sorted(rows, key=lambda r: (not r.is_too_slow, -r.count * (r.us - r.bound_us))))
 
 
-def _row(steps: list[TimedStep]) -> WorstKernel:
+def _row(steps: list[TimedStep], rounds: int) -> WorstKernel:
     """Sum up; one launch that is too slow makes all of them so."""
-    first = steps[0]
-    us = sum(step.us or 0.0 for step in steps) / len(steps)
+    first, timed = steps[0], sorted(step.us or 0.0 for step in steps)
+    us = sum(timed) / len(timed)
     return WorstKernel(
         first.title,
         first.kind,
-        len(steps),
+        len(steps) // rounds,
         round(us, 3),
+        round(timed[0], 3),
+        round(timed[-1], 3),
         first.bound_us,
         first.estimated_us,
         first.bytes_moved,
@@ -96,20 +106,27 @@ def names() -> tuple[str, ...]:
     return (*SUBJECTS, *(model.name for model in ZOO))
 
 
-def run(name: str, device: torch.device) -> dict[str, Any]:
-    """Compile a model, time each step of one call, and return the kernels, the worst first."""
+def run(name: str, device: torch.device, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Compile a model, time each step of one call so many times over, and return the kernels, the
+    worst first."""
     module, inputs, dtype = _made(name, device)
-    report = profiled(module, **inputs)
-    profiles = [c.profile for c in report.components if c.profile]
-    if not profiles:
-        raise OptionError(f"{name} cannot be timed: {'; '.join(report.notes)}")
-    kernels = worst_kernels(profiles)
+    optimize(module, options=Options.from_environment(record=True))
+    profiles, calls_us = list[ProfileRow](), list[float]()
+    for _ in range(rounds):
+        report = profiled(module, **inputs)
+        found = [c.profile for c in report.components if c.profile]
+        if not found:
+            raise OptionError(f"{name} cannot be timed: {'; '.join(report.notes)}")
+        profiles += found
+        calls_us.append(round(sum(p.call_us for p in found), 3))
+    kernels = worst_kernels(profiles, rounds)
     return {
         "kind": "worst",
         "model": name,
         "dtype": str(dtype),
-        "call_us": round(sum(p.call_us for p in profiles), 3),
-        "bound_us": round(sum(p.bound_us for p in profiles), 3),
+        "call_us": sorted(calls_us)[rounds // 2],
+        "calls_us": calls_us,
+        "bound_us": round(sum(p.bound_us for p in profiles) / rounds, 3),
         "method": profiles[0].method,
         "ceilings": str(profiles[0].ceilings),
         "num_too_slow": sum(kernel.count for kernel in kernels if kernel.is_too_slow),
@@ -138,7 +155,8 @@ def rows_of(result: Mapping[str, Any], top: int) -> list[tuple[str, ...]]:
     """Return the table, its header first; all that are too slow are in it."""
     kernels = result["kernels"]
     shown = kernels[: max(top, sum(kernel["is_too_slow"] for kernel in kernels))]
-    header = ("kernel", "count", "us", "bound", "estimated", "MB", "programs", "x bound", "")
+    times = ("us", "from", "to", "bound", "estimated")
+    header = ("kernel", "count", *times, "MB", "programs", "x bound", "")
     return [header, *map(_line, shown)]
 
 
@@ -147,6 +165,8 @@ def _line(kernel: Mapping[str, Any]) -> tuple[str, ...]:
         kernel["title"],
         str(kernel["count"]),
         f"{kernel['us']:.1f}",
+        f"{kernel['low_us']:.1f}",
+        f"{kernel['high_us']:.1f}",
         f"{kernel['bound_us']:.1f}",
         f"{kernel['estimated_us']:.1f}",
         f"{kernel['bytes_moved'] / 1e6:.2f}",
