@@ -1,46 +1,5 @@
 """Records of GPUs that tests compile for, on machines without one."""
 
-from __future__ import annotations
+from strop.ir.cards import A100, H100, H200, RTX_5090
 
-from strop.ir.device import Device
-
-H100 = Device(
-    "NVIDIA H100 80GB HBM3",
-    arch=90,
-    sms=132,
-    l2_bytes=50 << 20,
-    shared_bytes=227 << 10,
-    memory_bytes=80 << 30,
-    memory_bandwidth=3.35e12,
-    clock_hz=1.98e9,
-)
-H200 = Device(
-    "NVIDIA H200",
-    arch=90,
-    sms=132,
-    l2_bytes=50 << 20,
-    shared_bytes=227 << 10,
-    memory_bytes=141 << 30,
-    memory_bandwidth=4.8e12,
-    clock_hz=1.98e9,
-)
-A100 = Device(
-    "NVIDIA A100-SXM4-80GB",
-    arch=80,
-    sms=108,
-    l2_bytes=40 << 20,
-    shared_bytes=163 << 10,
-    memory_bytes=80 << 30,
-    memory_bandwidth=2.04e12,
-    clock_hz=1.41e9,
-)
-RTX_5090 = Device(
-    "NVIDIA GeForce RTX 5090",
-    arch=120,
-    sms=170,
-    l2_bytes=96 << 20,
-    shared_bytes=99 << 10,
-    memory_bytes=32 << 30,
-    memory_bandwidth=1.79e12,
-    clock_hz=2.41e9,
-)
+__all__ = ["A100", "H100", "H200", "RTX_5090"]

@@ -18,8 +18,8 @@ from strop.diffusion.parts import compiled_modules
 from strop.diffusion.pipeline import optimize_pipeline, restore_pipeline
 from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
 from strop.errors import OptionError
+from strop.ir.cards import A100, H100, RTX_3090, RTX_4090
 from strop.ir.device import CPU, Device
-from strop.kernels.tuned.h100 import DEVICE as H100
 from strop.options import Options
 from strop.runtime.build.ahead import AheadLoader
 from strop.runtime.build.native import target_name, targets_here
@@ -32,36 +32,9 @@ BATCHES = (1, 2)  # pictures of one call: some graphs are for a batch of 1 alone
 # The cards that stand for their architectures: kernels are chosen by a card's numbers. Another card
 # of the architecture may want a few kernels more, which it then compiles.
 CARDS: Mapping[str, Device] = {
-    "sm_80": Device(
-        "NVIDIA A100-SXM4-80GB",
-        arch=80,
-        sms=108,
-        l2_bytes=40 << 20,
-        shared_bytes=163 << 10,
-        memory_bytes=80 << 30,
-        memory_bandwidth=2.04e12,
-        clock_hz=1.41e9,
-    ),
-    "sm_86": Device(
-        "NVIDIA GeForce RTX 3090",
-        arch=86,
-        sms=82,
-        l2_bytes=6 << 20,
-        shared_bytes=99 << 10,
-        memory_bytes=24 << 30,
-        memory_bandwidth=9.36e11,
-        clock_hz=1.695e9,
-    ),
-    "sm_89": Device(
-        "NVIDIA GeForce RTX 4090",
-        arch=89,
-        sms=128,
-        l2_bytes=72 << 20,
-        shared_bytes=99 << 10,
-        memory_bytes=24 << 30,
-        memory_bandwidth=1.008e12,
-        clock_hz=2.52e9,
-    ),
+    "sm_80": A100,
+    "sm_86": RTX_3090,
+    "sm_89": RTX_4090,
     "sm_90": H100,
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strop.ir.device import Device
+from strop.ir.cards import H100
 from strop.kernels.attention.cross import MASKED, CrossTile
 from strop.kernels.attention.times import UNBOUNDED, AttentionTimes, Rounds, TileRule
 from strop.kernels.attention.tma import TmaTile
@@ -19,16 +19,7 @@ from strop.kernels.gemm.times import Cost, GemmTimes, LibraryTimes
 from strop.kernels.tuned.attention_h100 import CASES
 from strop.kernels.tuned.tuned import Tuned
 
-DEVICE = Device(
-    "NVIDIA H100 80GB HBM3",
-    arch=90,
-    sms=132,
-    l2_bytes=50 << 20,
-    shared_bytes=227 << 10,
-    memory_bytes=80 << 30,
-    memory_bandwidth=3.35e12,
-    clock_hz=1.98e9,
-)
+DEVICE = H100
 
 CONV_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
