@@ -58,7 +58,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "frontend.low_rank_layers",
         "ir.device",
         "ir.program",
-        "kernels.tuned.h100",
+        "ir.cards",
         "diffusion.parts",
         "diffusion.pipeline",
         "dispatch",
