@@ -92,7 +92,8 @@ def test_each_call_is_made_once_and_compared() -> None:
     assert len(inside) == 6
     assert found.wrong == [2] * 10
     assert len(found.latencies_ms) == len(order)
-    assert [count for count, _ in found.memory_bytes] == [1, 6, len(order)]
+    counts = [count for count, _ in found.memory_bytes]
+    assert sorted(counts) == [1, 6, len(order)]  # threads note them, in any order
     assert found.memory_bytes[0][1] > 0
 
 

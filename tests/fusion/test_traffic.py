@@ -28,10 +28,10 @@ MOST = 1.25  # times the least
 # kernels, and of them those that reduce rows: norms with what is before and behind them. A product
 # of the timestep has at most 320 MiB of weights: Flux has three, Qwen-Image two, with a bias each
 KERNELS = {
-    "flux": (45, 17),
-    "wan": (22, 11),
-    "sd3": (29, 8),
-    "qwen": (28, 13),
+    "flux": (41, 17),
+    "wan": (19, 11),
+    "sd3": (26, 8),
+    "qwen": (25, 13),
     "vit": (9, 5),
     "t5": (9, 5),
 }

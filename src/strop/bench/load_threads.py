@@ -43,7 +43,8 @@ class LoadWindow:
         """Return the memory while all threads were there and had what they need: a new one takes
         memory for its stack, and libraries for its calls, which goes when it ends."""
         most = self.calls - self.threads
-        return [size for count, size in self.memory_bytes if self.threads <= count <= most]
+        noted = sorted(self.memory_bytes)  # threads note theirs in any order
+        return [size for count, size in noted if self.threads <= count <= most]
 
 
 def used_bytes(device: torch.device) -> int:

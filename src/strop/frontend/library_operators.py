@@ -17,6 +17,8 @@ from torch._higher_order_ops.out_dtype import out_dtype
 from torch.fx import Node as FxNode
 from torch.nn import functional as F
 
+from strop.frontend.differentiated import define
+
 _OPENED = ("quanto::unpack", "quanto::qbytes_mm", "bitsandbytes::gemm_4bit")
 _KEYS = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
 
@@ -37,7 +39,11 @@ def int_mm(x: Tensor, y: Tensor) -> Tensor:
     return torch._int_mm(*wide)[:rows, :columns]
 
 
-_library.impl("int_mm", int_mm, "CompositeExplicitAutograd")
+def _int_mm_shape(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], y.shape[1]), dtype=torch.int32)
+
+
+define(_library, "int_mm", int_mm, _int_mm_shape)
 
 
 def int_product(fx: FxNode) -> tuple[Any, ...] | None:
