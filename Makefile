@@ -27,7 +27,7 @@ demo: $(READY)
 # other's way. The second's report comes after the first's.
 HALF := tests/fuzz tests/cli tests/train tests/e2e tests/bench tests/badinput tests/kernels tests/meta tests/ops tests/reductions tests/views tests/lookups tests/patterns
 OTHERS = $(filter-out $(HALF) %.py %__pycache__ tests/golden,$(wildcard tests/*))
-CHOICE := -p no:cacheprovider -m "not nightly" --durations=12
+CHOICE := -p no:cacheprovider -m "not nightly" --durations=30
 test: export OMP_NUM_THREADS ?= 1
 test: lint
 	@mkdir -p build; \
