@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -15,6 +16,9 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import strop
 import strop.frontend.operators  # defines torch.ops.strop
+from strop.errors import UnsupportedError
+from strop.frontend.differentiated import levels_closed
+from strop.frontend.traced_graph import traced_graph
 from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 sums in another order
@@ -227,3 +231,37 @@ def test_dropout_keeps_its_tangent() -> None:
     assert value.count_nonzero() in range(1, 64)
     torch.testing.assert_close(tangent, value, rtol=0, atol=0)
     assert set(grad(lambda x: dropped(x).sum())(x).tolist()) == {0.0, 2.0}
+
+
+def test_a_trace_that_is_given_up_leaves_no_level_open() -> None:
+    """Nodes of a graph enter levels, and what is behind the one that fails never leaves them."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+
+    def fail(enter: Callable[[], int]) -> None:
+        torch._functorch.predispatch._jvp_increment_nesting()
+        enter()
+        raise ValueError("half way")
+
+    for enter in (torch._C._enter_dual_level, forward_ad.enter_dual_level):
+        with pytest.raises(ValueError, match="half way"), levels_closed():
+            fail(enter)
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == depth
+        with forward_ad.dual_level():  # which fails inside another
+            pass
+
+
+def test_a_level_of_the_callers_stays_open() -> None:
+    with forward_ad.dual_level():
+        with pytest.raises(ValueError, match="half way"), levels_closed():
+            raise ValueError("half way")
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        assert forward_ad.unpack_dual(dual * 3).tangent is not None
+
+
+def test_the_dispatcher_leaves_graphs_of_levels_to_torch() -> None:
+    """Inside a level that a node enters it would take no operator of ours for differentiated."""
+    seen = torch._dynamo.testing.EagerAndRecordGraphs()
+    body, layer, shape = CASES["duals"]
+    torch.compile(Net(body, layer), backend=seen)(inputs(shape)[0])
+    with pytest.raises(UnsupportedError, match="_enter_dual_level"):
+        traced_graph(seen.graphs[0])

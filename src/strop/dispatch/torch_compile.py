@@ -28,6 +28,7 @@ from strop.dispatch.served_steps import ServedSteps, StepCall
 from strop.dispatch.traced_frames import TracedFrames, open_sizes
 from strop.dispatch.variants import REFUSALS
 from strop.errors import OptionError, UnsupportedError
+from strop.frontend.differentiated import levels_closed
 from strop.frontend.traced_graph import TracedGraph, traced_graph
 from strop.options import Options
 
@@ -49,7 +50,8 @@ def serve_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -
     of strop.Options. Raises OptionError for other options, and for a mode that nobody knows."""
     options, started = _options(given), time.perf_counter()
     try:
-        return _served(gm, example_inputs, options)
+        with levels_closed():
+            return _served(gm, example_inputs, options)
     except REFUSALS as refusal:
         reason = str(refusal)
     finally:
@@ -59,7 +61,8 @@ def serve_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -
     through = dynamo.AOT_LOG.through_aot
     through[reason] = through.get(reason, 0) + 1
     try:
-        return dynamo.compile_dynamo(gm, example_inputs, options=options)
+        with levels_closed():
+            return dynamo.compile_dynamo(gm, example_inputs, options=options)
     finally:
         FRAMES.note(time.perf_counter() - started)
 

@@ -8,7 +8,8 @@ torch operators that it stands for, which have all of these rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
 from strop.errors import CaptureError
+
+
+@contextmanager
+def levels_closed() -> Iterator[None]:
+    """Close what a failing trace of a graph leaves open. A graph enters and leaves levels of
+    forward-mode AD and of ``torch.func`` by nodes, so that no ``with`` closes them."""
+    depth, before = functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
+    try:
+        yield
+    except BaseException:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if forward_ad._current_level > before:
+            forward_ad.exit_dual_level(level=forward_ad._current_level)
+        elif before < 0:  # nodes that call torch._C tell nobody of the level, which is the only one
+            with suppress(RuntimeError):  # there is none
+                torch._C._exit_dual_level(level=0)
+        raise
 
 
 def is_transformed() -> bool:

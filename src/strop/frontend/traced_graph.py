@@ -24,7 +24,10 @@ from strop.frontend.module_parts import graph_module_like
 _NAME = "w{}"  # of a weight, by its number
 _ROOT = re.compile(r"L\['(\w+)'\]")  # the local variable that a source begins with
 # They change torch's mode for what follows: an error amid them would leave it changed.
-_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_set_deterministic")
+_MODES = (
+    *("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_set_deterministic"),
+    *("_enter_dual_level", "_exit_dual_level"),  # operators of ours know no such level of a node
+)
 # Eager looks at what these have computed and raises an error of its own, of which our trace keeps
 # nothing; AOTAutograd does. Other functions of torch.linalg have no such errors.
 _UNCHECKED = {
