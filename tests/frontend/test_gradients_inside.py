@@ -238,7 +238,7 @@ def test_a_trace_that_is_given_up_leaves_no_level_open() -> None:
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
 
     def fail(enter: Callable[[], int]) -> None:
-        torch._functorch.predispatch._jvp_increment_nesting()
+        torch._C._functorch._jvp_increment_nesting()
         enter()
         raise ValueError("half way")
 

@@ -31,7 +31,8 @@ def levels_closed() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack()
         if forward_ad._current_level > before:
             forward_ad.exit_dual_level(level=forward_ad._current_level)
         elif before < 0:  # nodes that call torch._C tell nobody of the level, which is the only one
@@ -123,7 +124,7 @@ def _enter_level() -> int:
     return level
 
 
-def _leave_level(*, level: int) -> None:
+def _leave_level(level: int) -> None:
     forward_ad.exit_dual_level(level=level)
 
 
