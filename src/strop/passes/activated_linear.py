@@ -9,9 +9,10 @@ twice: GELU is computed of the sum in fp32.
 from __future__ import annotations
 
 from strop.ir.contractions import GELU_TANH
-from strop.ir.functions import HALVES
+from strop.ir.dims import product
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
+from strop.passes.gated_linear import fits
 
 # With fewer rows a product waits for its weights, and a skinny GEMM is faster than a library.
 LEAST_ROWS = 128
@@ -33,11 +34,6 @@ def activated_linear(graph: Graph, options: Options) -> Graph:
 
 
 def _fits(linear: Node, graph: Graph) -> bool:
-    if linear.op != "linear" or len(linear.inputs) < 3 or linear.dtype not in HALVES:
+    if linear.op != "linear" or len(linear.inputs) < 3 or not fits(linear, PIECE, halves=1):
         return False
-    columns, depth = linear.inputs[1].shape
-    are_known = columns.is_const and depth.is_const
-    rows = linear.numel.eval(graph.hints) // max(linear.shape[-1].eval(graph.hints), 1)
-    return bool(
-        are_known and columns.value % PIECE == depth.value % PIECE == 0 and rows >= LEAST_ROWS
-    )
+    return product(linear.shape[:-1]).eval(graph.hints) >= LEAST_ROWS

@@ -34,7 +34,7 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
         value, gate, activation, how = found
         linear = value.inputs[0]
         once = all(map(is_read_once, (value, gate, activation)))
-        if not (once and is_read_once(linear, 2) and _fits(linear, GATES)):
+        if not (once and is_read_once(linear, 2) and fits(linear, GATES)):
             return None
         which = node.inputs.index(value)  # the builder's twin of what the linear read
         twin = inputs[which].inputs[0]
@@ -69,7 +69,9 @@ def _is_half(node: Node, which: int) -> bool:
     return bool(is_last and is_half and node.attrs["start"] == width * const(which))
 
 
-def _fits(linear: Node, multiple: int, halves: int = 2) -> bool:
+def fits(linear: Node, multiple: int, halves: int = 2) -> bool:
+    """Tell whether a linear is of a half type, and its depth and each of so many halves of its
+    weight's rows are known multiples of a number."""
     rows, depth = linear.inputs[1].shape
     is_known = rows.is_const and depth.is_const and linear.dtype in HALVES
     return bool(is_known and rows.value % (halves * multiple) == depth.value % multiple == 0)
@@ -77,4 +79,4 @@ def _fits(linear: Node, multiple: int, halves: int = 2) -> bool:
 
 def fits_sum(linear: Node) -> bool:
     """Tell whether a sum is made in the GEMM for a linear of such weights."""
-    return _fits(linear, SUMS, halves=1)
+    return fits(linear, SUMS, halves=1)
