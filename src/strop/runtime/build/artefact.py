@@ -24,7 +24,6 @@ import mmap
 import os
 import re
 import struct
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CacheError
-from strop.runtime.build.cache import KINDS, checked, with_trailer
+from strop.runtime.build.cache import KINDS, checked, replacing, with_trailer
 from strop.wording import counted
 
 log = logging.getLogger("strop")
@@ -77,14 +76,8 @@ def write_artefact(path: Path, about: Mapping[str, Any], entries: Iterable[Store
     Raises CacheError where the file cannot be written.
     """
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                header = _write(file, about, entries)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path, f".{path.name}-") as file:
+            header = _write(file, about, entries)
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
     return hashlib.sha256(header).hexdigest()

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from strop.errors import CacheError
 
@@ -183,15 +184,23 @@ _SPARE = _Spare()
 
 def _write(path: Path, data: bytes) -> Path:
     _make_private(path.parent)
-    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
+    with replacing(path, _TEMPORARY) as file:
+        file.write(with_trailer(data))
+    return path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, prefix: str) -> Iterator[IO[bytes]]:
+    """Open a new file beside ``path``, which takes its place once the body has written all of it.
+    Where that fails nothing is left of it."""
+    handle, temporary = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(with_trailer(data))
+            yield file
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return path
 
 
 def with_trailer(data: bytes) -> bytes:
