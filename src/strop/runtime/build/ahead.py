@@ -11,13 +11,19 @@ from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime.build import native
 from strop.runtime.build.artefact import StoredEntry
-from strop.runtime.build.background import BackgroundBuild, BuildOrder
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.driver import View
-from strop.runtime.build.loader import BoundKernel, BytesByKey, Tell, cubin_entries, default_workers
+from strop.runtime.build.loader import (
+    BoundKernel,
+    BuiltAtOnce,
+    BytesByKey,
+    Tell,
+    cubin_entries,
+    default_workers,
+)
 
 
-class AheadLoader:
+class AheadLoader(BuiltAtOnce):
     """This stands in the place of a loader while a module is compiled ahead. Kernels are compiled
     when ``machine_code`` is asked for, all at once."""
 
@@ -34,22 +40,8 @@ class AheadLoader:
         self._cache = DiskCache(options.cache_path)
         self._workers, self._tell = options.build_workers or default_workers(), tell
 
-    def warm_up(self, workers: int | None = None) -> None:
-        pass
-
-    def cool_down(self) -> None:
-        pass
-
     def build(self, sources: Sequence[KernelSource]) -> None:
         pass
-
-    def begin(self, sources: Sequence[KernelSource]) -> None:
-        pass
-
-    def later(
-        self, sources: Sequence[KernelSource], order: BuildOrder | None = None
-    ) -> BackgroundBuild:
-        return BackgroundBuild(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         return lambda: 0

@@ -97,14 +97,8 @@ class KernelLoader(Protocol):
         ...
 
 
-class CpuLoader:
-    """This loads C++ functions from shared objects."""
-
-    device = CPU
-
-    def __init__(self, cache: DiskCache) -> None:
-        self._native = NativeKernels(cache)
-        self._functions = self._native.build(())
+class BuiltAtOnce:
+    """This has no processes, and begins nothing before all is asked for: one call makes it."""
 
     def warm_up(self, workers: int | None = None) -> None:
         pass
@@ -113,12 +107,22 @@ class CpuLoader:
         pass
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        pass  # one call of the compiler makes all
+        pass
 
     def later(
         self, sources: Sequence[KernelSource], order: BuildOrder | None = None
     ) -> BackgroundBuild:
         return BackgroundBuild(())
+
+
+class CpuLoader(BuiltAtOnce):
+    """This loads C++ functions from shared objects."""
+
+    device = CPU
+
+    def __init__(self, cache: DiskCache) -> None:
+        self._native = NativeKernels(cache)
+        self._functions = self._native.build(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         before = sum(self.counts)
