@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+from tests.waiting import wait_until
+
+START_S = 60.0  # imports of torch are in it
 STOPPED = """
 import sys
 from strop.bench import worker
@@ -40,13 +41,6 @@ def catches(pid: int, kind: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (kind - 1) & 1)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_worker_ends_with_a_process_that_is_told_to_stop(tmp_path: Path) -> None:
     sleeper = tmp_path / "sleeper"
     sleeper.write_text("#!/bin/sh\nsleep 600\n")
@@ -56,7 +50,7 @@ def test_a_worker_ends_with_a_process_that_is_told_to_stop(tmp_path: Path) -> No
         assert process.stdout is not None
         worker = int(process.stdout.readline())
         assert is_alive(worker)
-        until(lambda: catches(process.pid, signal.SIGTERM))  # it waits for the worker
+        wait_until(lambda: catches(process.pid, signal.SIGTERM), START_S)  # it waits for the worker
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-    until(lambda: not is_alive(worker))
+    wait_until(lambda: not is_alive(worker), START_S)

@@ -10,8 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from strop.runtime.build.cubin import Cubin
 from strop.runtime.build.loader import CudaLoader
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
+from tests.waiting import wait_until
 
 F16 = torch.float16
 
@@ -188,13 +188,6 @@ def test_the_first_call_waits_for_its_own_forms_only(
     assert variant.later.num_built == len(compilers.seen[LOW_PRIORITY])
     assert len(compilers.started) == 4
     wait_until(lambda: not compilers.left)
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_a_stored_plan_finds_the_kernels_that_were_built(

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from strop.runtime.run import fair_turns
 from strop.runtime.run.fair_turns import FairLock, FairTurns, Ticket
-
-LIMIT_S = 20.0
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+from tests.waiting import LIMIT_S, wait_until
 
 
 def test_callers_get_it_in_the_order_in_which_they_came() -> None:
@@ -32,7 +23,7 @@ def test_callers_get_it_in_the_order_in_which_they_came() -> None:
         for number in range(50):
             threads.append(threading.Thread(target=work, args=(number,)))
             threads[-1].start()
-            until(lambda: len(lock._turns._waiting) == len(threads))
+            wait_until(lambda: len(lock._turns._waiting) == len(threads))
     for thread in threads:
         thread.join()
     assert order == [*range(50)]
@@ -52,7 +43,7 @@ def test_the_owner_cannot_come_in_again_before_those_who_wait() -> None:
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
-    until(lambda: sum(shares) > 400)
+    wait_until(lambda: sum(shares) > 400)
     stop.set()
     for thread in threads:
         thread.join()
@@ -102,7 +93,7 @@ def test_fewer_turns_than_are_held() -> None:
     got = list[int]()
     waiting = threading.Thread(target=lambda: got.append(turns.take()))
     waiting.start()
-    until(lambda: turns._waiting)
+    wait_until(lambda: turns._waiting)
     turns.give(first)
     assert not got
     turns.give(second)

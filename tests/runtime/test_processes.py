@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from strop.runtime.build.cubin import Cubin
 from strop.runtime.build.loader import CudaLoader
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
+from tests.waiting import wait_until
 
 PATIENCE_S = 20
 
@@ -109,13 +109,6 @@ def kernels(count: int) -> list[KernelSource]:
     """The first is built first: its text is the longest."""
     base = emit(SAMPLES["geglu"](torch.float16).kernel).source
     return [dataclasses.replace(base, text=base.text + "#" * (count - n)) for n in range(count)]
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 class Asking(threading.Thread):
