@@ -191,6 +191,34 @@ def test_the_second_trace_takes_nothing_apart_for_its_shape(
     assert not apart
 
 
+def test_no_garbage_is_collected_while_dynamo_traces_for_all_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dynamo makes fake tensors from its first to its last step. Afterwards, and where a trace
+    fails, collection goes on."""
+    collects: list[bool] = []
+    make = torch._subclasses.FakeTensor.__new__
+
+    def noted(*given: Any, **named: Any) -> Any:
+        collects.append(gc.isenabled())
+        return make(*given, **named)
+
+    monkeypatch.setattr(torch._subclasses.FakeTensor, "__new__", staticmethod(noted))
+    eager = Skipped().eval()
+    fast = compiled(copy.deepcopy(eager))
+    with torch.no_grad():
+        fast(torch.randn(2, 4, 8, 8), torch.randn(2, 7, 8))
+        assert any(collects)  # Dynamo asks no backend before its first trace
+        collects.clear()
+        fast(torch.randn(2, 4, 12, 8), torch.randn(2, 7, 8))
+    assert collects
+    assert not any(collects)
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError), torch.no_grad():
+        fast(torch.randn(2, 5, 8, 8), torch.randn(2, 7, 8))
+    assert gc.isenabled()
+
+
 def test_an_equal_graph_is_known_when_dynamo_asks_again() -> None:
     eager = Blocks(2).eval()
     fast, before = compiled(copy.deepcopy(eager)), FRAMES.clock.num_traces

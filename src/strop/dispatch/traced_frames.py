@@ -24,6 +24,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_metrics_context
 from torch.fx.experimental import _config as shapes_config
 
+from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.signature import symbolic_dims
 from strop.frontend.capture import ONE_AT_A_TIME
 from strop.frontend.shape_rules import operator_rules
@@ -107,8 +108,9 @@ class TracedFrames:
 def _settings() -> ExitStack:
     """Set torch so that equal sizes are symbols of their own, and that symbols cost little: by our
     rules for shapes, and without a cache, which looks for them longer than to work them out
-    takes."""
+    takes. No garbage is collected meanwhile: each full collection walks over the whole trace."""
     stack = ExitStack()
+    stack.enter_context(collection_paused())
     stack.enter_context(ONE_AT_A_TIME)
     shapes: Any = shapes_config  # has a patch at run time
     stack.enter_context(shapes.patch(use_duck_shape=False))
