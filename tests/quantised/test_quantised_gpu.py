@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers.models.embeddings import get_timestep_embedding
 from torch import nn
 
 import strop
@@ -86,7 +87,8 @@ def test_a_row_or_two_are_multiplied_by_codes(name, tmp_path):
             x = torch.randn(rows, 512, device="cuda")
             torch.testing.assert_close(module(x), eager(x), rtol=1e-4, atol=1e-4)
             latest = strop.explain(module).components[0].latest
-            assert (latest.decoded_bytes == 0) == (rows < 3)
+            in_full = 512 * 256 * 4  # scales of blocks may be decoded by themselves
+            assert (latest.decoded_bytes < in_full) == (rows < 3)
     assert module.forward.counters.eager_calls == 0
 
 
@@ -99,15 +101,15 @@ class ThirdIsTime(Adapter):
 
 
 class Timed(nn.Module):
-    """Scales x by what a quantised linear makes of the timestep, and adds the steady p."""
+    """Scales x by what a quantised linear makes of the timestep, and adds what another makes of the
+    steady p."""
 
     def __init__(self):
         super().__init__()
-        self.time = nn.Linear(64, 64)
+        self.time, self.words = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x, p, t):
-        waves = torch.sin(t[:, None].float() * torch.arange(64, device=x.device))
-        return x * self.time(waves) + p.exp()
+        return x * self.time(get_timestep_embedding(t, 64)) + self.words(p)
 
 
 def test_a_timetable_has_what_comes_of_the_timestep(tmp_path):

@@ -208,8 +208,11 @@ def trained_row(record: AotRecord, able: Machine) -> GraphRow:
 
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:
-    """Return the entry of the shape that was met last."""
-    return next(reversed(dispatcher._entries.values()), None)
+    """Return the entry that served the latest call, or else the newest one that is left."""
+    entries = dispatcher._entries.values()
+    if any(entry is dispatcher.latest for entry in entries):
+        return dispatcher.latest
+    return next(reversed(entries), None)
 
 
 def num_recompiles(variants: Mapping[Any, Sequence[Variant]]) -> int:
