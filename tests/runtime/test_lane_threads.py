@@ -23,9 +23,11 @@ from tests.runtime.test_threads import in_threads
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lane_threads, "_THREADS", {})
-    flushes = surroundings().flushes
+    num_threads, flushes = surroundings()
+    torch.set_num_threads(1)
     yield
     torch.set_flush_denormal(flushes)
+    torch.set_num_threads(num_threads)
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
@@ -93,27 +95,20 @@ def test_a_thread_has_its_callers_settings() -> None:
     assert flushed.eq(0).all()
 
 
-def test_who_has_another_number_of_threads_than_new_ones_runs_by_itself() -> None:
-    """torch gives a new thread the number that was set last, by whichever thread."""
-    usual, barrier = torch.get_num_threads(), threading.Barrier(2)
-    found = dict[int, Any]()
+def test_who_has_several_threads_runs_by_itself() -> None:
+    """torch keeps that number for each thread; a new one has what was set last, by whichever."""
+    assert elsewhere(lambda: thread_for(0)) is not None
+    torch.set_num_threads(2)
+    assert elsewhere(lambda: thread_for(0)) is None
 
-    def work(number: int) -> None:
-        torch.get_num_threads()  # from here on it is this thread's own
-        barrier.wait()
-        if number:
-            torch.set_num_threads(usual + 1)
-        barrier.wait()
-        thread = thread_for(0)
-        found[number] = None if thread is None else thread.result_of(torch.get_num_threads)
-        barrier.wait()
 
-    try:
-        in_threads(work, 2)
-    finally:
-        torch.set_num_threads(usual)
-    assert found[1] == usual + 1
-    assert found[0] in (None, usual)
+def test_a_thread_with_another_number_than_its_callers_is_not_lent() -> None:
+    def look() -> Any:
+        torch.get_num_threads()  # one, from here on, in this thread
+        in_threads(lambda number: torch.set_num_threads(2), 1)
+        return torch.get_num_threads(), thread_for(0)
+
+    assert elsewhere(look) == (1, None)
 
 
 def test_the_main_thread_runs_by_itself() -> None:

@@ -88,11 +88,15 @@ def thread_for(lane: int) -> LaneThread | None:
     to run by itself.
 
     That is so where the thread would lack something of the caller's, and in the main thread, in
-    which alone an interrupt can end a run.
+    which alone an interrupt can end a run. Where an operator has several threads, too: the lane's
+    and its helpers would wake each other across cores at each kernel, and a caller's, woken on one
+    core, do not.
     """
     if threading.current_thread() is threading.main_thread() or _is_watched():
         return None
     mine = surroundings()
+    if mine.num_threads > 1:
+        return None
     found = _THREADS.get((lane, mine))
     if found is None:
         found = _THREADS[lane, mine] = LaneThread(lane)
