@@ -1,4 +1,4 @@
-"""Where callers wait for a lane, its runs are done by one thread, whoever has called.
+"""One thread does the runs of a lane for which callers wait, whoever has called.
 
 A thread that runs a program for the first time takes memory for what libraries keep by thread, and
 is woken on the core of whoever has waked it, where it shares that core with another lane. So 200
