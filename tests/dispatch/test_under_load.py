@@ -20,6 +20,7 @@ from strop.runtime.run.executor import Bound
 from strop.runtime.run.fair_turns import LANES
 from tests.e2e import tiny
 from tests.runtime.test_threads import in_threads
+from tests.waiting import wait_until
 
 NUM_THREADS = 16
 
@@ -107,6 +108,56 @@ def test_calls_run_side_by_side_each_in_its_own_memory() -> None:
     lanes = {lane for entry in module.forward._entries.values() for lane in entry.bounds}
     assert lanes <= {0, 1, 2, 3}
     assert len([1 for device, _ in workspace._WORKSPACES if device.type == "cpu"]) <= 4
+
+
+def test_who_waits_for_a_lane_runs_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first caller of three runs in its own, the second one has to wait for it; the third one
+    may find a lane that is free again."""
+    monkeypatch.setattr(LANES, "_most", lambda: 1)
+    module, x = optimized(Deep(), strict=True), given(40)
+    with torch.no_grad():
+        expected = [module(x) for _ in range(2)][1]
+    ran, usual, found = list[str](), Bound._walk, list[Tensor]()
+    lock = module.forward._lock
+
+    def walk(self: Any, linked: Any, positions: Any) -> None:
+        if positions:
+            ran.append(threading.current_thread().name)
+            if len(ran) == 1:  # one more waits for the lane, and the third for the lock
+                wait_until(lambda: LANES._waiting and lock._turns._waiting)
+        usual(self, linked, positions)
+
+    monkeypatch.setattr(Bound, "_walk", walk)
+    in_threads(lambda number: found.append(module(x)), 3)
+    assert [name == "strop-lane-0" for name in ran[:2]] == [False, True]
+    assert all(torch.equal(one, expected) for one in found)
+    assert is_at_rest(module)
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_denormal_numbers_are_what_they_are_to_the_caller(flushes: bool) -> None:
+    """``torch.set_flush_denormal`` is a setting of the thread that calls it."""
+    module, x = optimized(Deep(1), strict=True), given(40) * 1e-37
+    with torch.no_grad():
+        module.layers[0].bias.zero_()
+    expected, wrong = list[Tensor](), list[int]()
+
+    def alone(number: int) -> None:
+        torch.set_flush_denormal(flushes)
+        expected.extend(module(x) for _ in range(2))
+
+    def work(number: int) -> None:
+        torch.set_flush_denormal(flushes == (number % 2 == 0))
+        for _ in range(20):
+            found = module(x)
+            if number % 2 == 0 and not torch.equal(found, expected[1]):
+                wrong.append(number)
+
+    in_threads(alone, 1)
+    in_threads(work, NUM_THREADS)
+    below = expected[1].abs().lt(2.0**-126) & expected[1].ne(0)
+    assert below.any() != flushes
+    assert not wrong
 
 
 def test_a_call_has_its_own_numbers() -> None:
@@ -356,6 +407,117 @@ def test_memory_that_runs_out_under_load_is_one_callers_error(
     assert is_at_rest(module)
     with torch.no_grad():
         assert all(torch.equal(module(x), y) for x, y in zip(inputs, expected, strict=True))
+
+
+def short_half_way(size_bytes: int, device: str, every: int) -> Callable[..., None]:
+    """Return a walk over steps that asks for so much memory behind half of them, at every so many
+    calls."""
+    usual, calls = Bound._walk, iter(range(100_000))
+
+    def walk(self: Any, linked: Any, positions: Any) -> None:
+        half = len(positions) // 2 if positions and next(calls) % every == 0 else 0
+        if half:
+            usual(self, linked, positions[:half])
+            torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        usual(self, linked, positions[half:])
+
+    return walk
+
+
+def test_memory_runs_out_in_the_middle_and_the_pipeline_draws_as_before() -> None:
+    """Some calls of many threads ask for more memory than there is when half of their steps have
+    run: their callers get torch's own error, all others the serial bits, and the pipeline draws the
+    same picture afterwards."""
+    pipe = tiny.pipeline()
+    strop.optimize(pipe, options=tiny.options())
+
+    def drawn() -> Any:
+        source = torch.Generator().manual_seed(3)
+        given = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "np"}
+        embeds = {
+            "prompt_embeds": tiny.unet_args(1, 8, 8, 5)[2],
+            "negative_prompt_embeds": tiny.unet_args(2, 8, 8, 5)[2][:1],
+        }
+        return pipe(generator=source, **embeds, **given).images
+
+    cases = [tiny.unet_args(1, 8, 8, 5), tiny.unet_args(2, 8, 4, 7)]
+    with torch.no_grad():
+        picture = [drawn() for _ in range(2)][1]
+        expected = [[pipe.unet(*args)[0] for args in cases] for _ in range(2)][1]
+    failed, wrong = list[str](), list[int]()
+
+    def work(number: int) -> None:
+        for step in range(10):
+            which = (number + step) % len(cases)
+            try:
+                found = pipe.unet(*cases[which])[0]
+            except RuntimeError as error:
+                failed.append(f"{error} {error.__notes__}")
+            else:
+                if not torch.equal(found, expected[which]):
+                    wrong.append(which)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bound, "_walk", short_half_way(1 << 60, "cpu", every=5))
+        in_threads(work, NUM_THREADS)
+    assert NUM_THREADS * 10 / 5 <= len(failed) < NUM_THREADS * 10  # a call walks once or more
+    assert all("allocate memory" in text and "MB of working memory at" in text for text in failed)
+    assert not wrong
+    assert is_at_rest(pipe.unet)
+    with torch.no_grad():
+        assert (drawn() == picture).all()
+        found = [pipe.unet(*args)[0] for args in cases]
+    assert all(map(torch.equal, found, expected))
+    assert pipe.unet.forward.counters.eager_calls == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_runs_out_of_memory_under_load() -> None:
+    """Every third call of many threads needs more than the GPU has left, for its results;
+    then each small one does, in the middle. The others get serial bits, and so does everyone when
+    there is memory again."""
+    module = optimized(Deep().cuda(), strict=True)
+    small, large = [given(rows, rows).cuda() for rows in (3, 64, 200)], given(1 << 20).cuda()
+    with torch.no_grad():
+        expected = [[module(x) for x in small] for _ in range(3)][2]
+        wanted = module.forward.eager(large)
+    failed, wrong = list[int](), list[int]()
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def work(number: int) -> None:
+        for step in range(12):
+            which = (number + step) % len(small)
+            try:
+                if step % 3 == 2:
+                    module(large)
+                    continue
+                found = module(small[which])
+            except torch.OutOfMemoryError:
+                failed.append(step % 3)
+            else:
+                if not torch.equal(found, expected[which]):
+                    wrong.append(which)
+
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + large.nbytes // 2) / total
+    )
+    try:
+        in_threads(work, NUM_THREADS)
+        assert failed == [2] * (4 * NUM_THREADS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Bound, "_walk", short_half_way(large.nbytes, "cuda", every=1))
+            module.forward.forget_shapes()  # step by step again, without a CUDA graph
+            in_threads(work, 4)
+        assert len(failed) > 4 * NUM_THREADS + 4 * 4, "small calls fail in the middle, too"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert not wrong
+    assert not module.forward._lock.is_held
+    with torch.no_grad():
+        torch.testing.assert_close(module(large), wanted, rtol=1e-3, atol=1e-4)
+        assert all(torch.equal(module(x), y) for x, y in zip(small, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ BROAD = {"everything", "Exception", "BaseException"}
 KEEPS = {
     "codegen/triton_worker.py": "sends the failure to the process that asked, which raises",
     "runtime/build/compilers.py": "a thread's failure is raised again by its caller",
+    "runtime/run/lane_threads.py": "a thread's failure is raised again by its caller",
     "bench/load_threads.py": "a thread's failure is raised again by its caller",
     "bench/pipelines/twins.py": "whatever a pipeline raises is compared with what its twin raises",
     "bench/census.py": "whatever a model raises is its verdict, shown with its first line",

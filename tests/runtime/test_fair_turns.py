@@ -127,3 +127,20 @@ def test_an_interrupted_caller_holds_nobody_up(
     if not is_given:
         turns.give(0)
     assert turns.take() == 0
+
+
+def test_it_says_whether_others_want_it() -> None:
+    turns, lock = FairTurns(lambda: 1), FairLock()
+    assert not turns.are_wanted
+    number = turns.take()
+    assert turns.are_wanted
+    turns.give(number)
+    turns._waiting.append(Ticket())  # it came first, and is about to be called
+    assert turns.are_wanted
+    with lock:
+        assert not lock.is_wanted
+        other = threading.Thread(target=lambda: lock.__enter__() or lock.__exit__(None, None, None))
+        other.start()
+        wait_until(lambda: lock.is_wanted)
+    other.join()
+    assert not lock.is_wanted

@@ -202,12 +202,12 @@ class Dispatcher:
         reason = self._unfit()
         if reason:
             return self._run_eager(reason, args, kwargs)
-        flight = Flight(self._in_flight)
+        flight = Flight(self._in_flight, self._lock)
         try:
             with self._lock:
                 outcome = self._decide(args, kwargs, flight)
             if flight.run is not None:
-                outcome.result = _in_normal_modes(flight.run)
+                outcome.result = flight.result(_in_normal_modes)
         finally:
             flight.end()
         if outcome.reason:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from strop.runtime.run.fair_turns import LANES
+from strop.runtime.run.fair_turns import LANES, FairLock
+from strop.runtime.run.lane_threads import thread_for
 
 
 class RunsInFlight:
@@ -42,21 +44,47 @@ class Flight:
     """The part of one call that needs no lock. ``run`` gives its result; where it is None, the call
     has been served under the lock."""
 
-    __slots__ = ("_lane", "_runs", "run")
+    __slots__ = ("_is_crowded", "_lane", "_lock", "_runs", "run")
 
-    def __init__(self, runs: RunsInFlight) -> None:
-        self._runs = runs
+    def __init__(self, runs: RunsInFlight, lock: FairLock) -> None:
+        """``lock`` is the dispatcher's, under which this begins."""
+        self._runs, self._lock = runs, lock
         self._lane: int | None = None
+        self._is_crowded = False
         self.run: Callable[[], Any] | None = None
 
     def begin(self) -> int:
         """Take a lane, in which this runs until it ends."""
+        has_to_wait = LANES.are_wanted
         self._lane = lane = LANES.take()
+        self._is_crowded = has_to_wait or self._lock.is_wanted
         self._runs.begin()
         return lane
 
+    def result(self, within: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Return what ``within`` makes of the run: here, or where other
+        callers wait as well in the lane's own thread, which ends the flight."""
+        lane, run = self._lane, self.run
+        assert lane is not None
+        assert run is not None
+        thread = thread_for(lane) if self._is_crowded else None
+        if thread is None:
+            return within(run)
+        self._lane, self.run = None, None
+        return thread.result_of(partial(self._land, lane, partial(within, run)))
+
+    def _land(self, lane: int, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        finally:
+            self._give_back(lane)
+
     def end(self) -> None:
+        """Give the lane back, unless the lane's own thread does."""
         if self._lane is not None:
             lane, self._lane, self.run = self._lane, None, None
-            self._runs.end()
-            LANES.give(lane)
+            self._give_back(lane)
+
+    def _give_back(self, lane: int) -> None:
+        self._runs.end()
+        LANES.give(lane)

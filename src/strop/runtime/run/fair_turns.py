@@ -38,6 +38,11 @@ class FairTurns:
         self._num_made = 0
         self._waiting = deque[Ticket]()
 
+    @property
+    def are_wanted(self) -> bool:
+        """Say whether anybody waits for a number, or would have to."""
+        return bool(self._waiting) or not self._is_one_free()
+
     def take(self) -> int:
         """Return a number, which is the caller's until it gives it back."""
         with self._guard:
@@ -112,6 +117,11 @@ class FairLock:
         if not self._depth:
             self._owner = 0
             self._turns.give(0)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Say whether anybody waits for it."""
+        return bool(self._turns._waiting)
 
     @property
     def is_held(self) -> bool:
