@@ -155,8 +155,7 @@ class Dispatcher:
         self._known = KnownBindings()  # of earlier states of the module
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
-        self._prepared = PreparedCalls()
-        self._refused = RefusedCalls()
+        self._prepared, self._refused = PreparedCalls(), RefusedCalls()
         self._checked_loop = 0
         registry.watch(self._forget_programs)
         _ALL.add(self)

@@ -11,23 +11,23 @@ import torch
 from torch import nn
 
 from strop.dispatch.features import OFFLOADED, is_offloaded, whole_offload
-from strop.dispatch.offloaded_weights import OffloadedWeights, Tenant
+from strop.dispatch.offloaded_weights import OffloadedWeights, WeightReader
 
 DEVICES = ("cuda",)  # types of devices that weights are taken to; tests add another
 _KNOWN: WeakKeyDictionary[nn.Module, OffloadedWeights] = WeakKeyDictionary()
 
 
-def refusal(module: nn.Module, tenant: Tenant) -> str:
+def refusal(module: nn.Module, reader: WeightReader) -> str:
     """Say why calls of a module run in eager while it is offloaded, or nothing."""
     if is_offloaded(module):
-        tenant.forget_weights()  # which would keep the memory that is to be free
+        reader.forget_weights()  # which would keep the memory that is to be free
         return OFFLOADED
-    follow(module, tenant)
+    follow(module, reader)
     return ""
 
 
-def follow(module: nn.Module, tenant: Tenant | None = None) -> OffloadedWeights | None:
-    """Have the hook that offloads a module, if there is one now, do so by pinned copies. ``tenant``
+def follow(module: nn.Module, reader: WeightReader | None = None) -> OffloadedWeights | None:
+    """Have the hook that offloads a module, if there is one now, do so by pinned copies. ``reader``
     has programs that are bound to the weights. Return what moves them, or None."""
     hook, known = whole_offload(module), _KNOWN.get(module)
     if hook is None:
@@ -39,8 +39,8 @@ def follow(module: nn.Module, tenant: Tenant | None = None) -> OffloadedWeights 
         return None
     if known is None or known.device != device:
         known = _KNOWN[module] = OffloadedWeights(module, device)
-    if tenant is not None:
-        known.tenants.add(tenant)
+    if reader is not None:
+        known.readers.add(reader)
     if not isinstance(vars(hook).get("init_hook"), _Offloading):
         hook.init_hook = _Offloading(known, hook)
         hook.pre_forward = _Loading(known, hook)
@@ -58,12 +58,12 @@ def offload_text(module: nn.Module) -> str:
     return "" if known is None else str(known)
 
 
-def leave(module: nn.Module, tenant: Tenant) -> None:
-    """Have the hook of a module do what it did without us, once no tenant is left."""
+def leave(module: nn.Module, reader: WeightReader) -> None:
+    """Have the hook of a module do what it did without us, once no reader is left."""
     known = _KNOWN.get(module)
     if known is not None:
-        known.tenants.discard(tenant)
-        if not known.tenants:
+        known.readers.discard(reader)
+        if not known.readers:
             forget(module)
 
 

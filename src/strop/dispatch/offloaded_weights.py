@@ -25,8 +25,8 @@ from strop.runtime.run.weight_layout import WeightLayout, layout_of
 ROW_BYTES = 8 * 4096  # of the matrix of whole numbers that sums are taken of
 
 
-class Tenant(Protocol):
-    """Programs of a tenant are bound to the weights."""
+class WeightReader(Protocol):
+    """Programs of a reader are bound to the weights."""
 
     def forget_weights(self) -> None:
         """Keep nothing that refers to the weights where they are now."""
@@ -37,7 +37,7 @@ class OffloadedWeights:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
-        self.tenants = WeakSet[Tenant]()
+        self.readers = WeakSet[WeightReader]()
         self.num_copied_back = 0  # how often all weights were copied to pinned memory
         self._layout: WeightLayout | None = None
         self._host = torch.empty(0, dtype=torch.uint8)
@@ -60,22 +60,22 @@ class OffloadedWeights:
         )
 
     def load(self) -> bool:
-        """Take the weights to the GPU. False: that is to be done in another way, since a weight is
-        none of torch's own tensors, or has a gradient, or they lie on several devices."""
+        """Take the weights to the GPU. False: that is to be done in another way, as they are not
+        those that were offloaded: so it is the first time, when programs are yet to say how they
+        want weights to lie, and where somebody has put others in their place since."""
         if self._is_loaded():
             return True
         with torch.inference_mode(False), torch.no_grad():
             tensors = movable(self.module)
-            if not tensors or {t.device.type for t in tensors} != {"cpu"}:
+            if not tensors or not self._is_here(tensors, self._host):
                 return False
-            if not self._is_here(tensors, self._host):
-                self._take(tensors)
             self._load(tensors)
         return True
 
     def offload(self) -> bool:
-        """Let go of the GPU's copies, and have the module's weights be those of the host. False is
-        as in ``load``; programs are then not bound to these weights any more."""
+        """Let go of the GPU's copies, and have the module's weights be those of the host. False:
+        that is to be done in another way, since a weight is none of torch's own tensors, or has a
+        gradient, or they lie on several devices. No program is then bound to them any more."""
         with torch.inference_mode(False), torch.no_grad():
             tensors = movable(self.module)
             if tensors and self._is_here(tensors, self._host):
@@ -84,13 +84,16 @@ class OffloadedWeights:
                 self._forget_programs()
                 return False
             flat = self._flat
-            if flat is None or not self._is_here(tensors, flat):
+            is_taken = flat is None or not self._is_here(tensors, flat)
+            if is_taken or flat is None:
                 self._take(tensors)
             elif not _are_equal(self._sums, sums_of(flat)):
                 self._host.copy_(flat)
                 self.num_copied_back += 1
             self._put(tensors, self._host)
             self._release()
+            if is_taken and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the memory that they have left is not theirs next time
         return True
 
     def _is_loaded(self) -> bool:
@@ -146,8 +149,8 @@ class OffloadedWeights:
             self._memory.rest()
 
     def _forget_programs(self) -> None:
-        for tenant in list(self.tenants):
-            tenant.forget_weights()
+        for reader in list(self.readers):
+            reader.forget_weights()
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
