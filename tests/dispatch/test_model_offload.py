@@ -3,7 +3,10 @@ there, and its programs notice where weights are now."""
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import mmap
+import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -59,6 +62,24 @@ class StandingMemory:
     give_back = rest
 
 
+class CountedMemory:
+    """Memory that moves, and of which the test knows whether anybody still refers to it."""
+
+    stays = False
+    made: ClassVar[list[weakref.ref[mmap.mmap]]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, size_bytes: int) -> None:
+        pages = mmap.mmap(-1, size_bytes)
+        self.made.append(weakref.ref(pages))
+        self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
+
+    def rest(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+
+
 @pytest.fixture(params=["stays", "moves"])
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Have weights go to other memory of the CPU, as to a GPU's."""
@@ -96,6 +117,9 @@ def test_compiled_calls_between_host_and_device(memory: str, first: str) -> None
     assert weights is not None
     assert weights.num_copied_back <= 2  # as given, and as programs want it
     assert copies[-1] == copies[-2] == copies[-3]
+    text = str(strop.explain(net))
+    size = f"{weights.size_bytes / 1e6:.2f} MB"
+    assert f"weights: {size} on the host between calls, on cpu as long while it runs" in text
     assert dispatcher.counters.eager_calls == 0
     assert dispatcher.variants.num_captures <= 1  # or a stored plan
     if memory == "stays":
@@ -182,6 +206,23 @@ def test_weights_that_cannot_be_in_one_piece_are_accelerates(memory: str) -> Non
     assert not weights.load()
     assert not weights.offload()
     assert len(before) == len(list(net.parameters()))
+
+
+def test_nothing_keeps_the_memory_of_a_model_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_offload, "DEVICES", ("cpu",))
+    monkeypatch.setattr(offloaded_weights, "memory_on", CountedMemory)
+    net = strop.optimize(plain(), options=tiny.options(strict=True))
+    _, handle = cpu_offload_with_hook(net, "cpu")
+    for number in range(4):
+        check(net, plain())
+        check(net, plain())
+        if number:
+            assert CountedMemory.made[-1]() is not None
+        handle.offload()
+        gc.collect()
+        assert not [made for made in CountedMemory.made if made() is not None]
+    assert len(CountedMemory.made) == 3  # the first time the hook moves the weights as ever
+    strop.restore(net)
 
 
 def test_sums_see_what_plain_sums_do_not() -> None:

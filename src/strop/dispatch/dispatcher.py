@@ -426,6 +426,8 @@ class Dispatcher:
             self._checked_loop = 0
             self.forget_shapes()
             self.state.release_pieces()
+            if self.latest is not None:
+                self.latest.let_go()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
