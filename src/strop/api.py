@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.features import place_for
 from strop.errors import OptionError
 from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern
@@ -99,7 +100,7 @@ def optimize_module(
     if train:  # Dynamo takes its time to import
         from strop.dispatch.training import TrainingDispatcher as kind
     dispatcher = kind(module, options, **how)
-    module.forward = dispatcher
+    setattr(module, place_for(module), dispatcher)
     return dispatcher
 
 

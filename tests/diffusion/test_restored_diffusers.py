@@ -535,6 +535,7 @@ def places() -> dict[str, tuple[Any, str]]:
 
 PLACES = (
     "DiffusionPipeline.__setattr__",
+    "DiffusionPipeline.enable_model_cpu_offload",
     "DiffusionPipeline.progress_bar",
     "HookRegistry.__init__",
     "LoopSequentialPipelineBlocks.progress_bar",

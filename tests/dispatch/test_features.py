@@ -50,11 +50,6 @@ def check(net: nn.Module) -> None:
 
 # what a user does behind optimize, how it ends, and the reason that explain gives
 AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "model offloading": (
-        lambda net: cpu_offload_with_hook(net, "cpu"),
-        remove_hook_from_module,
-        "offloading by accelerate",
-    ),
     "sequential offloading": (
         lambda net: cpu_offload(net, "cpu"),
         lambda net: remove_hook_from_module(net, recurse=True),
@@ -100,16 +95,16 @@ def test_a_feature_around_it_is_named_and_undone(name: str) -> None:
     assert not [value for value in vars(net).values() if isinstance(value, Dispatcher)]
 
 
-def test_offloading_before_optimize_is_named() -> None:
+def test_offloading_before_optimize_is_compiled() -> None:
     net = Net().eval().requires_grad_(False)
     cpu_offload_with_hook(net, "cpu")
-    strop.optimize(net, options=tiny.options())
+    strop.optimize(net, options=tiny.options(strict=True))
     check(net)
-    (reason,) = strop.api.dispatchers_of(net)["Net"].counters.fallbacks
-    assert reason.startswith("offloading by accelerate")
+    assert not strop.api.dispatchers_of(net)["Net"].counters.eager_calls
     strop.restore(net)
     remove_hook_from_module(net)
     assert getattr(net.forward, "__func__", None) is Net.forward
+    check(net)
 
 
 def test_a_hook_that_moves_nothing_stays_around_compiled_code() -> None:

@@ -30,6 +30,7 @@ from strop.debug.steps import step_rows
 from strop.dispatch.derived_inputs import ServedModule, derived_inputs
 from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
 from strop.dispatch.entry import Entry
+from strop.dispatch.model_offload import offload_text
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.unfolded_layers import unfolded_layers
 from strop.dispatch.variants import Variant
@@ -178,6 +179,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
             ServedModule(dispatcher.state, dispatcher.loop, counters.hoisted, _latest(dispatcher))
         ),
         weights_bytes=bytes_of(dispatcher.state.tensors),
+        offloaded=offload_text(dispatcher.component),
         unfolded=unfolded_layers(dispatcher.module),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),

@@ -156,6 +156,7 @@ class ComponentRow:
     findings: tuple[str, ...] = ()  # of Options.check
     derived: tuple[DerivedInput, ...] = ()  # what is read in the place of weights and arguments
     weights_bytes: int = 0
+    offloaded: str = ""  # how its weights get to the device, if they lie on the host between calls
     unfolded: Mapping[str, int] = field(default_factory=dict)  # layers with adapters, by reason
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
@@ -297,6 +298,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {counted(c.num_launches, 'launch')}"
     ]
     lines += ["  derived inputs:"] if c.derived else []
+    lines += [f"  {c.offloaded}"] if c.offloaded else []
     lines += [f"    {row}" for row in c.derived]
     lines += [f"    {_beside_text(c)}"] if c.derived and c.weights_bytes else []
     lines += [

@@ -16,6 +16,7 @@ from strop.api import optimize_module, restore
 from strop.diffusion.adapter_loading import ROADS, check_adapters
 from strop.diffusion.changes import Changes, SharedChanges, in_force, undo_at
 from strop.diffusion.denoise_loops import around, is_watched, kinds, watch_pipelines
+from strop.diffusion.model_offload import offload_pinned
 from strop.diffusion.noise import PLACE, draw_without_waiting
 from strop.diffusion.offloading import HOOKS, QUICK, search_quickly
 from strop.diffusion.optimised import is_claimed, new_record, record_of
@@ -194,6 +195,7 @@ def _change_diffusers(changes: Changes) -> None:
     draw_without_waiting(changes)
     watch_pipelines(changes, _compile_like)
     check_adapters(changes)
+    offload_pinned(changes)
 
 
 SHARED = SharedChanges(_change_diffusers)

@@ -19,14 +19,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from strop.dispatch import cpu_fast_path, hooks
+from strop.dispatch import cpu_fast_path, hooks, model_offload
 from strop.dispatch.adapter import Adapter
 from strop.dispatch.counters import Counters
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
-from strop.dispatch.features import OFFLOADED, is_offloaded, replacement_before, take_out
+from strop.dispatch.features import place_for, replacement_before, take_out
 from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.known_bindings import KnownBindings, StateBinding
@@ -116,8 +116,8 @@ class Dispatcher:
         self.module, self.options = module, options
         self.component = component or module
         self.name = name or type(module).__name__
-        self._eager: Callable[..., Any] | None = module.forward
-        self._before = module.__dict__.get("forward")  # in whose place this one will be
+        self._eager: Callable[..., Any] | None = getattr(module, place := place_for(module))
+        self._before = module.__dict__.get(place)  # in whose place this one will be
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
         is_own = getattr(self._eager, "__func__", None) is type(module).forward
         if is_own:  # whatever function that is at a call
@@ -155,11 +155,11 @@ class Dispatcher:
         self._known = KnownBindings()  # of earlier states of the module
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
-        self._prepared = PreparedCalls()
-        self._refused = RefusedCalls()
+        self._prepared, self._refused = PreparedCalls(), RefusedCalls()
         self._checked_loop = 0
         registry.watch(self._forget_programs)
         _ALL.add(self)
+        model_offload.follow(self.component, self)
 
     def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run as without us. Dynamo traces this, and does not know how to make a method."""
@@ -418,12 +418,16 @@ class Dispatcher:
             return reason
         if self._replaced:
             return self._replaced
-        if is_offloaded(self.component):
-            with self._lock:
-                self.forget_shapes()  # which would keep weights in the memory that is to be free
-                self.state.release_pieces()
-            return OFFLOADED
-        return unfit_module(self.state)
+        return model_offload.refusal(self.component, self) or unfit_module(self.state)
+
+    def forget_weights(self) -> None:
+        """Keep nothing that refers to the weights where they are: they are about to be moved."""
+        with self._lock:
+            self._checked_loop = 0
+            self.forget_shapes()
+            self.state.release_pieces()
+            if self.latest is not None:
+                self.latest.let_go()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -558,6 +562,7 @@ class Dispatcher:
         """Keep no place in the module, nor in what others have put around its forward since."""
         self.has_left = True
         self.forget_shapes()
+        model_offload.leave(self.component, self)
         cpu_fast_path.remove_entrance(self)
         before = self._before
         take_out(self, self.module, before or self.eager, is_own=before is None)

@@ -29,6 +29,11 @@ class Entry:
     timestep: int | None = None  # see ``Adapter.timestep``
     is_pure: bool = False  # see ``Program``
 
+    def let_go(self) -> None:
+        """Keep nothing that refers to weights."""
+        self.bounds.clear()
+        self.placed = None
+
     def is_like(self, other: Entry) -> bool:
         """Tell whether the other runs the same program at the same sizes. Calls do that differ in
         what is converted anyway, such as timesteps of another type."""

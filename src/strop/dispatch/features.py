@@ -34,8 +34,8 @@ HOOKS: tuple[tuple[str, str, str], ...] = (
     ("tp_", "tensor parallelism", "run the model on one device"),
 )
 OFFLOADED = (
-    "offloading by accelerate takes its weights to another device between calls: after"
-    " pipe.remove_all_hooks() and pipe.to(device) it is compiled"
+    "offloading by accelerate takes the weights of each layer to another device between calls:"
+    " pipe.enable_model_cpu_offload() takes all of a model, which is compiled"
 )
 PACKAGES = {
     "accelerate": ("a hook of accelerate", "accelerate.hooks.remove_hook_from_module removes it"),
@@ -108,14 +108,29 @@ def replaced_part(parts: Sequence[tuple[str, nn.Module]]) -> str:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Tell whether a hook of accelerate takes weights to another device, and back."""
-    hook = module.__dict__.get("_hf_hook")
-    return hook is not None and _offloads(hook)
+    """Tell whether hooks of accelerate take the weights of each layer to another device, and
+    back."""
+    return any(getattr(hook, "offload", False) for hook in _accelerate_hooks(module))
 
 
-def _offloads(hook: Any) -> bool:
-    is_for_this = type(hook).__name__ == "CpuOffload" or getattr(hook, "offload", False)
-    return bool(is_for_this) or any(map(_offloads, getattr(hook, "hooks", ())))
+def whole_offload(module: nn.Module) -> Any:
+    """Return the hook of accelerate that takes all of a module to the host between calls, or
+    None."""
+    hooks = _accelerate_hooks(module)
+    return next((hook for hook in hooks if type(hook).__name__ == "CpuOffload"), None)
+
+
+def place_for(module: nn.Module) -> str:
+    """Return the attribute in which a dispatcher stands: inside of the hook that takes all of a
+    module to the GPU, or else in the place of its forward."""
+    is_inside = whole_offload(module) is not None and "_old_forward" in vars(module)
+    return "_old_forward" if is_inside else "forward"
+
+
+def _accelerate_hooks(module: nn.Module) -> list[Any]:
+    if (hook := module.__dict__.get("_hf_hook")) is None:
+        return []
+    return [hook, *getattr(hook, "hooks", ())]
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:

@@ -179,6 +179,21 @@ def _convolution_weights(program: Program) -> set[int]:
 _WHOLES: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
 
 
+def wholes_among(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the pieces that these weights are parts of."""
+    found = (_WHOLES.get((t.device, t.data_ptr())) for t in tensors)
+    return list({id(whole): whole for whole in found if whole is not None}.values())
+
+
+def note_wholes(wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Say of weights that have been moved together which pieces they are parts of."""
+    spans = [(w, w.data_ptr(), w.data_ptr() + w.nbytes) for w in wholes]
+    for tensor in tensors:
+        for whole, start, end in spans:
+            if start <= tensor.data_ptr() < end:
+                _WHOLES[whole.device, tensor.data_ptr()] = whole
+
+
 def _rows(spec: InputSpec, parts: Sequence[Tensor]) -> int:
     """Return how many rows a piece has: those of its parts, and zeros behind them."""
     own = sum(part.shape[0] for part in parts)

@@ -52,7 +52,7 @@ from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.library_operators import opened
 from strop.frontend.low_rank_layers import stand_in
-from strop.frontend.module_parts import graph_module_like, has_other_forward
+from strop.frontend.module_parts import graph_module_like, has_other_forward, is_inside_a_hook
 from strop.frontend.module_tensors import Tables, named_state, putting_together, tensor_places
 from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
@@ -145,13 +145,17 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    around = vars(module).get("forward"), vars(module).get("_hf_hook")
+    is_around = is_inside_a_hook(module)
+    if is_around:  # accelerate's hook holds the models before this one
+        memo |= {id(value): None for value in (*around, vars(module)["_old_forward"])}
     for part in module.modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             # a copy would put hooks of its own on the parameters, and a trace has none of them
             raise CaptureError(
                 "DistributedDataParallel cannot be traced; optimize the module in it"
             )
-        if has_other_forward(part):
+        if has_other_forward(part) and not (is_around and part is module):
             raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
         own = part.__dict__.get("forward")
         if getattr(own, "is_strop", False):
@@ -163,6 +167,8 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for part in clone.modules():
         if "forward" in part.__dict__ and part.__dict__["forward"] is None:
             del part.__dict__["forward"]
+    for name in ("_hf_hook", "_old_forward") if is_around else ():
+        del vars(clone)[name]
     return clone
 
 

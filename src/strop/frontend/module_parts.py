@@ -44,6 +44,12 @@ def has_other_forward(module: nn.Module) -> bool:
     return not (is_bound and getattr(own, "__func__", None) is type(module).forward)
 
 
+def is_inside_a_hook(module: nn.Module) -> bool:
+    """Tell whether a hook of accelerate calls compiled code in the place of the module's
+    forward."""
+    return getattr(vars(module).get("_old_forward"), "is_strop", False)
+
+
 def is_exported(module: nn.Module) -> bool:
     """Tell whether torch.export has made this: a program, or the part of it that checks sizes,
     which has a function for a forward. What mode it was in is part of its graph, and its flag

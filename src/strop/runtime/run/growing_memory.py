@@ -36,6 +36,10 @@ class GrowingMemory(Protocol):
     def give_back(self) -> None:
         """Have none. Memory that a tensor still lies in stays until that is gone."""
 
+    def rest(self) -> None:
+        """Have none until it grows again. Where memory stays, its addresses are kept, and nobody
+        may read or write there meanwhile."""
+
 
 class MovingMemory:
     """This is memory of torch's, which is allocated anew where it is too small."""
@@ -51,6 +55,9 @@ class MovingMemory:
 
     def give_back(self) -> None:
         self.tensor = self.tensor.new_empty(0)
+
+    def rest(self) -> None:
+        self.give_back()
 
 
 class StayingMemory:
@@ -72,6 +79,11 @@ class StayingMemory:
     def give_back(self) -> None:
         self._range, self.tensor = None, self.tensor.new_empty(0)
         self._space.reclaim()
+
+    def rest(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+        if self._range is not None:
+            self._space.empty(self._range)
 
 
 @dataclass
@@ -142,6 +154,17 @@ class AddressSpace:
             self._put(extent.address + extent.size_bytes, more)
             extent.size_bytes += more
             self._change(more)
+
+    def empty(self, given: AddressRange) -> None:
+        """Give the memory behind a range back to the device, and keep its addresses."""
+        with self._lock:
+            extent = given.extent
+            if not extent.size_bytes:
+                return
+            self._pages.wait()
+            self._pages.take(extent.address, extent.size_bytes)
+            self._change(-extent.size_bytes)
+            extent.size_bytes = 0
 
     def reclaim(self) -> None:
         """Give memory that nobody refers to any more back to the device."""

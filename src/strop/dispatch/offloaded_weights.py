@@ -1,0 +1,187 @@
+"""Keep the weights of a model on the host between its calls, as pinned copies that are made once.
+
+The host's copy is the truth: to offload is to let go of the GPU's. That one has to be copied back
+only where somebody has written to it, which sums over all of its bits tell: torch counts no writes
+to what ``.data`` gives. All weights lie in one flat piece, so that one copy takes them to the GPU;
+on a GPU that can, that piece has the same addresses each time, and programs and CUDA graphs that
+are bound to them serve as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from strop.dispatch.placed_weights import note_wholes, wholes_among
+from strop.frontend.composed_tensors import is_composed
+from strop.runtime.run.growing_memory import GrowingMemory, memory_on
+from strop.runtime.run.pinned_memory import pinned
+from strop.runtime.run.weight_layout import WeightLayout, layout_of
+
+ROW_BYTES = 8 * 4096  # of the matrix of whole numbers that sums are taken of
+
+
+class WeightReader(Protocol):
+    """Programs of a reader are bound to the weights."""
+
+    def forget_weights(self) -> None:
+        """Keep nothing that refers to the weights where they are now."""
+
+
+class OffloadedWeights:
+    """This moves the weights of one module between the host and a GPU."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.readers = WeakSet[WeightReader]()
+        self.num_copied_back = 0  # how often all weights were copied to pinned memory
+        self._layout: WeightLayout | None = None
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._memory: GrowingMemory | None = None
+        self._flat: Tensor | None = None  # on the GPU, while the weights are there
+        self._wholes: list[Tensor] = []  # pieces that weights are parts of, where these are
+        self._sums: tuple[Tensor, Tensor] | None = None  # of it, as it came
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory of the host, and while the model runs of the GPU, that weights
+        take."""
+        return self._host.numel()
+
+    def __str__(self) -> str:
+        size = f"{self.size_bytes / 1e6:.2f} MB"
+        return (
+            f"weights: {size} on the host between calls, on {self.device} as long while it runs;"
+            f" copied to the host {self.num_copied_back}x"
+        )
+
+    def load(self) -> bool:
+        """Take the weights to the GPU. False: that is to be done in another way, as they are not
+        those that were offloaded: so it is the first time, when programs are yet to say how they
+        want weights to lie, and where somebody has put others in their place since."""
+        if self._is_loaded():
+            return True
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = movable(self.module)
+            if not tensors or not self._is_here(tensors, self._host):
+                return False
+            self._load(tensors)
+        return True
+
+    def offload(self) -> bool:
+        """Let go of the GPU's copies, and have the module's weights be those of the host. False:
+        that is to be done in another way, since a weight is none of torch's own tensors, or has a
+        gradient, or they lie on several devices. No program is then bound to them any more."""
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = movable(self.module)
+            if tensors and self._is_here(tensors, self._host):
+                return True
+            if not tensors or len({t.device for t in tensors}) > 1:
+                self._forget_programs()
+                return False
+            flat = self._flat
+            is_taken = flat is None or not self._is_here(tensors, flat)
+            if is_taken or flat is None:
+                self._take(tensors)
+            elif not _are_equal(self._sums, sums_of(flat)):
+                self._host.copy_(flat)
+                self.num_copied_back += 1
+            self._put(tensors, self._host)
+            self._release()
+            if is_taken and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the memory that they have left is not theirs next time
+        return True
+
+    def _is_loaded(self) -> bool:
+        """Tell, as accelerate does from the first weight, whether the weights are on the GPU."""
+        first = next(self.module.parameters(), None)
+        if first is None or first.device.type != self.device.type:
+            return False
+        start = self._host.data_ptr()
+        is_on_host = start <= first.data_ptr() < start + self._host.numel()
+        return self.device.type != "cpu" or (self._flat is not None and not is_on_host)
+
+    def _is_here(self, tensors: Sequence[Tensor], flat: Tensor) -> bool:
+        layout = self._layout
+        is_whole = layout is not None and len(layout.tensors) >= len(tensors)
+        return is_whole and layout is not None and layout.holds(tensors, flat)
+
+    def _take(self, tensors: Sequence[Tensor]) -> None:
+        """Copy weights to memory of the host, from wherever they are. What is one piece stays
+        so."""
+        items = [*tensors, *wholes_among(tensors)]
+        layout = layout_of(items)
+        size = -(-layout.size_bytes // ROW_BYTES) * ROW_BYTES
+        host = pinned(size, for_gpu=self.device.type == "cuda")
+        for placed, item in zip(layout.tensors, items, strict=True):
+            if placed.size_bytes:
+                placed.at(host).copy_(item)
+        self._layout, self._host = layout, host
+        self.num_copied_back += 1
+        self._forget_programs()
+
+    def _load(self, tensors: Sequence[Tensor]) -> None:
+        memory = self._memory = self._memory or memory_on(self.device)
+        memory.grow(self._host.numel())
+        self._flat = flat = memory.tensor[: self._host.numel()]
+        flat.copy_(self._host, non_blocking=True)
+        self._sums = sums_of(flat)
+        self._put(tensors, flat)
+
+    def _put(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
+        assert self._layout is not None
+        placed = [each.at(flat) for each in self._layout.tensors]
+        for tensor, new in zip(tensors, placed, strict=False):
+            tensor.data = new
+        self._wholes = placed[len(tensors) :]
+        note_wholes(self._wholes, tensors)
+
+    def _release(self) -> None:
+        """Give the GPU its memory back. Who is bound to it stays so if it will be there again."""
+        self._flat = self._sums = None
+        if self._memory is not None:
+            if not self._memory.stays:
+                self._forget_programs()
+            self._memory.rest()
+
+    def _forget_programs(self) -> None:
+        for reader in list(self.readers):
+            reader.forget_weights()
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Return all tensors that ``module.to`` moves, each once."""
+    parts = list(module.modules())
+    held = (t for part in parts for t in (*part._parameters.values(), *part._buffers.values()))
+    return list({id(t): t for t in held if t is not None}.values())
+
+
+def movable(module: nn.Module) -> list[Tensor]:
+    """Return these tensors, or none if one of them is more than a piece of memory."""
+    tensors = weights_of(module)
+    return tensors if all(map(_is_plain, tensors)) else []
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and not is_composed(tensor)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and tensor.grad is None
+    )
+
+
+def sums_of(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over the rows and the columns of a matrix of whole numbers, which is what the
+    bytes are read as. Whoever changes one number changes two of the sums."""
+    numbers = flat.view(torch.int64).view(-1, ROW_BYTES // 8)
+    return numbers.sum(0), numbers.sum(1)
+
+
+def _are_equal(known: tuple[Tensor, Tensor] | None, now: tuple[Tensor, Tensor]) -> bool:
+    return known is not None and all(map(torch.equal, known, now))
