@@ -474,9 +474,9 @@ def test_memory_runs_out_in_the_middle_and_the_pipeline_draws_as_before() -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_runs_out_of_memory_under_load() -> None:
-    """Every third call of many threads needs more than the GPU has left, for its results;
-    then each small one does, in the middle. The others get serial bits, and so does everyone when
-    there is memory again."""
+    """Every third call of many threads needs more than the GPU has left, for its results, and
+    takes what a small one beside it may want; then each small one runs out in the middle. The
+    others get serial bits, and so does everyone when there is memory again."""
     module = optimized(Deep().cuda(), strict=True)
     small, large = [given(rows, rows).cuda() for rows in (3, 64, 200)], given(1 << 20).cuda()
     with torch.no_grad():
@@ -505,12 +505,14 @@ def test_a_gpu_runs_out_of_memory_under_load() -> None:
     )
     try:
         in_threads(work, NUM_THREADS)
-        assert failed == [2] * (4 * NUM_THREADS)
+        assert failed.count(2) == 4 * NUM_THREADS, "all large calls fail"
+        assert len(failed) < 12 * NUM_THREADS, "small ones are served"
+        before = len(failed)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Bound, "_walk", short_half_way(large.nbytes, "cuda", every=1))
             module.forward.forget_shapes()  # step by step again, without a CUDA graph
             in_threads(work, 4)
-        assert len(failed) > 4 * NUM_THREADS + 4 * 4, "small calls fail in the middle, too"
+        assert len(failed) > before + 4 * 4, "small calls fail in the middle, too"
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert not wrong
