@@ -31,7 +31,7 @@ def has_spread(part: Any) -> bool:
         is_spread = {"p20", "p80"} <= {key[:3] for key in part}
         return (
             is_spread
-            or isinstance(part.get("samples"), dict | list)
+            or any(isinstance(part.get(key), dict | list) for key in ("samples", "samples_ms"))
             or has_spread([*part.values()])
         )
     return isinstance(part, list) and any(map(has_spread, part))
