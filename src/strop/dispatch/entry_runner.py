@@ -22,6 +22,7 @@ from strop.dispatch.module_state import ModuleState
 from strop.dispatch.placed_weights import place
 from strop.dispatch.variants import library_for
 from strop.options import Options
+from strop.runtime.build import driver
 from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of
 from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
 from strop.runtime.run import cuda_graphs, graph_keep_alive
@@ -123,6 +124,7 @@ class EntryRunner:
             except cuda_graphs.NoGraphError as error:
                 entry.has_graph = False
                 self._fallbacks.note(f"runs without a CUDA graph: {error}")
+        driver.enter_thread()
         stream = torch.cuda.current_stream(entry.device).cuda_stream
         try:
             return self._run_bound(entry, tensors, stream, checked_loop)

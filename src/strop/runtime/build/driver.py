@@ -413,12 +413,36 @@ _LOCK = threading.Lock()
 
 def load(cubin: Cubin) -> CudaFunction:
     """The kernel in the current context, loaded once."""
+    context = current_context()
+    with _LOCK:
+        function = _LOADED.get((cubin, context))
+        if function is None:
+            function = _LOADED[cubin, context] = CudaFunction(cubin, context)
+    return function
+
+
+_OF_THREAD = threading.local()
+
+
+def enter_thread() -> None:
+    """Have a context in this thread, so that it may launch what others have loaded."""
+    if not getattr(_OF_THREAD, "has_context", False):
+        current_context()
+        _OF_THREAD.has_context = True
+
+
+def current_context() -> int:
+    """Return the thread's CUDA context. A thread in which torch has done nothing on a GPU yet has
+    none, and gets the one of torch's current device, which its other threads use."""
     context = c_void_p()
     _check(_cuda().cuCtxGetCurrent(byref(context)), "asking for the current context")
+    if context.value:
+        return context.value
+    device = c_int32()
+    _check(_cuda().cuDeviceGet(byref(device), torch.cuda.current_device()), "finding the device")
+    retained = _cuda().cuDevicePrimaryCtxRetain(byref(context), device)
+    _check(retained, "asking for the device's context")
+    _check(_cuda().cuCtxSetCurrent(context), "making a context current")
     if not context.value:
-        raise CodegenError("no CUDA context is current; call torch.cuda.init() first")
-    with _LOCK:
-        function = _LOADED.get((cubin, context.value))
-        if function is None:
-            function = _LOADED[cubin, context.value] = CudaFunction(cubin, context.value)
-    return function
+        raise CodegenError(f"the driver gave no context for device {device.value}")
+    return context.value
