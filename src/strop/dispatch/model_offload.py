@@ -112,6 +112,7 @@ class _Loading(_Offloading):
 
 
 def _may_be_loaded(module: nn.Module) -> bool:
-    """Tell whether a module is to be offloaded before another is loaded."""
-    first = next(module.parameters(), None)
-    return known_offload(module) is not None or (first is not None and first.device.type != "cpu")
+    """Tell whether a module is to be offloaded before another is loaded. A pipeline asks at every
+    step of a loop, so this looks at one weight."""
+    known, first = known_offload(module), next(module.parameters(), None)
+    return not known.is_on_host() if known else first is not None and first.device.type != "cpu"

@@ -41,6 +41,7 @@ class OffloadedWeights:
         self.num_copied_back = 0  # how often all weights were copied to pinned memory
         self._layout: WeightLayout | None = None
         self._host = torch.empty(0, dtype=torch.uint8)
+        self._on_host: list[Tensor] = []  # all of the layout, as views of it
         self._memory: GrowingMemory | None = None
         self._flat: Tensor | None = None  # on the GPU, while the weights are there
         self._wholes: list[Tensor] = []  # pieces that weights are parts of, where these are
@@ -96,14 +97,18 @@ class OffloadedWeights:
                 torch.cuda.empty_cache()  # the memory that they have left is not theirs next time
         return True
 
+    def is_on_host(self) -> bool:
+        """Tell from the first weight whether the weights lie in their copy on the host."""
+        first = next(self.module.parameters(), None)
+        start = self._host.data_ptr()
+        return first is not None and start <= first.data_ptr() < start + self._host.numel()
+
     def _is_loaded(self) -> bool:
         """Tell, as accelerate does from the first weight, whether the weights are on the GPU."""
         first = next(self.module.parameters(), None)
         if first is None or first.device.type != self.device.type:
             return False
-        start = self._host.data_ptr()
-        is_on_host = start <= first.data_ptr() < start + self._host.numel()
-        return self.device.type != "cpu" or (self._flat is not None and not is_on_host)
+        return self.device.type != "cpu" or (self._flat is not None and not self.is_on_host())
 
     def _is_here(self, tensors: Sequence[Tensor], flat: Tensor) -> bool:
         layout = self._layout
@@ -120,7 +125,7 @@ class OffloadedWeights:
         for placed, item in zip(layout.tensors, items, strict=True):
             if placed.size_bytes:
                 placed.at(host).copy_(item)
-        self._layout, self._host = layout, host
+        self._layout, self._host, self._on_host = layout, host, layout.all_at(host)
         self.num_copied_back += 1
         self._forget_programs()
 
@@ -134,7 +139,7 @@ class OffloadedWeights:
 
     def _put(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
         assert self._layout is not None
-        placed = [each.at(flat) for each in self._layout.tensors]
+        placed = self._on_host if flat is self._host else self._layout.all_at(flat)
         for tensor, new in zip(tensors, placed, strict=False):
             tensor.data = new
         self._wholes = placed[len(tensors) :]

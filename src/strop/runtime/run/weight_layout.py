@@ -43,6 +43,10 @@ class WeightLayout:
     tensors: tuple[PlacedTensor, ...]
     size_bytes: int
 
+    def all_at(self, flat: Tensor) -> list[Tensor]:
+        """Return each tensor as it lies in ``flat``."""
+        return [each.at(flat) for each in self.tensors]
+
     def holds(self, tensors: Sequence[Tensor], flat: Tensor) -> bool:
         """Tell whether exactly these tensors, as the first of the layout's, lie in ``flat``."""
         base = flat.data_ptr()
