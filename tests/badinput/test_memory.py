@@ -22,6 +22,7 @@ from strop.dispatch import entry_runner
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_runner import EntryRunner
+from strop.runtime.build import driver
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run import executor
 
@@ -149,6 +150,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
 
     monkeypatch.setattr(graphs, "torch", made)
     monkeypatch.setattr(entry_runner, "torch", made)
+    monkeypatch.setattr(driver, "enter_thread", lambda: None)
     monkeypatch.setattr(graphs, "_POOLS", {})
     monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())

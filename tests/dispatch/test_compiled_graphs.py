@@ -110,7 +110,9 @@ SIZES = ((2, 6), (3, 6), (4, 12), (2, 2), (5, 5), (7, 3))
 def check(fast: Any, eager: Any, sizes: Any = SIZES) -> None:
     for rows, tokens in sizes:
         x = torch.randn(rows, tokens, 8)
-        torch.testing.assert_close(fast(x), eager(x), rtol=1e-4, atol=1e-5)
+        expected = eager(x)
+        rounding = 1e-5 + 1e-6 * float(expected.abs().max())  # of sums of the largest values
+        torch.testing.assert_close(fast(x), expected, rtol=1e-4, atol=rounding)
 
 
 def test_six_sizes_take_two_traces_and_two_graphs() -> None:

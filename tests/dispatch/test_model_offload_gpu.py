@@ -17,7 +17,10 @@ from strop.runtime.run import cuda_graphs
 from strop.runtime.run.growing_memory import held_bytes
 from tests.e2e import tiny
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 WIDTH, DEPTH = 1024, 8
 
 
