@@ -42,6 +42,7 @@ class OffloadedWeights:
         self._layout: WeightLayout | None = None
         self._host = torch.empty(0, dtype=torch.uint8)
         self._on_host: list[Tensor] = []  # all of the layout, as views of it
+        self._on_gpu: list[Tensor] = []  # the same, where they lie each time that they are there
         self._memory: GrowingMemory | None = None
         self._flat: Tensor | None = None  # on the GPU, while the weights are there
         self._wholes: list[Tensor] = []  # pieces that weights are parts of, where these are
@@ -88,10 +89,13 @@ class OffloadedWeights:
             is_taken = flat is None or not self._is_here(tensors, flat)
             if is_taken or flat is None:
                 self._take(tensors)
-            elif not _are_equal(self._sums, sums_of(flat)):
-                self._host.copy_(flat)
-                self.num_copied_back += 1
-            self._put(tensors, self._host)
+                self._put(tensors, self._host)
+            else:
+                now = sums_of(flat)
+                self._put(tensors, self._host)  # while the GPU is still at work
+                if not _are_equal(self._sums, now):
+                    self._host.copy_(flat)
+                    self.num_copied_back += 1
             self._release()
             if is_taken and self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the memory that they have left is not theirs next time
@@ -126,6 +130,7 @@ class OffloadedWeights:
             if placed.size_bytes:
                 placed.at(host).copy_(item)
         self._layout, self._host, self._on_host = layout, host, layout.all_at(host)
+        self._on_gpu = []
         self.num_copied_back += 1
         self._forget_programs()
 
@@ -139,11 +144,19 @@ class OffloadedWeights:
 
     def _put(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
         assert self._layout is not None
-        placed = self._on_host if flat is self._host else self._layout.all_at(flat)
+        placed = self._on_host if flat is self._host else self._views_at(flat)
         for tensor, new in zip(tensors, placed, strict=False):
             tensor.data = new
         self._wholes = placed[len(tensors) :]
         note_wholes(self._wholes, tensors)
+
+    def _views_at(self, flat: Tensor) -> list[Tensor]:
+        """Return all of the layout on the GPU. To make these takes some 20 us each, so they are
+        kept where memory stays, which has nothing behind its addresses while it rests."""
+        assert self._layout is not None
+        found = self._on_gpu or self._layout.all_at(flat)
+        self._on_gpu = found if self._memory is not None and self._memory.stays else []
+        return found
 
     def _release(self) -> None:
         """Give the GPU its memory back. Who is bound to it stays so if it will be there again."""
