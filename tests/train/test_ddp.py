@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ import strop
 from strop import Options, train
 from strop.dispatch.dynamo import AOT_LOG
 from strop.errors import OptionError, UnsupportedError
-from tests.train import taped
+from tests.train import interpreted, taped
 from tests.train.compiled import Args, Resnet, options, roles
 
 pytestmark = pytest.mark.skipif(
@@ -317,6 +318,54 @@ def refused(rank: int) -> dict[str, Tensor]:
     return {}
 
 
+def split_optimizer(module: nn.Module, make: Any, arguments: dict[str, Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of a script of its own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(module.parameters(), make, **arguments)
+
+
+def sharded(rank: int, kind: str, depth: int, in_interpreter: bool) -> list[dict[str, Tensor]]:
+    """Each process steps a part of the parameters, which may be none. One has no gradient once."""
+    torch.manual_seed(0)
+    single = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(depth)))
+    shared, make = copy.deepcopy(single), getattr(train, kind)
+    arguments: dict[str, Any] = {"lr": LR, "max_grad_norm": 1e-2}
+    with pytest.MonkeyPatch.context() as patch:
+        if in_interpreter:
+            interpreted.use(patch)
+        alone = make(single.parameters(), **arguments)
+        split = split_optimizer(shared, make, arguments)
+        assert len(split.optim.parameters()) < depth or depth == 1
+        norms: list[dict[str, Tensor]] = [{}, {}]
+        for step in range(STEPS):
+            for found, module, optimizer in zip(
+                norms, (shared, single), (split, alone), strict=True
+            ):
+                module.zero_grad()
+                loss_of(module, halves(8)[0]).backward()
+                if step == 1:
+                    module[depth - 1].weight.grad = None
+                optimizer.step()
+                norm = getattr(optimizer, "optim", optimizer).grad_norm
+                found[f"norm {step}"] = torch.zeros(()) if norm is None else norm.clone()
+    modules = (dict(shared.named_parameters()), dict(single.named_parameters()))
+    return [
+        {**found, **{n: p.detach() for n, p in module.items()}}
+        for found, module in zip(norms, modules, strict=True)
+    ]
+
+
+def not_copied(rank: int) -> dict[str, Tensor]:
+    """A copy could not clip by the norm of all."""
+    arguments: dict[str, Any] = {"lr": LR, "max_grad_norm": 1e-2}
+    module = nn.Linear(8, 8)
+    split = split_optimizer(module, train.FusedAdamW, arguments)
+    with pytest.raises((TypeError, RuntimeError), match="ProcessGroup"):
+        copy.deepcopy(split.optim)
+    return {}
+
+
 # ---- tests -------------------------------------------------------------------------------------
 
 EXTRAS = {"max_grad_norm": 1e-2, "ema_decay": 0.9}
@@ -355,6 +404,26 @@ def test_gradients_are_averaged_once(training: Callable[..., Any], ranks: Ranks)
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"{name} differs between the processes"
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("in_interpreter", [False, True])
+@pytest.mark.parametrize(("kind", "depth"), [("FusedAdamW", 4), ("FusedSGD", 3), ("FusedAdam", 1)])
+def test_shards_are_clipped_by_the_norm_of_all(
+    kind: str, depth: int, in_interpreter: bool, ranks: Ranks
+) -> None:
+    """A share's own norm would clip it less, so that the model would be another one."""
+    if in_interpreter:
+        pytest.importorskip("triton")
+    asked = partial(sharded, kind=kind, depth=depth, in_interpreter=in_interpreter)
+    (first, expected), (second, _) = ranks.run(asked)
+    for key, value in expected.items():
+        torch.testing.assert_close(first[key], value, rtol=1e-5, atol=1e-7)
+        if depth > 1 or "norm" not in key:  # a process without parameters knows no norm
+            assert torch.equal(first[key], second[key]), f"{key} differs between the processes"
+
+
+def test_a_share_of_parameters_is_not_copied(ranks: Ranks) -> None:
+    ranks.run(not_copied)
 
 
 def test_refusals(ranks: Ranks) -> None:

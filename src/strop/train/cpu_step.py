@@ -21,6 +21,7 @@ from strop.ir import philox
 from strop.train import quantized
 from strop.train.layout import Item, Layout, state_dtype
 from strop.train.rules import UpdateRule
+from strop.train.shards import gathered
 from strop.train.step import Memory, Request
 
 _CHUNK_ELEMENTS = 1 << 24  # of converted or scaled copies at a time
@@ -74,6 +75,10 @@ class CpuStep:
             total = float(torch.stack(norms).norm()) if norms else 0.0
             # Squares of finite fp64 numbers may overflow.
             bad = bad or not (math.isfinite(total) or all(bool(g.isfinite().all()) for g in grads))
+            if request.shards is not None:
+                own = torch.tensor([total, bad], dtype=torch.float64)
+                every = gathered(own, request.shards)
+                total, bad = float(every[:, 0].norm()), bool(every[:, 1].any())
             norm = total * factor
             memory.norm.fill_(norm)
             if request.clips:

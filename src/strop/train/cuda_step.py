@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,12 @@ from strop.runtime.build.loader import kernel_loader
 from strop.train import sources
 from strop.train.layout import Item, Layout
 from strop.train.rules import UpdateRule
+from strop.train.shards import gathered
 from strop.train.sources import TensorForm, Tuning, Tunings
 from strop.train.step import GROUP_NUMBERS, Memory, Request
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Numbers = npt.NDArray[np.int64]
 _PARTIALS_ALIGNED = 16  # elements: kernels rely on arguments aligned to 16 bytes
@@ -212,6 +216,8 @@ class CudaStep:
                 outputs = (batch.partials, batch.flags)
                 programs = len(batch.gradient_blocks)
                 self._launch(batch.gradient_sweep, (*inputs, *outputs), (programs,))
+            if request.shards is not None:
+                add_others(plan, request.shards)
         self._settle(plan, request, scale, found, settings)
         for batch in plan.batches:
             numbers = (plan.slots, self.memory.scalars, self._keys, plan.rows)
@@ -338,6 +344,17 @@ class CudaStep:
 
     def _table(self, values: Numbers) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def add_others(plan: LaunchPlan, shards: ProcessGroup) -> None:
+    """Add the squares of the gradients that other processes have, and whether one is not finite."""
+    own = torch.zeros(2, dtype=torch.float64, device=plan.partials.device)
+    if plan.batches:
+        own[0], own[1] = plan.partials.sum(), plan.flags.any()
+    every = gathered(own, shards).sum(0)
+    plan.partials.zero_()
+    plan.flags.zero_()
+    plan.partials[0], plan.flags[0] = every[0], every[1] > 0
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from strop.train.cpu_step import CpuStep
 from strop.train.ema import EMASchedule, ParameterEMA
 from strop.train.layout import Item, Layout
 from strop.train.rules import UpdateRule
+from strop.train.shards import group_of_shards, take_part
 from strop.train.step import Memory, Request, Stepper
 
 _EMA = "ema"  # name of the average among the states of a parameter
@@ -66,6 +67,7 @@ class FusedOptimizer(Optimizer):
         self._extras = extras
         schedule = extras.schedule
         self.ema = None if schedule is None else ParameterEMA(self, schedule)
+        self._shards = None if extras.max_grad_norm is None else group_of_shards()
         self._start()
         super().__init__(params, defaults)
 
@@ -243,7 +245,12 @@ class FusedOptimizer(Optimizer):
                     self.state[parameter][name] = value.to(mine.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_extras": self._extras, "_counts": self.counts, "ema": self.ema}
+        kept = {
+            "_extras": self._extras,
+            "_counts": self.counts,
+            "ema": self.ema,
+            "_shards": self._shards,  # nobody can copy or pickle these
+        }
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -271,9 +278,7 @@ class FusedOptimizer(Optimizer):
     def _update(self) -> None:
         grads = self._gradients()
         owners = self.parameters()
-        if not owners:
-            return
-        if self.ema is not None or any(grad is not None for grad in grads):
+        if owners and (self.ema is not None or any(grad is not None for grad in grads)):
             stepper = self._stepper_for(owners)
             for slot, _ in chain(*self._repeats):
                 grads[slot] = None
@@ -289,6 +294,8 @@ class FusedOptimizer(Optimizer):
                 self._average_idle([owners[slot] for slot in sorted(idle)], stepper.memory.weight)
             for again in self._repeats:
                 self._step_again(stepper, owners, again)
+        elif self._shards is not None:
+            take_part(self._shards)
         self._checks_itself = False
 
     def _step_again(
@@ -354,6 +361,7 @@ class FusedOptimizer(Optimizer):
             found_inf=found,
             measured=limit is not None or self._checks_itself,
             skips=found is not None or self._checks_itself,
+            shards=self._shards,
         )
 
     def _stepper_for(self, owners: Sequence[Tensor]) -> Stepper:

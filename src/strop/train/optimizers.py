@@ -3,7 +3,8 @@
 Arguments of all three, after torch's own:
 
 * ``max_grad_norm``: clip all gradients to this norm, as ``clip_grad_norm_`` does; ``inf`` only
-  measures. The norm is ``optimizer.grad_norm`` afterwards, on the device.
+  measures. The norm is ``optimizer.grad_norm`` afterwards, on the device. Inside of a
+  ``ZeroRedundancyOptimizer`` it is the norm over all processes, each of which has to step.
 * ``ema_decay``: keep moving averages, ``optimizer.ema``. A number is the ``decay`` of diffusers'
   ``EMAModel``; an ``EMASchedule`` has its other arguments.
 * ``shadow_dtype``: keep copies in fp16 or bf16; ``optimizer.shadow(module)`` is a module of them.

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from strop.train.ema import EMASchedule
 from strop.train.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 GROUP_NUMBERS = 8  # of each parameter group, after as many of the whole optimizer
 
@@ -28,6 +31,7 @@ class Request:
     found_inf: Tensor | None
     measured: bool  # whether the first sweep is needed
     skips: bool  # whether a step with NaN or inf is left out
+    shards: ProcessGroup | None  # of those who step the other parameters, if the norm is of all
 
     @property
     def clips(self) -> bool:
