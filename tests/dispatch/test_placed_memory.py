@@ -205,7 +205,7 @@ def _bytes(spec: InputSpec) -> int:
     return torch.Size(sizes).numel() * spec.dtype.itemsize
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "sd3", "qwen", "vit", "t5"])
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3", "sd35", "qwen", "vit", "t5"])
 def test_pieces_have_the_size_of_their_parts(name: str) -> None:
     """This is so at full width, in the programs for a GPU."""
     inputs = [spec for spec in planned(name).program.inputs if spec.is_state]

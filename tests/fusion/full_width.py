@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def _wan() -> Model:
     }
 
 
-def _sd3() -> Model:
+def _sd3(**others: Any) -> Model:
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(
@@ -59,6 +59,7 @@ def _sd3() -> Model:
         num_attention_heads=24,
         caption_projection_dim=1536,
         pos_embed_max_size=192,
+        **others,
     )
     return model, {
         "hidden_states": _like(2, 16, 128, 128),
@@ -99,6 +100,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "flux": _flux,
     "wan": _wan,
     "sd3": _sd3,
+    "sd35": partial(_sd3, dual_attention_layers=(0,), qk_norm="rms_norm"),
     "qwen": _qwen,
     "vit": _vit,
     "t5": _t5,

@@ -32,6 +32,8 @@ from strop.ir.ops import OPS, Kind
 # Large values that a kernel reads before no further reduction of the same loop joins it. SD1.5's
 # gradients had kernels of 30, whose tiles of one row spilled 3 KB a thread.
 MOST_STREAMS = 8
+# What is smaller than that may have memory for longer, if that saves a launch.
+SMALL_BYTES = 16 << 20
 
 
 def plan(graph: Graph, apart: Set[Node] = frozenset(), device: str = "cuda") -> FusionPlan:
@@ -89,9 +91,14 @@ class _Grouping:
             loop = loop_of(node, self.graph.hints) or node
             if loop in self.reductions and self._is_full(self.home[self.reductions[loop]]):
                 self.reductions[loop] = node
-            for key in ((node.inputs[0], node.attrs["dims"]), loop):
-                sibling = self.reductions.setdefault(key, node)
-                if sibling is not node:
+            sibling = self.reductions.setdefault((node.inputs[0], node.attrs["dims"]), node)
+            if sibling is not node:
+                found.append((self.home[sibling], sibling))
+            sibling = self.reductions.setdefault(loop, node)
+            if sibling is not node:
+                if self._is_large(node.inputs[0]) and self._feeds_a_call(self.home[sibling]):
+                    self.reductions[loop] = node
+                else:
                     found.append((self.home[sibling], sibling))
         if self.schedules.get(node) is Schedule.ROW:
             found.sort(key=lambda pair: self._is_for(node, pair[0]))
@@ -121,6 +128,19 @@ class _Grouping:
         read = {base_of(i) for node in draft.nodes for i in node.inputs} - own
         size = draft.domain.eval(hints)
         return sum(2 * value.numel.eval(hints) > size for value in read) >= MOST_STREAMS
+
+    def _is_large(self, node: Node) -> bool:
+        return node.numel.eval(self.graph.hints) * node.dtype.itemsize > SMALL_BYTES
+
+    def _feeds_a_call(self, step: int) -> bool:
+        """Tell whether a call that comes before reads what a step computes. Who joins that step by
+        its loop alone puts the call off, and what both read has memory at the same time: q, k and v
+        of two attentions in SD3.5's blocks."""
+        bit = 1 << step
+        if not self.needed & bit:
+            return False
+        pairs = zip(self.drafts, self.before, strict=True)
+        return any(draft is None and before & bit for draft, before in pairs)
 
     def _is_pointwise(self, step: int) -> bool:
         draft = self.drafts[step]
