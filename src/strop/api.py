@@ -45,7 +45,8 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
     identity, ``config``, Parameters, ``state_dict`` keys and hooks stay as they are. ``restore``
     undoes it. Components of a pipeline that are compiled with the same options already, for it or
     for another that shares them, stay as they are. Where ``train`` is True, calls of a module with
-    gradients are compiled too, forward and backward. Raises OptionError for anything that is
+    gradients are compiled too, forward and backward. A ``DistributedDataParallel`` stands for the
+    module in it, here and for the other functions. Raises OptionError for anything that is
     neither a module nor a pipeline, and for other keywords.
     """
     options = _checked_options(options, unknown)
@@ -91,6 +92,7 @@ def optimize_module(
     module: nn.Module, options: Options, *, train: bool = False, **how: Any
 ) -> Dispatcher:
     """Put a dispatcher in front of ``module.forward``."""
+    module = without_ddp(module)
     restore(module)
     kind: Callable[..., Dispatcher] = how.pop("kind", Dispatcher)
     if "adapter" not in how:
@@ -102,6 +104,12 @@ def optimize_module(
     dispatcher = kind(module, options, **how)
     setattr(module, place_for(module), dispatcher)
     return dispatcher
+
+
+def without_ddp(module: nn.Module) -> nn.Module:
+    """Return what a ``DistributedDataParallel`` trains, or the module itself. What is around that
+    has hooks and averages gradients, and stays as it is."""
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
 def _is_pipeline(obj: Any) -> bool:
@@ -119,7 +127,7 @@ def restore(obj: T) -> T:
     Raises OptionError for anything that is neither a module nor a pipeline.
     """
     if isinstance(obj, nn.Module):
-        if (dispatcher := dispatcher_of(obj)) is not None:
+        if (dispatcher := dispatcher_of(without_ddp(obj))) is not None:
             dispatcher.leave()
     elif _is_pipeline(obj):
         from strop.diffusion.pipeline import restore_pipeline
@@ -272,7 +280,8 @@ def _served(obj: Any, call: str) -> dict[str, Dispatcher]:
 def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
     """Return the dispatchers of an optimised module or pipeline, by component name."""
     if isinstance(obj, nn.Module):
-        found = {type(obj).__name__: dispatcher_of(obj)}
+        inner = without_ddp(obj)
+        found = {type(inner).__name__: dispatcher_of(inner)}
     else:
         from strop.diffusion.parts import compiled_modules
 

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 import strop
 from strop import Options, train
+from strop.api import dispatchers_of
 from strop.dispatch.dynamo import AOT_LOG
-from strop.errors import OptionError, UnsupportedError
+from strop.errors import UnsupportedError
 from tests.train import interpreted, taped
 from tests.train.compiled import Args, Resnet, options, roles
 
@@ -155,7 +156,7 @@ def wrapped(case: Case, module: nn.Module, how: Options) -> tuple[DistributedDat
     found = wrap(module)
     if case.by_torch:
         return found, compiled(case, found, how)
-    compiled(case, found.module, how)
+    assert compiled(case, found, how) is found
     return found, found
 
 
@@ -292,22 +293,26 @@ def inside_of_another(rank: int, how: Options) -> list[dict[str, Tensor]]:
 
 
 def inference(rank: int, how: Options) -> list[dict[str, Tensor]]:
-    """No copy of it is made, whose hooks would average once more."""
+    """Calls without gradients are compiled as well."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     expected = mean_gradients(ddp.module, 8)
-    strop.optimize(ddp, options=replace(how, strict=False))
+    assert strop.optimize(ddp, options=how) is ddp
     with torch.no_grad():
         ddp.eval()(halves(8)[0])
-    assert "optimize the module in it" in str(ddp.forward.counters.fallbacks)
+    (dispatcher,) = dispatchers_of(ddp).values()
+    assert dispatcher is ddp.module.forward
+    assert dispatcher.counters.calls == 1
+    assert dispatcher.counters.eager_calls == 0
+    assert "Linear" in str(strop.explain(ddp))
+    strop.restore(ddp)
+    assert not dispatchers_of(ddp)
     loss_of(ddp.train(), halves(8)[rank]).backward()
     return [{name: p.grad for name, p in ddp.module.named_parameters()}, expected]
 
 
 def refused(rank: int) -> dict[str, Tensor]:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
-    with pytest.raises(OptionError, match=r"strop\.optimize\(ddp\.module, train=True\)"):
-        strop.optimize(ddp, train=True)
     with pytest.MonkeyPatch.context() as patch:
         taped.use(patch)
         optimizer = train.FusedSGD(ddp.parameters(), lr=0.1)

@@ -30,7 +30,7 @@ from strop.dispatch.dynamo import AotLog, compile_dynamo
 from strop.dispatch.signature import flatten
 from strop.dispatch.training_steps import Steps
 from strop.dispatch.variants import REFUSALS
-from strop.errors import OptionError, UnsupportedError
+from strop.errors import UnsupportedError
 from strop.frontend.capture import without_reports
 from strop.options import Options
 from strop.wording import counted
@@ -61,11 +61,6 @@ class TrainingDispatcher(Dispatcher):
     folds_adapters = False  # the factors are what is trained
 
     def __init__(self, module: nn.Module, options: Options, **how: Any) -> None:
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise OptionError(
-                "strop.optimize(train=True) got a DistributedDataParallel; it takes the module in"
-                " it, before or after it is wrapped: strop.optimize(ddp.module, train=True)"
-            )
         super().__init__(module, options, **how)
         self.log, self.trained_calls = AotLog(), 0
         self._compiled: tuple[Any, Callable[..., Any]] = (None, self.eager)
