@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import strop
-from strop.cli import bench, build, cache, cases, env, explain, generate, train
+from strop.cli import bench, build, cache, cases, doctor, env, explain, generate, train
 from strop.cli.help_screen import App
 
 __all__ = ["app", "main"]
@@ -40,6 +40,7 @@ app.command("build", epilog=build.EXAMPLES)(build.command)
 app.command("repro", epilog=cases.REPRO_EXAMPLES)(cases.repro)
 app.command("minify", epilog=cases.MINIFY_EXAMPLES)(cases.minify)
 app.command("bisect", epilog=cases.BISECT_EXAMPLES)(cases.bisect)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 app.command("env", epilog=env.EXAMPLES)(env.command)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")
