@@ -22,7 +22,9 @@ def test_weights_give_their_memory_back(tmp_path):
     (graph,) = report.graphs
     assert graph.decoded_bytes == COUNT * IN_FULL
     assert IN_FULL <= graph.most_decoded_bytes <= 2 * IN_FULL
-    assert f"decodes {COUNT * IN_FULL / 1e6:.2f} MB of quantised weights a call" in str(report)
+    assert f"decodes {COUNT * IN_FULL / 1e6:.2f} MB of weights kept in another type a call" in str(
+        report
+    )
 
 
 def test_nothing_is_decoded_of_plain_weights(tmp_path):

@@ -1,4 +1,4 @@
-"""Count what a program decodes of quantised weights: it goes through working memory."""
+"""Count what a program decodes of weights kept in another type: it goes through working memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sizes = Mapping[str, int]
 
 
 def decoded_bytes(program: Program, sizes: Sizes) -> int:
-    """Return the bytes of all that a call at these sizes makes of quantised weights alone, and
+    """Return the bytes of all that a call at these sizes makes of such weights alone, and
     writes."""
     return sum(_decoded(program, sizes).values())
 

@@ -181,6 +181,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         weights_bytes=bytes_of(dispatcher.state.tensors),
         offloaded=offload_text(dispatcher.component),
         unfolded=unfolded_layers(dispatcher.module),
+        casts=Counter(str(cast) for cast in dispatcher.state.casts.values() if cast.compute_dtype),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
     )

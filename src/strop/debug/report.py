@@ -129,7 +129,7 @@ class GraphRow:
     fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
     num_copied_blocks: int = 0  # repeated ones that were not traced
     traced_blocks: tuple[str, ...] = ()  # those that had to be, though one of their kind had been
-    decoded_bytes: int = 0  # of quantised weights in full, that a call writes into working memory
+    decoded_bytes: int = 0  # of weights kept in another type, in full, that a call writes
     most_decoded_bytes: int = 0  # of these at one time, as weights that are read give theirs back
 
     @property
@@ -158,6 +158,7 @@ class ComponentRow:
     weights_bytes: int = 0
     offloaded: str = ""  # how its weights get to the device, if they lie on the host between calls
     unfolded: Mapping[str, int] = field(default_factory=dict)  # layers with adapters, by reason
+    casts: Mapping[str, int] = field(default_factory=dict)  # layers under layerwise casting
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
     profile: ProfileRow | None = None  # measured by debug.profile
@@ -305,6 +306,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f"  adapters of {counted(count, 'layer')} are traced as they are: {why}"
         for why, count in c.unfolded.items()
     ]
+    lines += [f"  layerwise casting of {counted(n, 'layer')}: {how}" for how, n in c.casts.items()]
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  traced by torch {count}x: {why}" for why, count in c.traced_by_torch.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
@@ -370,11 +372,13 @@ def _graph_lines(g: GraphRow) -> list[str]:
 
 
 def _decoded_texts(g: GraphRow) -> list[str]:
-    """Return a line on quantised weights that are decoded, if there are any."""
+    """Return a line on weights that are decoded, if there are any."""
     if not g.decoded_bytes:
         return []
     most = f"{g.most_decoded_bytes / 1e6:.2f} MB of it at a time"
-    return [f"decodes {g.decoded_bytes / 1e6:.2f} MB of quantised weights a call, {most}"]
+    return [
+        f"decodes {g.decoded_bytes / 1e6:.2f} MB of weights kept in another type a call, {most}"
+    ]
 
 
 def _why_slow(k: KernelRow) -> str:

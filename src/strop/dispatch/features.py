@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from strop.frontend.layerwise_casting import cast_of, refusal
 from strop.frontend.module_parts import has_other_forward
 
 # Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
+COMPILED = ("layerwise_casting", "peft_autocast_disable")
 _CACHE = "disable_cache() of the model ends it"
 HOOKS: tuple[tuple[str, str, str], ...] = (
     ("layerwise_casting", "layerwise casting", "load the model in the type that it computes in"),
@@ -51,7 +53,8 @@ def feature_of(module: nn.Module) -> str:
     """The feature whose function stands in front of a module's own forward, with what ends it."""
     if is_offloaded(module):
         return OFFLOADED
-    for name in getattr(module.__dict__.get("_diffusers_hook"), "hooks", ()):
+    names = getattr(module.__dict__.get("_diffusers_hook"), "hooks", ())
+    for name in sorted(names, key=lambda name: name in COMPILED):  # what is by itself comes last
         for start, feature, advice in HOOKS:
             if name.startswith(start):
                 return f"{feature} is on: {advice}"
@@ -102,8 +105,12 @@ def replaced_part(parts: Sequence[tuple[str, nn.Module]]) -> str:
     """Return the reason for the first such part of a module, or nothing. ``parts``: all of it, the
     module itself first."""
     for path, part in parts[1:]:
-        if has_other_forward(part):
+        if not has_other_forward(part):
+            continue
+        if (cast := cast_of(part)) is None:
             return replacement_in(part, path)
+        if reason := refusal(part, cast):
+            return f"{reason} (in {path}, {type(part).__name__})"
     return ""
 
 

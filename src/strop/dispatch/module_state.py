@@ -33,6 +33,7 @@ from strop.frontend.composed_tensors import (
     make_up,
     watched_places,
 )
+from strop.frontend.layerwise_casting import casts_in, watched_hooks
 from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
 from strop.frontend.module_tensors import plain_places, tensor_places
 from strop.frontend.stable_text import is_plain
@@ -76,6 +77,7 @@ class ModuleState:
         self.turned.scan(self.parts)
         self.train_sensitive = sensitive_parts(self.modules)
         self.replaced = replaced_part(everything)  # why a part with another forward is in the way
+        self.casts = casts_in(everything[1:])
         held = list(tensor_places(self.parts, self.effective.tables))
         self._scan_modules(held)
         places = list(plain_places(held, self._looks))
@@ -124,6 +126,7 @@ class ModuleState:
                 self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
+            edges += watched_hooks(owner)
             if isinstance(owner, GraphModule):  # its recompile() gives its class another one
                 edges.append((vars(type(owner)), "forward"))
         edges += self._scan_composed(held)
@@ -336,7 +339,8 @@ class ModuleState:
         objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
         names = (*self.global_guards.text, *self.global_guards.containers, *objects)
-        return hash((modules, state, self.make_ups, self.adapters, names))
+        casts = tuple(self.casts.items())
+        return hash((modules, state, self.make_ups, casts, self.adapters, names))
 
 
 def layout_of(t: Tensor) -> tuple[int, ...] | None:

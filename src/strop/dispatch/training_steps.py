@@ -177,6 +177,8 @@ class Steps:
     ) -> Step:
         for name, _ in state.make_ups:
             raise UnsupportedError(f"{name} is quantised, and is part of a step that trains others")
+        for name in state.casts:
+            raise UnsupportedError(f"{name} is under layerwise casting, which trains in eager")
         device = device_of(state, shapes)
         library = library_for(device, self.options)
         library.warm_up()

@@ -8,6 +8,7 @@ from torch import nn
 from strop.dispatch import hooks
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.training_mode import is_in_training
+from strop.frontend.layerwise_casting import is_cast_as_one
 
 
 def unfit_call(module: nn.Module) -> str:
@@ -25,4 +26,6 @@ def unfit_module(state: ModuleState) -> str:
         return "the module, or a part of it, is in training mode: call .eval()"
     if any(state.hooks) and any(map(hooks.is_untraced, state.hooks)):
         return "a submodule has forward hooks, which compiled code would not run"
+    if is_cast_as_one(state.module):
+        return "layerwise casting of the whole module at once casts all weights at each call"
     return hooks.REASON if hooks.has_global_hooks() else ""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.frontend.adapter_kinds import FOLDED, kind_of, name_of
+from strop.frontend.layerwise_casting import cast_of
 from strop.frontend.module_parts import has_other_forward
 
 
@@ -39,6 +40,8 @@ def unfolded_reason(layer: Any) -> str:
         return f"no rule for adapters of the kind {type(layer).__module__}.{name}"
     if type(base) is not kind.base:
         return f"the layer is a {type(base).__name__}"
+    if cast_of(base) is not None:
+        return "layerwise casting keeps its weight in another type"
     if any(map(has_other_forward, (layer, base))):
         return "the layer has a forward of its own"
     if has_bias(layer) and base.bias is None:

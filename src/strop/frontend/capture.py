@@ -48,6 +48,7 @@ from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapp
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.functional import WriteThroughViewError, make_functional
+from strop.frontend.layerwise_casting import cast_as, cast_of, left_out
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.library_operators import opened
@@ -150,18 +151,16 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if is_around:  # accelerate's hook holds the models before this one
         memo |= {id(value): None for value in (*around, vars(module)["_old_forward"])}
     for part in module.modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            # a copy would put hooks of its own on the parameters, and a trace has none of them
-            raise CaptureError(
-                "DistributedDataParallel cannot be traced; optimize the module in it"
-            )
-        if has_other_forward(part) and not (is_around and part is module):
-            raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
+        _refuse_copy(part, is_outermost=is_around and part is module)
         own = part.__dict__.get("forward")
         if getattr(own, "is_strop", False):
             memo[id(own)] = None  # dispatchers stay with the original
     _copy_graph_modules(module, memo)
+    casts = list(left_out(module))
+    memo |= {id(hook): None for _, _, hooks in casts for hook in hooks}
     clone = copy.deepcopy(module, memo)
+    for part, cast, _ in casts:
+        cast_as(memo[id(part)], cast)
     for hooks in _HOOKS & vars(clone).keys():  # the module's own, which run around its forward
         vars(clone)[hooks].clear()
     for part in clone.modules():
@@ -170,6 +169,14 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for name in ("_hf_hook", "_old_forward") if is_around else ():
         del vars(clone)[name]
     return clone
+
+
+def _refuse_copy(part: nn.Module, *, is_outermost: bool) -> None:
+    if isinstance(part, nn.parallel.DistributedDataParallel):
+        # a copy would put hooks of its own on the parameters, and a trace has none of them
+        raise CaptureError("DistributedDataParallel cannot be traced; optimize the module in it")
+    if has_other_forward(part) and cast_of(part) is None and not is_outermost:
+        raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
 
 
 def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:

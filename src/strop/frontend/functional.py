@@ -23,6 +23,8 @@ from strop.frontend.view_writes import can_repeat, can_undo, unviewed, viewed_ag
 _NAMED_OTHERWISE = {
     torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
     torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
+    torch.ops.aten.pow_.Tensor: torch.ops.aten.pow.Tensor_Tensor,
+    torch.ops.aten.floor_divide_.Tensor: torch.ops.aten.floor_divide.default,
 }
 
 

@@ -1,4 +1,5 @@
-"""Answer calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes.
+"""Answer calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes,
+diagonals.
 
 For a transposed tensor the answer depends on whether a size is 1, and asking plants a guard that
 makes such a size another graph. Here the traced sizes answer, and no guard is planted: values are
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import is_contiguous_for_memory_format
 
+from strop.frontend.diagonals import fill_diagonal
 from strop.frontend.formats import suggested, traced
 from strop.frontend.indexed import indexed, needs_operators, write_indexed
 
@@ -172,4 +174,5 @@ LAYOUTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.is_contiguous: _is_contiguous,
     Tensor.__getitem__: _call_getitem,
     Tensor.__setitem__: _call_setitem,
+    Tensor.fill_diagonal_: fill_diagonal,
 }

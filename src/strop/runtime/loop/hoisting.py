@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from strop.ir.dims import product
 from strop.ir.ops import CODES
 from strop.ir.program import CallStep, KernelStep, Program, Step
 from strop.runtime.derived.sources import KnownMemory, KnownWrites, Sources, versions_of
@@ -207,7 +208,8 @@ def prologue_of(
     A step belongs to it if it reads nothing else and its results lie in planned memory, as those of
     kernels and of ``planned`` library calls do. Kernels that check indices stay behind, since every
     call has to raise again. A program that writes to its arguments or weights has no prologue.
-    What is made of quantised weights alone is not left to others: it would be the weights in full.
+    What is made of quantised weights alone, or is a weight in another type, is not left to others:
+    it would be the weights in full.
     """
     if not steady or writes_inputs(program, steps):
         return Prologue()
@@ -241,17 +243,28 @@ def _small(
 
 
 def dequantised(program: Program, steps: Sequence[Step | None]) -> set[int]:
-    """Return the buffers that come of weights alone, quantised ones among them."""
-    alone = read_by_all(program, ())
-    codes = {n for n in alone if program.buffers[n].dtype in CODES}
+    """Return the buffers that come of weights alone, quantised ones among them, or are weights in
+    another type."""
+    weights = read_by_all(program, ())
+    alone, codes = {*weights}, {n for n in weights if program.buffers[n].dtype in CODES}
     found = set[int]()
     for step in steps:
         read = set(read_by(step))
         if read and alone >= read:
             alone.update(written(step))
-            if not (codes | found).isdisjoint(read):
+            is_cast = weights >= read and _are_casts(program, read, written(step))
+            if is_cast or not (codes | found).isdisjoint(read):
                 found.update(written(step))
     return found
+
+
+def _are_casts(program: Program, read: Collection[int], made: Collection[int]) -> bool:
+    """Tell whether a step makes one weight in another type."""
+    if len(read) != 1 or len(made) != 1:
+        return False
+    (weight, own) = (program.buffers[n] for n in (*read, *made))
+    is_float = weight.dtype.is_floating_point and own.dtype.is_floating_point
+    return is_float and weight.dtype != own.dtype and product(weight.shape) == product(own.shape)
 
 
 def writes_inputs(program: Program, steps: Sequence[Step | None]) -> bool:
