@@ -52,6 +52,8 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
     options = _checked_options(options, unknown)
     if not isinstance(train, bool):
         raise OptionError(f"strop.optimize got train={train!r}; it takes True or False")
+    if options.weights_budget_bytes:
+        _check_budget(options, train=train)
     if isinstance(obj, torch.jit.ScriptModule):
         raise OptionError(
             f"strop.optimize got a {type(obj).__name__}, which has no Python forward to trace; give"
@@ -86,6 +88,22 @@ def _checked_options(options: Options | None, unknown: dict[str, Any]) -> Option
             f"options is a {type(options).__name__}; strop.optimize takes strop.Options(...)"
         )
     return options or Options.from_environment()
+
+
+def _check_budget(options: Options, *, train: bool) -> None:
+    """Raise OptionError for what cannot be together with a budget for weights."""
+    reason = ""
+    if train:
+        reason = "train=True needs all weights on the GPU, where they are updated"
+    if options.lora == "merged":
+        reason = "lora='merged' needs a second copy of the weights there; lora='auto' does not"
+    if options.check:
+        reason = "check=True reads weights that are no longer there when a step is judged"
+    if reason:
+        raise OptionError(
+            f"weights_budget_bytes={options.weights_budget_bytes} limits the GPU memory of weights,"
+            f" and {reason}: leave one of the two out"
+        )
 
 
 def optimize_module(

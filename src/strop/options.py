@@ -62,6 +62,14 @@ class Options:
         "STROP_GRAPH_BUDGET_BYTES",
         keyed=False,
     )
+    weights_budget_bytes: int = _knob(
+        0,
+        "Let the weights of a module, or of the denoisers of a pipeline together, take at most this"
+        " much GPU memory: what has no room is streamed from the host in each call. 0 sets no"
+        " limit.",
+        "STROP_WEIGHTS_BUDGET_BYTES",
+        keyed=False,
+    )
     check_finite: bool = _knob(
         True,
         "Search the first results of each shape for NaN and inf, and log what is found.",

@@ -52,6 +52,8 @@ class PlanningStore(VariantStore):
 class PlanningDispatcher(Dispatcher):
     """This stands in for ``module.forward``, compiles, and runs nothing."""
 
+    streams = False  # no weight is ever moved
+
     def __init__(
         self,
         module: nn.Module,

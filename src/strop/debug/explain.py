@@ -179,12 +179,19 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
             ServedModule(dispatcher.state, dispatcher.loop, counters.hoisted, _latest(dispatcher))
         ),
         weights_bytes=bytes_of(dispatcher.state.tensors),
-        offloaded=offload_text(dispatcher.component),
+        offloaded=_place_text(dispatcher),
         unfolded=unfolded_layers(dispatcher.module),
         casts=Counter(str(cast) for cast in dispatcher.state.casts.values() if cast.compute_dtype),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
     )
+
+
+def _place_text(dispatcher: Dispatcher) -> str:
+    """Say how weights get to the device, or nothing where they stay there."""
+    if dispatcher.budget is not None:
+        return str(dispatcher.budget)
+    return offload_text(dispatcher.component)
 
 
 def trained_launches(log: AotLog) -> int:

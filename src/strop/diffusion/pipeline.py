@@ -8,6 +8,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,8 @@ def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
     known = compiled_modules(pipe)
     if not known:
         raise OptionError(_nothing_known(pipe))
-    kept = _kept(pipe, known, options)
+    own_options = options_of_parts(known, options)
+    kept = _kept(pipe, known, own_options)
     loop = next((kept[name].loop for name in kept if name in DENOISERS), DenoiseLoop())
     record = new_record(pipe)
     changes = Changes() if record is None else record.changes
@@ -58,7 +60,7 @@ def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
         for name, module in known.items():
             own = loop if name in DENOISERS else None
             if name not in kept or (own is not None and kept[name].loop is not own):
-                _compile(module, options, name, own, _part_of(pipe, name), **how)
+                _compile(module, own_options[name], name, own, _part_of(pipe, name), **how)
         _mark_own_bar(pipe, loop, changes)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
     if left:
@@ -70,14 +72,32 @@ def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
         )
 
 
-def _kept(pipe: Any, known: Mapping[str, nn.Module], options: Options) -> dict[str, Dispatcher]:
+def options_of_parts(known: Mapping[str, nn.Module], options: Options) -> dict[str, Options]:
+    """Return the options of each part. A budget for weights is that of the denoisers, which have it
+    in proportion to their sizes; other parts have none."""
+    if not options.weights_budget_bytes:
+        return dict.fromkeys(known, options)
+    sizes = {n: sum(w.nbytes for w in known[n].parameters()) for n in known if n in DENOISERS}
+    if not sizes:
+        raise OptionError(
+            f"weights_budget_bytes={options.weights_budget_bytes} is for the denoisers of a"
+            f" pipeline ({', '.join(DENOISERS)}), and this one has none: optimise a part by itself"
+        )
+    total = max(sum(sizes.values()), 1)
+    budgets = {n: max(options.weights_budget_bytes * size // total, 1) for n, size in sizes.items()}
+    return {n: replace(options, weights_budget_bytes=budgets.get(n, 0)) for n in known}
+
+
+def _kept(
+    pipe: Any, known: Mapping[str, nn.Module], options: Mapping[str, Options]
+) -> dict[str, Dispatcher]:
     """Return what serves parts that are compiled in the way that is asked for."""
     found = {}
     for name, module in known.items():
         own = dispatcher_of(module)
         if own is None:
             continue
-        is_alike = (type(own), own.name, own.options) == (Dispatcher, name, options)
+        is_alike = (type(own), own.name, own.options) == (Dispatcher, name, options[name])
         is_around = vars(module).get("forward") is own  # and nobody's wrapper is
         if is_alike and is_around and own.component is _part_of(pipe, name):
             found[name] = own

@@ -30,9 +30,10 @@ class AdaptedWeights:
     """Hold what stands for the weights of all adapted layers of one module, in both modes."""
 
     def __init__(self, options: Options) -> None:
-        self._mode = options.lora
+        has_budget = bool(options.weights_budget_bytes)  # in which a second copy has no room
+        self._mode = "unmerged" if has_budget else options.lora
         self.merged = EffectiveWeights()
-        self.low_rank = LowRankWeights(options.lora_max_rank)
+        self.low_rank = LowRankWeights(options.lora_max_rank, may_lie_apart=has_budget)
         self.reason = ""  # for the mode of the layers that have a low-rank part
         self._has_found_memory_short = False
         self._used: tuple[AdapterWeights[Any], ...] = ()  # the modes that serve a layer

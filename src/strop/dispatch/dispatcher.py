@@ -11,9 +11,9 @@ import contextlib
 import copy
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from strop.dispatch import cpu_fast_path, hooks, model_offload
 from strop.dispatch.adapter import Adapter
 from strop.dispatch.counters import Counters
+from strop.dispatch.decided_call import DecidedCall, in_normal_modes
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
@@ -44,6 +45,7 @@ from strop.dispatch.signature import (
 from strop.dispatch.unsupported_calls import unfit_call, unfit_module
 from strop.dispatch.variants import REFUSALS, VariantStore
 from strop.dispatch.varying_numbers import GivenCall, Turned
+from strop.dispatch.weights_budget import WeightsBudget, budget_for
 from strop.errors import StropError, UnsupportedError
 from strop.frontend.adapted_layers import without_scale
 from strop.frontend.low_rank_layers import batch_of
@@ -55,33 +57,10 @@ from strop.runtime.run import cuda_graphs
 from strop.runtime.run.fair_turns import FairLock
 from strop.runtime.run.library_calls import drawing_by
 
-T = TypeVar("T")
-
 
 def _plain_forward(module: nn.Module) -> Any:
     """Return the forward of the module's class, bound to the module."""
     return types.MethodType(type(module).forward, module)
-
-
-def _in_normal_modes(run: Callable[[], T]) -> T:
-    """Run with tensors that are normal ones, whatever the caller's mode: memory and weights outlive
-    a call."""
-    if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return run()
-    return run()
-
-
-@dataclass(slots=True)
-class DecidedCall:
-    """This is what became of a call: its result, or why it runs in eager. ``arguments`` are as the
-    program takes them."""
-
-    arguments: Any = None
-    reason: str = ""
-    call: GivenCall | None = None
-    refusal: StropError | None = None
-    result: Any = None
 
 
 _AS_IT_IS, _NO_RESULT = contextlib.nullcontext(), object()
@@ -98,6 +77,7 @@ class Dispatcher:
     """This stands in for ``module.forward``."""
 
     folds_adapters = True  # layers with adapters run as plain ones do
+    streams = True  # weights that have a budget
     is_strop = True  # tells capture that this forward may be left out of a copy
 
     def __init__(
@@ -139,7 +119,8 @@ class Dispatcher:
             self.variants,
             self.adapter,
             self._fallbacks,
-            may_hoist=options.hoist and loop is not None,  # else no loop would ever begin
+            # else no loop would ever begin; and what is hoisted would lie beside the budget
+            may_hoist=options.hoist and loop is not None and not options.weights_budget_bytes,
         )
         self._runner = EntryRunner(
             self.name,
@@ -150,6 +131,7 @@ class Dispatcher:
             self._fallbacks,
             self.forget_shapes_but,
         )
+        self._runner.budget = budget_for(self.name, self.state, options) if self.streams else None
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
         self._known = KnownBindings()  # of earlier states of the module
@@ -207,7 +189,7 @@ class Dispatcher:
             with self._lock:
                 outcome = self._decide(args, kwargs, flight)
             if flight.run is not None:
-                outcome.result = flight.result(_in_normal_modes)
+                outcome.result = flight.result(in_normal_modes)
         finally:
             flight.end()
         if outcome.reason:
@@ -244,7 +226,7 @@ class Dispatcher:
         plain = None if kwargs else args
         is_no_grad = not (torch.is_inference_mode_enabled() or torch.is_grad_enabled())
         with drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
-            refusal, result = _in_normal_modes(
+            refusal, result = in_normal_modes(
                 partial(self._serve, call, plain, flight, is_no_grad=is_no_grad)
             )
         return DecidedCall((args, kwargs), call=call, refusal=refusal, result=result)
@@ -306,6 +288,9 @@ class Dispatcher:
         """Return why there is no program for the call, or its result, unless that is left to
         ``flight``. ``plain`` holds its arguments where none has a name; ``is_no_grad`` says whether
         that is the caller's mode."""
+        if (budget := self.budget) and self.state.place != (place := budget.place_of(call.given)):
+            self.state.place = place
+            self._reset()
         key = self._maker.key(call)
         if refused := self._still_refused(key):
             return refused, None
@@ -441,7 +426,17 @@ class Dispatcher:
         with self._lock:
             self.state.effective.take_rows(self.module, rows)
 
+    @property
+    def budget(self) -> WeightsBudget | None:
+        """Return what keeps the weights within ``weights_budget_bytes``, if there is a budget."""
+        return self._runner.budget
+
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.budget is not None and self.budget.is_away():
+            raise UnsupportedError(
+                f"{self.name}: {reason}; torch cannot run it, since weights_budget_bytes keeps"
+                " weights on the host: change that, or call strop.restore first"
+            )
         if self.state.effective.rows is not None:
             raise UnsupportedError(f"{self.name}: eager knows no strop.lora_rows: {reason}")
         if self.options.strict and reason != hooks.REASON:
@@ -455,7 +450,8 @@ class Dispatcher:
         """Run the call in eager, whose own exception comes first: it says more than that tracing
         failed."""
         is_by_row = self.state.effective.rows is not None  # of which eager knows nothing
-        if is_by_row or (self.options.strict and refusal.__cause__ is None):
+        is_away = self.budget is not None and self.budget.is_away()
+        if is_away or is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
         try:
             result = self.eager(*args, **kwargs)
@@ -522,7 +518,8 @@ class Dispatcher:
         looks = self.state.bound_to()
         # often nothing is another: diffusers notes with which scale adapters were fused
         if looks != before.looks:
-            self._known.add(before)
+            if self.budget is None:  # whose memory is not kept for earlier weights
+                self._known.add(before)
             self._known.prune(self.state)
             self._entries = self._known.take(looks)
             for entry in self._entries.values():
@@ -562,6 +559,8 @@ class Dispatcher:
         """Keep no place in the module, nor in what others have put around its forward since."""
         self.has_left = True
         self.forget_shapes()
+        if self.budget is not None:
+            self.budget.give_back()
         model_offload.leave(self.component, self)
         cpu_fast_path.remove_entrance(self)
         before = self._before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -21,12 +22,14 @@ from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.placed_weights import place
 from strop.dispatch.variants import library_for
+from strop.dispatch.weights_budget import WeightsBudget
 from strop.options import Options
 from strop.runtime.build import driver
 from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of
 from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
 from strop.runtime.run import cuda_graphs, graph_keep_alive
 from strop.runtime.run.executor import Bound
+from strop.runtime.run.run_order import RunOrder
 from strop.runtime.run.workspace import Workspace, workspace_of
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class EntryRunner:
         self.loop, self._counters, self._fallbacks = loop, counters, fallbacks
         # This keeps no dispatcher alive: a module that is restored must be free at once.
         self._forget_others = WeakMethod(forget_others)
+        self.budget: WeightsBudget | None = None  # of the weights, where there is one
 
     def run(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
         """Run an entry with these tensors. ``checked_loop`` is the denoise loop that this is a call
@@ -76,6 +80,7 @@ class EntryRunner:
             and entry.uses > 0
             and 0 in entry.bounds
             and checked_loop is None
+            and not self._has_budget  # whose slots are for one run at a time
         )
 
     def set_out(self, flight: Flight, entry: Entry, tensors: list[Tensor]) -> None:
@@ -93,7 +98,10 @@ class EntryRunner:
 
     def wants_graph(self, entry: Entry) -> bool:
         """Say whether a CUDA graph is to run this: that is so from the second use of a shape on,
-        unless the caller captures one, or is about to."""
+        unless the caller captures one, or is about to. None does under a budget for weights: a
+        graph would read the host's memory whenever it is replayed."""
+        if self._has_budget:
+            return False
         if entry.uses < 2 or not entry.has_graph or not self._options.cuda_graphs:
             return False
         return not (torch.cuda.is_current_stream_capturing() or graph_keep_alive.are_wanted())
@@ -191,25 +199,54 @@ class EntryRunner:
         return bound
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
+        program = entry.variant.program
         if entry.placed is None:
             before = self._state.pointers
-            entry.placed = place(entry.variant.program, self._state.tensors)
-            self._state.remember(entry.variant.program, entry.placed)
-            forget_others = self._forget_others()
-            if self._state.pointers != before and forget_others is not None:
-                forget_others(entry)  # they were bound to the old places
+            entry.placed = self._placed(entry)
+            self._state.remember(program, entry.placed)
+            if self._state.pointers != before:
+                self._have_forgotten(entry)  # they were bound to the old places
         hoist = self._hoist(entry, workspace) if entry.steady else None
+        state: Sequence[Tensor | None] = entry.placed
+        streaming = None
+        if self._has_budget and self.budget is not None:
+            state, streaming = self.budget.bind(program, self._order(entry), entry.placed)
         return Bound(
-            entry.variant.program,
+            program,
             entry.env,
-            entry.placed,
+            state,
             library_for(entry.device, self._options),
             workspace,
             stream,
             hoist,
             in_place=not self._options.check,
             plans=entry.variant.plans,
+            streaming=streaming,
         )
+
+    @property
+    def _has_budget(self) -> bool:
+        return self.budget is not None and self.budget.serves()
+
+    def _placed(self, entry: Entry) -> list[Tensor | None]:
+        """Put weights where the entry's program wants them."""
+        program = entry.variant.program
+        if self.budget is None or not self.budget.serves():
+            return place(program, self._state.tensors)
+        forget = partial(self._have_forgotten, entry)
+        return self.budget.put(program, self._order(entry), forget)
+
+    def _have_forgotten(self, entry: Entry) -> None:
+        if (forget_others := self._forget_others()) is not None:
+            forget_others(entry)
+
+    def _order(self, entry: Entry) -> RunOrder:
+        """Return the order in which the entry's program runs."""
+        library, shares = library_for(entry.device, self._options), not self._options.check
+        plans = entry.variant.plans
+        return plans.plan(
+            entry.variant.program, entry.env, library, None, None, shares=shares
+        ).order
 
     def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
         """Return what to hoist. Its memory is kept as all other is: for a stream, or for the

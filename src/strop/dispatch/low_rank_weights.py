@@ -69,18 +69,21 @@ class LowRankLayer(WrappedLayer):
     def written(self) -> dict[str, nn.Parameter]:
         return {DOWN: self.down, UP: self.up}
 
-    def fits(self, wrapped: Any, rank: int) -> bool:
-        """Tell whether the factors can be those of this layer."""
+    def fits(self, wrapped: Any, rank: int, *, may_lie_apart: bool) -> bool:
+        """Tell whether the factors can be those of this layer. Where they ``may_lie_apart``, they
+        lie on another device than its weight if they like."""
         weight, (down, up) = wrapped.base_layer.weight, _shapes(wrapped, rank)
-        alike = (self.down.dtype, self.down.device) == (weight.dtype, weight.device)
+        alike = self.down.dtype == weight.dtype
+        alike &= may_lie_apart or self.down.device == weight.device
         return alike and (self.down.shape, self.up.shape) == (down, up)
 
 
 class LowRankWeights(AdapterWeights[LowRankLayer]):
     """Hold the factors of all layers of one module whose weights stay as they are."""
 
-    def __init__(self, least_rank: int = 0) -> None:
+    def __init__(self, least_rank: int = 0, *, may_lie_apart: bool = False) -> None:
         super().__init__()
+        self._may_lie_apart = may_lie_apart
         self.rank = 0
         self.rows: RowAdapters | None = None
         self._least = max(least_rank, LEAST_RANK)
@@ -104,7 +107,7 @@ class LowRankWeights(AdapterWeights[LowRankLayer]):
         for part in wrapped:
             base: Any = part.base_layer
             known = self._layers.get(id(base))
-            if known is not None and known.fits(part, self.rank):
+            if known is not None and known.fits(part, self.rank, may_lie_apart=self._may_lie_apart):
                 found[id(base)] = LowRankLayer(part, known.down, known.up)
             else:
                 found[id(base)] = _new(part, self.rank)

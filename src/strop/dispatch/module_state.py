@@ -333,7 +333,7 @@ class ModuleState:
             for path, m in self.parts
         )
         state = tuple(
-            (n, shape, layout_of(t), t.dtype, t.device)
+            (n, shape, layout_of(t), t.dtype, self.place or t.device)
             for n, t, shape in zip(self.names, self.tensors, self.shapes, strict=True)
         )
         objects = {id(value): value for value in self.global_guards.objects}

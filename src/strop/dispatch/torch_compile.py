@@ -73,6 +73,12 @@ def _options(given: dict[str, Any]) -> Options:
         raise OptionError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
     if not isinstance(options, Options):
         options = Options.from_environment(**(options or given))
+    if options.weights_budget_bytes:
+        raise OptionError(
+            f"weights_budget_bytes={options.weights_budget_bytes} is for strop.optimize:"
+            ' torch.compile(backend="strop") streams no weights, so call strop.optimize(model,'
+            " options=...) instead, or leave the budget out"
+        )
     return options if MODES[mode] else replace(options, cuda_graphs=False)
 
 

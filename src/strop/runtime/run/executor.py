@@ -8,6 +8,7 @@ closures.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.layouts import is_laid_out, laid_out, read_as
 from strop.runtime.run.link import Linked, Resources, link
 from strop.runtime.run.shape_plan import ShapePlans
+from strop.runtime.run.weight_stream import Streaming
 from strop.runtime.run.workspace import KEPT_BYTES, Workspace
 
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
@@ -56,14 +58,18 @@ class Bound:
         in_place: bool = True,
         part: TimetablePart | None = None,
         plans: ShapePlans | None = None,
+        streaming: Streaming | None = None,
     ) -> None:
         """Plan the program at these sizes, and build a kernel that no shape before has needed, and
         that the background has not come to. Unless ``in_place``, operands of a step are still there
         when it has run. A ``part`` binds some steps alone, for a timetable. ``plans``: those of
-        this program so far."""
+        this program so far. ``streaming`` has weights in place when a step wants them."""
         self.program, self.env = program, env
         self._plans = ShapePlans() if plans is None else plans
         self.plan = self._plans.plan(program, env, kernels, hoist, part, shares=in_place)
+        self._streaming = streaming
+        if streaming is not None:
+            self.plan = replace(self.plan, early=self.plan.early - streaming.fences)
         memory = self.plan.memory
         self.arena_bytes, self.kept_bytes = memory.arena_bytes, memory.kept_bytes
         self.call_bytes = memory.call_bytes
@@ -186,7 +192,7 @@ class Bound:
         It gives what ``structured`` makes of the results, or None where working memory has moved,
         or a debugger is here. It is to be asked for after a run.
         """
-        if self._linked is None:
+        if self._linked is None or self._streaming is not None:
             return None
         return cpu_runs.straight(
             self, self.plan, self._linked, self._resources, self._workspace, structured
@@ -224,6 +230,10 @@ class Bound:
 
     def _walk(self, linked: Linked, positions: Sequence[int]) -> None:
         steps = linked.steps
+        if self._streaming is not None:
+            around = self.around or _launch
+            self._streaming.walk(positions, lambda position: around(position, steps[position]))
+            return
         if self.around is None:
             for position in positions:
                 steps[position]()
@@ -303,6 +313,10 @@ class Bound:
                 bound._walk(bound._begin(()), bound.plan.order.late)
 
         return run
+
+
+def _launch(position: int, step: Callable[[], None]) -> None:
+    step()
 
 
 def _is_about_memory(error: BaseException) -> bool:

@@ -1,0 +1,397 @@
+"""Serve a module whose weights have a budget of device memory (``Options.weights_budget_bytes``).
+
+Each weight has one place, which is where its Parameter lies: on the device, where it stays from
+call to call, or in pinned memory of the host, from where each call streams it. So nothing is ever a
+copy that could be older than what a user has written. ``runtime.run.stream_plan`` says which lie
+where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.placed_weights import place
+from strop.dispatch.weight_regions import (
+    Region,
+    Regions,
+    returned_state,
+    uses_of,
+)
+from strop.errors import OptionError
+from strop.ir.program import InputSpec, Program
+from strop.options import Options
+from strop.runtime.run.pinned_memory import pinned
+from strop.runtime.run.run_order import RunOrder
+from strop.runtime.run.stream_plan import (
+    Block,
+    StreamPlan,
+    Use,
+    aligned,
+    plan_stream,
+    replan,
+    scattered_regions,
+)
+from strop.runtime.run.weight_stream import Copy, Lane, StreamedBlock, Streaming, lane_for
+from strop.wording import counted
+
+DEVICES = ("cuda",)  # types of devices that a budget is for; tests add another
+HOST_PIECE_BYTES = 256 << 20  # that are pinned together, while weights are copied there
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """This is a program whose weights lie where the budget wants them, with what there was found
+    of them."""
+
+    program: Program
+    order: RunOrder
+    state: Sequence[Tensor | None]
+    regions: Regions
+    uses: Sequence[Use]
+
+
+class WeightsBudget:
+    """This keeps the weights of one module within a budget on one device."""
+
+    def __init__(self, name: str, state: ModuleState, budget_bytes: int) -> None:
+        self.name, self._state, self.budget_bytes = name, state, budget_bytes
+        self._home: torch.device | None = None  # where the weights were given
+        self._host: list[Tensor] = []  # pinned pieces that regions lie in
+        self._device: list[Tensor] = []  # where that is a CPU too: what stands for its memory
+        self._resident_bytes = 0  # as planned last
+        self._scattered = set[int]()  # ids of weights that some program reads at several places
+        self._slots: Tensor | None = None
+        self._lane: Lane | None = None
+        self._plan: StreamPlan | None = None  # of the program that was bound last
+        state.place = self._usual_place()
+        state.scan()  # the structure says where weights are
+
+    def _usual_place(self) -> torch.device | None:
+        """Return where calls are expected: where weights are, or on a GPU."""
+        first = next(iter(self._state.tensors), None)
+        if first is not None and first.device.type in DEVICES:
+            return first.device
+        if "cuda" in DEVICES and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return None
+
+    def place_of(self, tensors: Sequence[Tensor]) -> torch.device | None:
+        """Return on which device a call with these arguments runs, if that is one that has a
+        budget."""
+        if not tensors:
+            return self._state.place
+        devices = [tensor.device for tensor in tensors if tensor.device.type in DEVICES]
+        return devices[0] if devices else None
+
+    def is_away(self) -> bool:
+        """Tell whether weights lie where torch could not run the module."""
+        place = self._state.place if self.serves() else None
+        return place is not None and any(t.device != place for t in self._state.tensors)
+
+    def serves(self) -> bool:
+        """Tell whether calls run under the budget now: on a CPU they do not."""
+        return self._state.place is not None and self._state.place.type in DEVICES
+
+    def __str__(self) -> str:
+        budget = f"weights_budget_bytes={self.budget_bytes}"
+        if self._plan is None:
+            return f"weights: {budget}, of which no call was served yet"
+        kept, on = f"{self._resident_bytes / 1e6:.2f} MB stay", f"on {self._state.place}"
+        if not self._plan.blocks:
+            return f"weights: {kept} {on}, all of them ({budget})"
+        streamed, slot = self._plan.streamed_bytes / 1e6, self._plan.slot_bytes / 1e6
+        return (
+            f"weights: {kept} {on}, {streamed:.2f} MB are streamed there in each call, in"
+            f" {counted(len(self._plan.blocks), 'block')} through 2 slots of {slot:.2f} MB"
+            f" ({budget}); without CUDA graphs, and nothing is hoisted out of loops"
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the memory of the device that weights and slots take."""
+        return self._resident_bytes + (self._slots.numel() if self._slots is not None else 0)
+
+    # placing
+
+    def put(
+        self, program: Program, order: RunOrder, before_move: Callable[[], object]
+    ) -> list[Tensor | None]:
+        """Put weights where a program wants them, within the budget, and return its state
+        arguments. ``before_move`` has everybody let go of them. Raises OptionError where that
+        cannot be."""
+        self._check(program)
+        self._home = self._home or self._state.tensors[0].device
+        self._unite(program.inputs)
+        placed = self._found(program, order)
+        if self._is_settled(placed):
+            return [*placed.state]
+        before_move()
+        self._state.release_pieces()
+        plan = self._planned(placed)
+        self._move(placed.regions, plan, placed.uses)
+        return [*self._found(program, order).state]
+
+    def _check(self, program: Program) -> None:
+        """Raise OptionError for what is not served under a budget."""
+        for name, tensor in zip(self._state.names, self._state.tensors, strict=True):
+            if tensor.grad is not None:
+                raise OptionError(
+                    f"weights_budget_bytes: {name} has a gradient: call"
+                    " zero_grad(set_to_none=True) first"
+                )
+        if self._state.make_ups:
+            name = self._state.make_ups[0][0]
+            raise OptionError(
+                f"weights_budget_bytes: {name} is a weight of another library's own class, which is"
+                " not streamed: load the model without quantisation, or leave the budget out"
+            )
+        if len(self._state.effective.merged):
+            raise OptionError(
+                "weights_budget_bytes: adapters other than plain LoRA need a second copy of the"
+                " weights: fuse them into the weights (fuse_lora), or leave the budget out"
+            )
+        if returned_state(program):
+            raise OptionError(
+                f"weights_budget_bytes: the forward of {self.name} gives back a weight or buffer,"
+                " which may lie on the host: have it give back a copy, or leave the budget out"
+            )
+
+    def _unite(self, inputs: Sequence[InputSpec]) -> None:
+        """Take weights that are to be one piece, and lie on several devices, to the host."""
+        tensors = self._state.tensors
+        regions = None
+        for spec in inputs[len(tensors) :]:
+            parts = [tensors[index] for index in spec.merged]
+            if spec.corners or len({part.device for part in parts}) < 2:
+                continue
+            regions = regions or Regions(tensors, ())
+            for part in parts:
+                number = regions.number_of(part)
+                if number is not None and part.device.type != "cpu":
+                    region = regions.all[number]
+                    region.move(torch.empty(region.size_bytes, dtype=torch.uint8))
+
+    def _found(self, program: Program, order: RunOrder) -> Placed:
+        """Return how weights lie, in pieces that the program wants."""
+        tensors = self._state.tensors
+        state = place(program, tensors)
+        regions = Regions(tensors, [t for t in state if t is not None])
+        numbers = {n: regions.number_of(t) for n, t in enumerate(state) if t is not None}
+        known = {n: number for n, number in numbers.items() if number is not None}
+        return Placed(program, order, state, regions, uses_of(program, order, known))
+
+    def _is_resident(self, region: Region) -> bool:
+        if region.device.type != "cpu":
+            return region.device == self._state.place
+        return _holder(self._device, region) is not None
+
+    def _resident(self, regions: Regions) -> set[int]:
+        return {n for n, region in enumerate(regions.all) if self._is_resident(region)}
+
+    def _is_settled(self, placed: Placed) -> bool:
+        """Tell whether all weights of a program lie well, beside those of others."""
+        regions, slot = placed.regions, self._slots.numel() // 2 if self._slots is not None else 0
+        resident = self._resident(regions)
+        size = sum(aligned(regions.all[n].size_bytes) for n in resident)
+        if not self._resident_bytes <= size <= self.budget_bytes - 2 * slot:
+            return False
+        plan = replan(placed.uses, regions.sizes, resident, slot)
+        if plan is None or (plan.blocks and not slot):
+            return False
+        streamed = (regions.all[n] for block in plan.blocks for n in block.offsets)
+        return all(r.is_fixed or _holder(self._host, r) is not None for r in streamed)
+
+    def _planned(self, placed: Placed) -> StreamPlan:
+        regions = placed.regions
+        fixed = {n for n, region in enumerate(regions.all) if region.is_fixed}
+        here = {n for n in fixed if self._is_resident(regions.all[n])}
+        scattered = scattered_regions(placed.uses, regions.sizes, here) - fixed
+        self._scattered.update(id(t) for n in scattered for t in regions.all[n].weights)
+        for number, region in enumerate(regions.all):
+            if not self._scattered.isdisjoint(map(id, region.weights)):
+                here.add(number)
+        away = fixed - here
+        return plan_stream(placed.uses, regions.sizes, self.budget_bytes, here=here, away=away)
+
+    # moving
+
+    def _move(self, regions: Regions, plan: StreamPlan, uses: Sequence[Use]) -> None:
+        """Take weights to where the plan has them: first those that leave the device."""
+        assert self._state.place is not None
+        read = dict.fromkeys(n for use in uses for n in use.regions)
+        others = (n for n in range(len(regions.all)) if n not in read)
+        going = [n for n in (*read, *others) if self._is_going(regions.all[n], n, n in read, plan)]
+        leaves = any(self._is_resident(regions.all[n]) for n in going)
+        self._take_home([regions.all[n] for n in going])
+        self._hold_slots(plan.slot_bytes)
+        if leaves and self._state.place.type == "cuda":
+            torch.cuda.empty_cache()  # what weights have left is for everybody
+        for number in sorted(plan.resident):
+            region = regions.all[number]
+            if not self._is_resident(region) and not region.is_fixed:
+                memory = device_memory(region.size_bytes, self._state.place)
+                region.move(memory)
+                if memory.device.type == "cpu":  # elsewhere the device tells
+                    self._device.append(memory)
+        self._device = [m for m in self._device if _is_used(m, regions)]
+        self._host = [m for m in self._host if _is_used(m, regions)]
+        resident = [regions.all[n] for n in self._resident(regions)]
+        self._resident_bytes = sum(aligned(region.size_bytes) for region in resident)
+
+    def _is_going(self, region: Region, number: int, is_read: bool, plan: StreamPlan) -> bool:
+        """Tell whether a region is to be taken to pinned memory."""
+        if region.is_fixed or number in plan.resident:
+            return False
+        return self._is_resident(region) or (is_read and _holder(self._host, region) is None)
+
+    def _take_home(self, regions: Sequence[Region]) -> None:
+        """Take regions to pinned memory of the host, one behind the other, a few at a time: their
+        old memory is free then."""
+        some, size = list[Region](), 0
+        for region in (*regions, None):
+            if some and (region is None or size + region.size_bytes > HOST_PIECE_BYTES):
+                self._take_piece(some)
+                some, size = [], 0
+            if region is not None:
+                some.append(region)
+                size += aligned(region.size_bytes)
+
+    def _take_piece(self, regions: Sequence[Region]) -> None:
+        assert self._state.place is not None
+        sizes = [aligned(region.size_bytes) for region in regions]
+        piece, start = pinned(sum(sizes), for_gpu=self._state.place.type == "cuda"), 0
+        for region, size in zip(regions, sizes, strict=True):
+            region.move(piece[start : start + region.size_bytes])
+            start += size
+            self._device = [m for m in self._device if not _lies_in(region, m)]
+        self._host.append(piece)
+
+    def _hold_slots(self, slot_bytes: int) -> None:
+        assert self._state.place is not None
+        if self._slots is not None and self._slots.numel() == 2 * slot_bytes:
+            return
+        self._slots = self._lane = None
+        if slot_bytes:
+            self._slots = device_memory(2 * slot_bytes, self._state.place)
+            self._lane = lane_for(self._slots)
+
+    def give_back(self) -> None:
+        """Take all weights to where they were given, and let go of the slots."""
+        self._slots = self._lane = self._plan = None
+        with torch.inference_mode(False), torch.no_grad():
+            if self._home is not None:
+                for region in Regions(self._state.tensors, ()).all:
+                    if self._is_resident(region) or region.device != self._home:
+                        region.move(
+                            torch.empty(region.size_bytes, dtype=torch.uint8, device=self._home)
+                        )
+        self._host, self._device, self._home = [], [], None
+        self._resident_bytes = 0
+
+    # binding
+
+    def bind(
+        self, program: Program, order: RunOrder, state: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], Streaming | None]:
+        """Return what a program reads for its state arguments, which ``put`` has given, and what
+        streams those that are not on the device."""
+        placed = self._found(program, order)
+        regions, slot = placed.regions, self._slots.numel() // 2 if self._slots is not None else 0
+        plan = replan(placed.uses, regions.sizes, self._resident(regions), slot)
+        assert plan is not None  # ``put`` has seen to it
+        self._plan = plan
+        where = {n: (block, at) for block in plan.blocks for n, at in block.offsets.items()}
+        found = [self._seen(regions, where, tensor) for tensor in state]
+        if self._lane is None:
+            return found, None
+        blocks = [self._streamed(regions, block) for block in plan.blocks]
+        return found, Streaming(self._lane, blocks)
+
+    def _seen(
+        self, regions: Regions, where: dict[int, tuple[Block, int]], tensor: Tensor | None
+    ) -> Tensor | None:
+        """Return what a program reads in the place of a weight; None if it does not read it."""
+        if tensor is None:
+            return None
+        number = regions.number_of(tensor)
+        if number is None:
+            return tensor.to(self._state.place)  # no element
+        region = regions.all[number]
+        if self._is_resident(region):
+            return tensor
+        if number not in where:
+            return None
+        return region.placed(tensor).at(self._slot_bytes_of(*where[number], region))
+
+    def _slot_bytes_of(self, block: Block, offset: int, region: Region) -> Tensor:
+        assert self._slots is not None
+        start = block.slot * (self._slots.numel() // 2) + offset
+        return self._slots[start : start + region.size_bytes]
+
+    def _streamed(self, regions: Regions, block: Block) -> StreamedBlock:
+        copies = list[Copy]()
+        for number, offset in block.offsets.items():
+            region = regions.all[number]
+            place = self._slot_bytes_of(block, offset, region)
+            copies.append((place, region.bytes() if region.is_fixed else self._bytes(region)))
+        return StreamedBlock(block.slot, block.first, block.last, _joined(copies))
+
+    def _bytes(self, region: Region) -> Tensor:
+        """Return a region in its pinned piece."""
+        piece = _holder(self._host, region)
+        assert piece is not None
+        start = region.start - piece.data_ptr()
+        return piece[start : start + region.size_bytes]
+
+
+def budget_for(name: str, state: ModuleState, options: Options) -> WeightsBudget | None:
+    """Return what keeps the weights of a module within a budget, if ``options`` have one."""
+    budget_bytes = options.weights_budget_bytes
+    return WeightsBudget(name, state, budget_bytes) if budget_bytes else None
+
+
+def device_memory(size_bytes: int, device: torch.device) -> Tensor:
+    """Return memory of a device for weights. Tests count it."""
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+def _joined(copies: Sequence[Copy]) -> tuple[Copy, ...]:
+    """Return the same copies with those as one that lie behind each other on both sides."""
+    found = list[Copy]()
+    for copy in copies:
+        if found and (both := _one_piece(found[-1], copy)) is not None:
+            found[-1] = both
+        else:
+            found.append(copy)
+    return tuple(found)
+
+
+def _one_piece(first: Copy, second: Copy) -> Copy | None:
+    gaps = [b.data_ptr() - a.data_ptr() for a, b in zip(first, second, strict=True)]
+    is_one = all(
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        for a, b in zip(first, second, strict=True)
+    )
+    if not is_one or gaps[0] != gaps[1] or gaps[0] != aligned(first[0].numel()):
+        return None
+    size = gaps[0] + second[0].numel()
+    into, source = (t.as_strided((size,), (1,)) for t in first)
+    return into, source
+
+
+def _holder(pieces: Sequence[Tensor], region: Region) -> Tensor | None:
+    return next((piece for piece in pieces if _lies_in(region, piece)), None)
+
+
+def _lies_in(region: Region, memory: Tensor) -> bool:
+    start = memory.data_ptr()
+    return region.device == memory.device and start <= region.start < start + memory.numel()
+
+
+def _is_used(memory: Tensor, regions: Regions) -> bool:
+    return any(_lies_in(region, memory) for region in regions.all)
