@@ -125,8 +125,11 @@ def _planned(
         apart |= kernels.failed
 
 
-def dynamo_backend(gm: Any, example_inputs: Any, **options: Any) -> Any:
-    """This is the entry point for ``torch.compile(model, backend="strop")``."""
+def __getattr__(name: str) -> Any:
+    """Return the entry point for ``torch.compile(model, backend="strop")``. To listen to Dynamo
+    from its first trace on, its module is loaded when torch asks for the backend by its name."""
+    if name != "dynamo_backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from strop.dispatch.torch_compile import serve_dynamo
 
-    return serve_dynamo(gm, example_inputs, **options)
+    return serve_dynamo

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
+from torch._dynamo import symbolic_convert
 
 import strop
 from strop.dispatch import dynamo as aot
 from strop.dispatch.served_graph import ServedGraph
 from strop.dispatch.torch_compile import FRAMES
+from strop.dispatch.unread_texts import print_each_size_once, without_function_names
 from strop.errors import OptionError
 from tests.e2e import tiny
 
@@ -115,6 +117,13 @@ def check(fast: Any, eager: Any, sizes: Any = SIZES) -> None:
         torch.testing.assert_close(fast(x), expected, rtol=1e-4, atol=rounding)
 
 
+@torch.no_grad()
+def check_two_sizes(fast: Any, eager: Any) -> None:
+    for side in (8, 12):
+        given = torch.randn(2, 4, side, 8), torch.randn(2, 7, 8)
+        torch.testing.assert_close(fast(*given), eager(*given), rtol=1e-4, atol=1e-5)
+
+
 def test_six_sizes_take_two_traces_and_two_graphs() -> None:
     """In the second one batch, height, width and tokens are symbols, though the second call has
     changed one of them alone, and though height and width of later calls are equal."""
@@ -184,41 +193,78 @@ def test_the_second_trace_takes_nothing_apart_for_its_shape(
         note(operator)
     eager = Skipped().eval()
     fast, before = compiled(copy.deepcopy(eager)), FRAMES.clock.num_traces
-    with torch.no_grad():
-        for side in (8, 12):
-            given = torch.randn(2, 4, side, 8), torch.randn(2, 7, 8)
-            torch.testing.assert_close(fast(*given), eager(*given), rtol=1e-4, atol=1e-5)
+    check_two_sizes(fast, eager)
     assert FRAMES.clock.num_traces - before == 2
     assert len(FRAMES.clock.traces) == FRAMES.clock.num_traces
     assert not apart
 
 
-def test_no_garbage_is_collected_while_dynamo_traces_for_all_sizes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Dynamo makes fake tensors from its first to its last step. Afterwards, and where a trace
-    fails, collection goes on."""
-    collects: list[bool] = []
+@pytest.fixture
+def collects(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note whether garbage is collected, for each fake tensor that is made."""
+    found: list[bool] = []
     make = torch._subclasses.FakeTensor.__new__
 
     def noted(*given: Any, **named: Any) -> Any:
-        collects.append(gc.isenabled())
+        found.append(gc.isenabled())
         return make(*given, **named)
 
     monkeypatch.setattr(torch._subclasses.FakeTensor, "__new__", staticmethod(noted))
+    return found
+
+
+def test_no_garbage_is_collected_while_dynamo_traces(collects: list[bool]) -> None:
+    """Dynamo makes fake tensors from its first to its last step. Afterwards, and where a trace
+    fails, collection goes on."""
+    FRAMES.listen()  # a reset has forgotten it
     eager = Skipped().eval()
     fast = compiled(copy.deepcopy(eager))
-    with torch.no_grad():
-        fast(torch.randn(2, 4, 8, 8), torch.randn(2, 7, 8))
-        assert any(collects)  # Dynamo asks no backend before its first trace
+    for width in (8, 12):
         collects.clear()
-        fast(torch.randn(2, 4, 12, 8), torch.randn(2, 7, 8))
-    assert collects
-    assert not any(collects)
-    assert gc.isenabled()
+        with torch.no_grad():
+            fast(torch.randn(2, 4, width, 8), torch.randn(2, 7, 8))
+        assert collects
+        assert not any(collects)
+        assert gc.isenabled()
     with pytest.raises(RuntimeError), torch.no_grad():
         fast(torch.randn(2, 5, 8, 8), torch.randn(2, 7, 8))
     assert gc.isenabled()
+
+
+def test_traces_for_other_backends_collect(collects: list[bool]) -> None:
+    FRAMES.listen()
+    with torch.no_grad():
+        torch.compile(Block().eval(), backend="eager")(torch.randn(2, 3, 8))
+    assert all(collects)
+    assert collects
+
+
+def test_dynamo_keeps_the_sizes_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed once for each size is what Dynamo prints of each node."""
+    found: list[Any] = []
+    usual = print_each_size_once
+
+    def noted(output: Any) -> None:
+        usual(output)
+        expected = type(output).get_graph_sizes_structured(output)
+        found.append((output.get_graph_sizes_structured(), expected))
+
+    monkeypatch.setattr("strop.dispatch.traced_frames.print_each_size_once", noted)
+    eager = Skipped().eval()
+    check_two_sizes(compiled(copy.deepcopy(eager)), eager)
+    assert len(found) == 2
+    assert all(sizes == expected for sizes, expected in found)
+    assert any("//" in str(size) for sizes in found[1][0].values() for size in sizes)
+
+
+def test_logs_of_a_trace_name_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens, no file is taken apart for them."""
+    own, reader = symbolic_convert.get_funcname, symbolic_convert.trace_source_log
+    with without_function_names():
+        assert symbolic_convert.get_funcname(__file__, 1) is None
+    monkeypatch.setattr(reader, "isEnabledFor", lambda level: True)
+    with without_function_names():
+        assert symbolic_convert.get_funcname is own
 
 
 def test_an_equal_graph_is_known_when_dynamo_asks_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 import strop
 from strop.dispatch.entry_runner import EntryRunner
+from strop.dispatch.gc_pause import collection_paused
 
 
 @contextmanager
@@ -55,3 +57,45 @@ def test_the_pause_lasts_until_the_first_result(
     assert num_inside[0] == 0
     assert collected, "collections go on behind it"
     assert gc.isenabled()
+
+
+class Cycle:
+    """It can be freed by a collection alone."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_a_pause_leaves_is_walked_over_once() -> None:
+    """Its garbage goes when it ends, and what lives on is no longer young."""
+    gc.collect()
+    with collection_paused(leaves_much=True):
+        alive = [[number] for number in range(10_000)]
+        dead = weakref.ref(Cycle())
+        assert dead() is not None
+    assert dead() is None
+    assert len(gc.get_objects(0)) < len(alive)
+    assert len(gc.get_objects(1)) < len(alive)
+    assert gc.isenabled()
+
+
+def test_what_a_user_has_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collection_paused(leaves_much=True):
+            pass
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_nobody_collects_for_a_user_who_has_turned_it_off() -> None:
+    gc.disable()
+    try:
+        with collection_paused(leaves_much=True):
+            dead = weakref.ref(Cycle())
+        assert dead() is not None
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

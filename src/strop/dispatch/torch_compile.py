@@ -41,7 +41,7 @@ MODES = {
     "max-autotune": True,
     "max-autotune-no-cudagraphs": False,
 }
-FRAMES = TracedFrames()
+FRAMES = TracedFrames(lambda backend: backend is serve_dynamo)
 _KNOWN: WeakValueDictionary[Hashable, ServedGraph | ServedSteps] = WeakValueDictionary()
 
 
