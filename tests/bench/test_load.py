@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from strop.bench.load import LoadPlan
-from strop.bench.load_report import LoadedContender, result_of, rows_of, verdicts
+from strop.bench.load_contenders import Contender, ContenderProcess
+from strop.bench.load_report import MeasuredContender, result_of, rows_of, verdicts
 from strop.bench.load_threads import LoadWindow, called
 from strop.bench.load_workloads import LOAD_WORKLOADS, cases_of, sized
 from strop.cli import app
@@ -28,20 +30,20 @@ def window(threads: int, calls: int, seconds: float, ms: float, more: int = 0) -
     return LoadWindow(threads, every, every / calls * seconds, [ms] * calls, [], memory)
 
 
-def contender(name: str, rates: dict[int, tuple[float, float]], more: int = 0) -> LoadedContender:
+def contender(name: str, rates: dict[int, tuple[float, float]], more: int = 0) -> MeasuredContender:
     """One whose threads make so many calls a second, each of which takes so long; two rounds."""
     windows = {
         threads: [window(threads, 100, 100 / rate, ms, more) for _ in range(2)]
         for threads, (rate, ms) in rates.items()
     }
-    return LoadedContender(name, lambda number: torch.zeros(1), [], windows)
+    return MeasuredContender(name, windows)
 
 
 GOOD = {1: (100.0, 10.0), 8: (190.0, 42.0), 200: (185.0, 1100.0)}
 EAGER = {1: (50.0, 20.0), 8: (80.0, 100.0), 200: (70.0, 2900.0)}
 
 
-def held(*made: LoadedContender) -> list[bool]:
+def held(*made: MeasuredContender) -> list[bool]:
     return [must["holds"] for must in result_of("sprites", made, 200, 8)["musts"]]
 
 
@@ -139,6 +141,28 @@ def test_a_plan_says_what_is_wrong_with_it() -> None:
         LoadPlan(baseline_threads=300).check()
     with pytest.raises(OptionError, match="whisper takes no adapters"):
         LoadPlan("whisper", with_adapter=True).check()
+
+
+def test_contenders_are_processes_whose_memory_is_their_own() -> None:
+    """One of them takes 200 MB more, and the other's memory does not grow by it."""
+    plan = Contender("eager", "whisper", [(1,)], 2, 1, False, CPU)
+    with ContenderProcess(plan) as one, ContenderProcess(plan) as other:
+        one.measure([0, 1, 2, 3])
+        more = torch.ones(50_000_000)
+        other.measure([0, 1, 2, 3])
+        one.measure([3, 2, 1, 0])
+        assert more.nbytes == 200_000_000
+        first, second = one.measured.windows[2]
+        assert first.memory_bytes[-1][1] > 10_000_000
+        assert second.memory_bytes[-1][1] - first.memory_bytes[-1][1] < 100_000_000
+        assert not first.wrong + second.wrong
+        assert one.num_cases == len(other.measured.windows[1][0].latencies_ms) == 4
+
+
+def test_a_contender_that_cannot_be_built_says_why() -> None:
+    wrong = Contender("eager", "sprites", [(24, 24)], 2, 1, False, torch.device("cpu"))
+    with pytest.raises(StropError, match="ended with exit code 1"):
+        ContenderProcess(replace(wrong, workload="none"))
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.dispatch.dispatcher import dispatcher_of
-from strop.runtime.run import workspace
+from strop.runtime.run import fewer_threads, workspace
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.fair_turns import LANES
 from tests.e2e import tiny
@@ -66,8 +66,7 @@ def is_at_rest(module: Any) -> bool:
     """Whether no lock of it is held, and no call under way."""
     dispatcher = dispatcher_of(module)
     assert dispatcher is not None
-    lanes_held = LANES._num_made - len(LANES._free)
-    return not (dispatcher._lock.is_held or dispatcher._in_flight.count or lanes_held)
+    return not (dispatcher._lock.is_held or dispatcher._in_flight.count or LANES.are_used)
 
 
 def test_calls_run_side_by_side_each_in_its_own_memory() -> None:
@@ -131,6 +130,66 @@ def test_who_waits_for_a_lane_runs_in_its_thread(monkeypatch: pytest.MonkeyPatch
     in_threads(lambda number: found.append(module(x)), 3)
     assert [name == "strop-lane-0" for name in ran[:2]] == [False, True]
     assert all(torch.equal(one, expected) for one in found)
+    assert is_at_rest(module)
+
+
+class Wide(nn.Module):
+    """Products that are large enough for several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + x
+
+
+def threads_of_runs(module: Any, work: Callable[[int], None], callers: int) -> list[int]:
+    """How many threads torch had in each run, while so many call."""
+    seen, usual = list[int](), Bound._walk
+
+    def walk(self: Any, linked: Any, positions: Any) -> None:
+        if positions:
+            seen.append(torch.get_num_threads())
+        usual(self, linked, positions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bound, "_walk", walk)
+        in_threads(work, callers)
+    return seen
+
+
+@pytest.mark.parametrize("has_other_bits", [False, True])
+def test_callers_share_the_cores_if_bits_are_the_same(
+    has_other_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has four threads here: a lone call has them all, and of many each has one, unless a
+    product gives other bits then."""
+    torch.set_num_threads(4)
+    module = optimized(Wide(), strict=True)
+    inputs = [torch.randn(rows, 256) for rows in (64, 65, 200)]
+    with torch.no_grad():
+        expected = [[module(x) for x in inputs] for _ in range(2)][1]
+    if has_other_bits:
+        monkeypatch.setattr(fewer_threads, "_is_same", lambda call, full, fewer: False)
+    wrong = list[int]()
+
+    def work(number: int) -> None:
+        for step in range(10):
+            which = (number + step) % len(inputs)
+            if not torch.equal(module(inputs[which]), expected[which]):
+                wrong.append(which)
+
+    assert threads_of_runs(module, lambda number: work(0), 1) == [4] * 10
+    counts = threads_of_runs(module, work, NUM_THREADS)
+    assert len(counts) == 10 * NUM_THREADS
+    if has_other_bits:
+        assert {*counts} == {4}
+    else:
+        assert counts.count(1) > 5 * NUM_THREADS, "most of them, and not those with few beside them"
+    assert not wrong
+    assert torch.get_num_threads() == 4
     assert is_at_rest(module)
 
 

@@ -16,18 +16,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.runtime.run import lane_threads
-from strop.runtime.run.lane_threads import LaneThread, surroundings, thread_for
+from strop.runtime.run.lane_threads import LaneThread, flushes, thread_for
 from tests.runtime.test_threads import in_threads
 
 
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lane_threads, "_THREADS", {})
-    num_threads, flushes = surroundings()
-    torch.set_num_threads(1)
+    before = flushes()
     yield
-    torch.set_flush_denormal(flushes)
-    torch.set_num_threads(num_threads)
+    torch.set_flush_denormal(before)
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
@@ -79,8 +77,8 @@ def test_a_thread_has_its_callers_settings() -> None:
     """Denormal numbers are zero for one caller, and numbers for the other."""
     tiny = torch.full((64,), 1e-39)
 
-    def halved(flushes: bool) -> tuple[Any, torch.Tensor]:
-        if not torch.set_flush_denormal(flushes):
+    def halved(is_flushing: bool) -> tuple[Any, torch.Tensor]:
+        if not torch.set_flush_denormal(is_flushing):
             pytest.skip("this processor cannot")
         thread = thread_for(0)
         assert thread is not None
@@ -95,20 +93,15 @@ def test_a_thread_has_its_callers_settings() -> None:
     assert flushed.eq(0).all()
 
 
-def test_who_has_several_threads_runs_by_itself() -> None:
-    """torch keeps that number for each thread; a new one has what was set last, by whichever."""
-    assert elsewhere(lambda: thread_for(0)) is not None
-    torch.set_num_threads(2)
-    assert elsewhere(lambda: thread_for(0)) is None
-
-
-def test_a_thread_with_another_number_than_its_callers_is_not_lent() -> None:
-    def look() -> Any:
-        torch.get_num_threads()  # one, from here on, in this thread
-        in_threads(lambda number: torch.set_num_threads(2), 1)
-        return torch.get_num_threads(), thread_for(0)
-
-    assert elsewhere(look) == (1, None)
+def test_operators_have_one_thread_in_it_whatever_others_have() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        thread = elsewhere(lambda: thread_for(0))
+        assert thread.result_of(torch.get_num_threads) == 1
+        assert elsewhere(torch.get_num_threads) == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_main_thread_runs_by_itself() -> None:

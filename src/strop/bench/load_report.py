@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from strop.bench.load_threads import LoadWindow
 from strop.wording import counted
@@ -17,13 +15,10 @@ MOST_GROWN_BYTES = 32 << 20  # from the first round to the last
 
 
 @dataclass(slots=True)
-class LoadedContender:
-    """This is a model that is called, what it gives when it is called alone, and what was
-    measured, by the number of threads."""
+class MeasuredContender:
+    """This is what was measured of a model that is called, by the number of threads."""
 
     name: str
-    call: Callable[[int], Tensor]
-    expected: Sequence[Tensor]
     windows: dict[int, list[LoadWindow]] = field(default_factory=dict)
 
 
@@ -52,7 +47,7 @@ def rank(values: Sequence[float], share: float) -> float:
 
 
 def result_of(
-    workload: str, made: Sequence[LoadedContender], threads: int, fewer: int
+    workload: str, made: Sequence[MeasuredContender], threads: int, fewer: int
 ) -> dict[str, Any]:
     """Return the result, as JSON has it, without the environment."""
     contenders = {

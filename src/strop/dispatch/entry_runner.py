@@ -85,7 +85,7 @@ class EntryRunner:
 
     def set_out(self, flight: Flight, entry: Entry, tensors: list[Tensor]) -> None:
         """Bind a call to a lane, in which it will run alone, whoever is served meanwhile."""
-        bound = self._bound_for(entry, flight.begin())
+        bound = self._bound_for(entry, flight.begin(entry.bounds[0].shares))
         counters, weights, variant = self._counters, self._state.tensors, entry.variant
 
         def run() -> Any:

@@ -22,6 +22,7 @@ from strop.runtime.loop.hoisting import Hoist, Hoisted, Moment, Stamp, read_by
 from strop.runtime.loop.timetable import Timetable, TimetablePart
 from strop.runtime.run import cpu_runs, graph_keep_alive
 from strop.runtime.run.bounds_checks import BoundsChecks
+from strop.runtime.run.fewer_threads import shares_of
 from strop.runtime.run.layouts import is_laid_out, laid_out, read_as
 from strop.runtime.run.link import Linked, Resources, link
 from strop.runtime.run.shape_plan import ShapePlans
@@ -80,6 +81,7 @@ class Bound:
         self._resources = Resources(state, kernels, stream, lent, faults, {})
         self._workspace = workspace
         self._linked: Linked | None = None
+        self._shares: dict[int, tuple[int, ...]] = {}
         self._is_looked_up = False  # by the latest run
         self._repeated = program.repeated
         self.around: Around | None = None  # a debugger's place between the steps
@@ -131,7 +133,19 @@ class Bound:
     def _link(self, memory: Tensor) -> Linked:
         kept = self.hoisted.linked(self.kept_bytes)
         self._linked = link(self.plan, self._resources, memory, kept)
+        self._shares = {}
         return self._linked
+
+    def shares(self, full: int) -> tuple[int, ...]:
+        """Return with which numbers of threads below ``full`` a run on a CPU gives the same bits.
+        It is to be asked for after a run; the first time, this takes about as long as some."""
+        linked, known = self._linked, self._shares
+        if linked is None:  # nothing is known before the next run
+            return ()
+        if full not in known:
+            calls = [call for call in linked.calls if call is not None]
+            known[full] = shares_of(calls, full) if len(calls) == len(linked.calls) else ()
+        return known[full]
 
     # running
 

@@ -10,25 +10,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from strop.runtime.run.operator_threads import set_here
 
 Work = Callable[[], Any]
 _LEAST_NORMAL = 2.0**-1022
 
 
-class Surroundings(NamedTuple):
-    """These settings belong to a thread, and decide which bits come of a run."""
-
-    num_threads: int  # of torch, in an operator
-    flushes: bool  # numbers below the least normal one to zero (``torch.set_flush_denormal``)
-
-
-def surroundings() -> Surroundings:
-    """Return those of the calling thread."""
-    return Surroundings(torch.get_num_threads(), not _LEAST_NORMAL * 0.5)
+def flushes() -> bool:
+    """Say whether this thread takes numbers below the least normal one for zero
+    (``torch.set_flush_denormal``). That decides bits, and a new thread does as its maker does."""
+    return not _LEAST_NORMAL * 0.5
 
 
 class Errand:
@@ -54,12 +51,13 @@ class Errand:
 
 
 class LaneThread:
-    """This is a thread that does one errand after the other."""
+    """This is a thread that does one errand after the other. Operators have one thread in it."""
 
     def __init__(self, lane: int) -> None:
         self._errands = SimpleQueue[Errand]()
         threading.Thread(target=self._serve, name=f"strop-lane-{lane}", daemon=True).start()
-        self.surroundings: Surroundings = self.result_of(surroundings)
+        self.result_of(partial(set_here, 1))
+        self.flushes: bool = self.result_of(flushes)
 
     def result_of(self, work: Work) -> Any:
         """Have the thread do some work, and return or raise what comes of it."""
@@ -80,27 +78,23 @@ class LaneThread:
             self._errands.get().do()
 
 
-_THREADS: dict[tuple[int, Surroundings], LaneThread] = {}
+_THREADS: dict[tuple[int, bool], LaneThread] = {}
 
 
 def thread_for(lane: int) -> LaneThread | None:
-    """Return the thread that may run for this caller, who holds the lane; None where the caller has
-    to run by itself.
+    """Return the thread that may run for this caller, who holds the lane, with one thread in an
+    operator; None where the caller has to run by itself.
 
     That is so where the thread would lack something of the caller's, and in the main thread, in
-    which alone an interrupt can end a run. Where an operator has several threads, too: the lane's
-    and its helpers would wake each other across cores at each kernel, and a caller's, woken on one
-    core, do not.
+    which alone an interrupt can end a run.
     """
     if threading.current_thread() is threading.main_thread() or _is_watched():
         return None
-    mine = surroundings()
-    if mine.num_threads > 1:
-        return None
+    mine = flushes()
     found = _THREADS.get((lane, mine))
     if found is None:
         found = _THREADS[lane, mine] = LaneThread(lane)
-    return found if found.surroundings == mine else None
+    return found if found.flushes == mine else None
 
 
 def _is_watched() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,13 @@ from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
+from strop.runtime.run.fewer_threads import (
+    SMALL_FLOPS,
+    LibraryCall,
+    flops_of,
+    in_one_thread,
+    is_counted,
+)
 from strop.runtime.run.launched_calls import CallSite, Launched
 from strop.runtime.run.launches import GeneratedLaunch
 from strop.runtime.run.layouts import laid_out, read_as, reshaped
@@ -33,6 +40,7 @@ from strop.runtime.run.library_calls import (
     planned_on,
 )
 from strop.runtime.run.shape_plan import ShapePlan
+from strop.runtime.run.sizes import Look
 
 Run = Callable[[], None]
 Slots = list[Tensor | None]
@@ -58,13 +66,15 @@ class Resources:
 class Linked:
     """This is a program that can run in this memory. ``slots`` say what each buffer holds, None
     where it is yet to come; ``patches`` say, by buffer, which kernels want to know where it then
-    lies."""
+    lies. ``calls`` are those of a CPU's libraries that use several threads, None for one that is
+    not known."""
 
     memory: Tensor
     slots: Slots
     patches: Mapping[int, list[Patch]]
     steps: Sequence[Run]
     returned: Sequence[Callable[[], Any]]
+    calls: Sequence[LibraryCall | None]
 
     def put(self, number: int, tensor: Tensor) -> None:
         self.slots[number] = tensor
@@ -75,8 +85,8 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Linking:
-    """This is what a step is linked to, and the patches that come of it. ``steady`` are weights
-    that no step writes."""
+    """This is what a step is linked to, and the patches and calls that come of it. ``steady`` are
+    weights that no step writes."""
 
     plan: ShapePlan
     resources: Resources
@@ -84,6 +94,7 @@ class Linking:
     slots: Slots
     patches: dict[int, list[Patch]]
     steady: frozenset[int]
+    calls: list[LibraryCall | None] = field(default_factory=list)
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Return the bytes of the arena from where this scratch begins."""
@@ -100,7 +111,7 @@ def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) ->
     returned = [_returned(at, place) for place in range(len(plan.program.returned))]
     # where nothing lies in it, it is not to be kept alive either
     used = memory if plan.memory.arena_bytes else memory.new_empty(0)
-    return Linked(used, slots, at.patches, steps, returned)
+    return Linked(used, slots, at.patches, steps, returned, at.calls)
 
 
 def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Slots:
@@ -254,7 +265,7 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
     library = table[step.op](attrs)
     choice = at.plan.choices.get(position)
     if choice is None or choice.launches is None:
-        return library
+        return library if at.resources.kernels.device.arch else _on_cpu(at, step, attrs, library)
     site = CallSite(
         at.resources.kernels,
         at.resources.stream,
@@ -264,6 +275,43 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
     return launched.allocating(library) if choice.launches.result else launched.writing(library)
+
+
+def _on_cpu(
+    at: Linking, step: CallStep, attrs: Mapping[str, Any], library: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a library's call that gives the same bits with whatever number of threads, or note it
+    as one of which that has to be found out."""
+    if not is_counted(step.op):
+        at.calls.append(None)
+        return library
+    looks = tuple(_look(at, ref) for ref in step.inputs)
+    if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
+        return in_one_thread(library)
+    out = _row_look(at, step) if step.op in PLANNED_OUT else None
+    at.calls.append(LibraryCall(step.op, tuple(attrs.items()), looks, out, library))
+    return library
+
+
+def _look(at: Linking, ref: TensorRef) -> Look:
+    """Return how a library call sees a piece of a buffer. A weight may lie in memory in another
+    order than it was traced."""
+    sizes, fixed = at.plan.sizes, at.slots[ref.buffer]
+    dtype = sizes.dtypes[ref.buffer]
+    if fixed is not None and sizes.is_whole(ref):
+        return tuple(fixed.shape), fixed.stride(), dtype
+    return sizes.all(ref.shape), sizes.all(ref.strides), dtype
+
+
+def _row_look(at: Linking, step: CallStep) -> Look:
+    """Return how the result looks that a planned call writes, in dense rows if it is one of
+    rows."""
+    (number,) = step.outputs
+    shape, strides, dtype = at.plan.sizes.look(number)
+    if step.op in OF_ROWS:
+        shape = (math.prod(shape[:-1]), shape[-1])
+        strides = (shape[-1], 1)
+    return shape, strides, dtype
 
 
 def early_weights(step: CallStep) -> list[int]:
