@@ -140,5 +140,5 @@ def test_what_is_away_is_streamed_and_what_is_here_stays() -> None:
     assert 0 not in plan.resident
     check(plan, uses, sizes, 40 * KB)
     assert 0 not in plan_stream(uses, sizes, 1000 * KB, away={0}).resident
-    with pytest.raises(OptionError, match="matrices of adapters"):
+    with pytest.raises(OptionError, match="factors of adapters"):
         plan_stream(in_order((0,), (1,), (2,), (0,)), sizes, 40 * KB, away={0})
