@@ -206,6 +206,11 @@ class Options:
         )
 
     @property
+    def may_hoist(self) -> bool:
+        """Tell whether results may outlive a call: under a budget they would lie beside it."""
+        return self.hoist and not self.weights_budget_bytes
+
+    @property
     def wants_graphs(self) -> bool:
         """Tell whether the graph after each pass is kept, which only people read."""
         return self.record or bool(self.dump)

@@ -3,11 +3,8 @@ copies are late, and no more memory is taken than there is in the budget."""
 
 from __future__ import annotations
 
-import mmap
 import re
 import threading
-import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import strop
-from strop.dispatch import weights_budget
 from strop.dispatch.weights_budget import WeightsBudget
 from strop.errors import OptionError, UnsupportedError
-from strop.runtime.run.weight_stream import Copy
+from tests.budgeted import LANES, CountedMemory, lend_memory
 from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of sixteen in another order
 WIDTH, DEPTH = 16, 6
 X = torch.randn(3, WIDTH, generator=torch.manual_seed(0))
-JUNK = 0xFF  # NaN, read as floats
 
 
 class Block(nn.Module):
@@ -64,67 +59,9 @@ class Net(nn.Module):
         return self.last(x)
 
 
-class LateLane:
-    """This copies as late as it may, and a slot that is given up holds junk at once."""
-
-    def __init__(self, slots: Tensor) -> None:
-        self._halves, self._due = slots.view(2, -1), dict[int, Sequence[Copy]]()
-
-    def begin(self) -> None:
-        self._due.clear()
-
-    def copy(self, slot: int, copies: Sequence[Copy]) -> None:
-        assert slot not in self._due, "nobody has read what was to come there before"
-        self._due[slot] = copies
-
-    def wait(self, slot: int) -> None:
-        for place, source in self._due.pop(slot):
-            place.copy_(source)
-
-    def give_up(self, slot: int) -> None:
-        self._halves[slot].fill_(JUNK)
-
-    def end(self) -> None:
-        self._halves.fill_(JUNK)
-
-
-class HastyLane(LateLane):
-    """This copies at once."""
-
-    def copy(self, slot: int, copies: Sequence[Copy]) -> None:
-        super().copy(slot, copies)
-        for place, source in copies:
-            place.copy_(source)
-
-    def wait(self, slot: int) -> None:
-        del self._due[slot]
-
-
-class CountedMemory:
-    """It counts the memory that weights have on what stands for a GPU."""
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-
-    def __call__(self, size_bytes: int, device: torch.device) -> Tensor:
-        pages = mmap.mmap(-1, size_bytes)
-        self.now += size_bytes
-        self.most = max(self.most, self.now)
-        weakref.finalize(pages, self._give_back, size_bytes)
-        return torch.frombuffer(pages, dtype=torch.uint8)
-
-    def _give_back(self, size_bytes: int) -> None:
-        self.now -= size_bytes
-
-
-@pytest.fixture(params=[LateLane, HastyLane], ids=["late", "hasty"])
+@pytest.fixture(params=LANES)
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CountedMemory:
-    """Have weights go to other memory of the CPU, as to a GPU's."""
-    counted = CountedMemory()
-    monkeypatch.setattr(weights_budget, "DEVICES", ("cpu",))
-    monkeypatch.setattr(weights_budget, "lane_for", request.param)
-    monkeypatch.setattr(weights_budget, "device_memory", counted)
-    return counted
+    return lend_memory(monkeypatch, request.param)
 
 
 def plain(kind: type[nn.Module] = Net) -> Any:

@@ -110,17 +110,15 @@ class Dispatcher:
         self._lock, self._in_flight = FairLock(), RunsInFlight()
         self.state = ModuleState(module, options, folds_adapters=self.folds_adapters)
         self.state.effective.have_called(self._in_flight.wait)
-        self.turned = Turned()
         self.variants = variants or VariantStore(module, options, self.name)
-        self._fallbacks = Fallbacks(self.name, self.counters)
+        self.turned, self._fallbacks = Turned(), Fallbacks(self.name, self.counters)
         self._maker = EntryMaker(
             self.state,
             self.turned,
             self.variants,
             self.adapter,
             self._fallbacks,
-            # else no loop would ever begin; and what is hoisted would lie beside the budget
-            may_hoist=options.hoist and loop is not None and not options.weights_budget_bytes,
+            may_hoist=options.may_hoist and loop is not None,  # else no loop would ever begin
         )
         self._runner = EntryRunner(
             self.name,

@@ -90,8 +90,8 @@ class WeightsBudget:
 
     def is_away(self) -> bool:
         """Tell whether weights lie where torch could not run the module."""
-        place = self._state.place if self.serves() else None
-        return place is not None and any(t.device != place for t in self._state.tensors)
+        devices = {tensor.device for tensor in self._state.tensors}
+        return len(devices) > 1 or (self.serves() and not devices <= {self._state.place})
 
     def serves(self) -> bool:
         """Tell whether calls run under the budget now: on a CPU they do not."""
@@ -132,8 +132,9 @@ class WeightsBudget:
             return [*placed.state]
         before_move()
         self._state.release_pieces()
-        plan = self._planned(placed)
-        self._move(placed.regions, plan, placed.uses)
+        plan, regions, uses = self._planned(placed), placed.regions, placed.uses
+        del placed  # what it holds would keep memory that weights leave
+        self._move(regions, plan, uses)
         return [*self._found(program, order).state]
 
     def _check(self, program: Program) -> None:
@@ -228,6 +229,7 @@ class WeightsBudget:
         going = [n for n in (*read, *others) if self._is_going(regions.all[n], n, n in read, plan)]
         leaves = any(self._is_resident(regions.all[n]) for n in going)
         self._take_home([regions.all[n] for n in going])
+        self._let_go(regions)
         self._hold_slots(plan.slot_bytes)
         if leaves and self._state.place.type == "cuda":
             torch.cuda.empty_cache()  # what weights have left is for everybody
@@ -238,10 +240,14 @@ class WeightsBudget:
                 region.move(memory)
                 if memory.device.type == "cpu":  # elsewhere the device tells
                     self._device.append(memory)
-        self._device = [m for m in self._device if _is_used(m, regions)]
-        self._host = [m for m in self._host if _is_used(m, regions)]
+        self._let_go(regions)
         resident = [regions.all[n] for n in self._resident(regions)]
         self._resident_bytes = sum(aligned(region.size_bytes) for region in resident)
+
+    def _let_go(self, regions: Regions) -> None:
+        """Keep no memory in which nothing lies any more."""
+        self._device = [memory for memory in self._device if _is_used(memory, regions)]
+        self._host = [memory for memory in self._host if _is_used(memory, regions)]
 
     def _is_going(self, region: Region, number: int, is_read: bool, plan: StreamPlan) -> bool:
         """Tell whether a region is to be taken to pinned memory."""
@@ -268,7 +274,6 @@ class WeightsBudget:
         for region, size in zip(regions, sizes, strict=True):
             region.move(piece[start : start + region.size_bytes])
             start += size
-            self._device = [m for m in self._device if not _lies_in(region, m)]
         self._host.append(piece)
 
     def _hold_slots(self, slot_bytes: int) -> None:

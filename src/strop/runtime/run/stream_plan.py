@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from strop.errors import OptionError
 from strop.runtime.run.weight_layout import ALIGNMENT_BYTES
+from strop.wording import counted
 
 SLOT_BYTES = 64 << 20  # a copy of so much takes the bus long enough to run at its full rate,
 SLOT_SHARE = 8  # if that is no more than this part of the budget
@@ -81,8 +82,9 @@ def plan_stream(
     scattered = scattered_regions(uses, taken, here)
     if lost := scattered & set(away):
         raise OptionError(
-            f"weights_budget_bytes: {len(lost)} matrices of adapters are read at several places of"
-            " a run, and cannot be streamed: fuse the adapters into the weights, or do without"
+            f"weights_budget_bytes: factors of adapters ({counted(len(lost), 'piece')}) are read"
+            " at several places of a run, and cannot be streamed: fuse the adapters into the"
+            " weights, or do without"
         )
     fixed = {*here, *scattered}
     units = units_of(uses, fixed)

@@ -117,7 +117,7 @@ class StreamedBlock:
 
 
 class Streaming:
-    """This streams the weights of one program at one shape."""
+    """This has the weights of one program at one shape in place when its steps want them."""
 
     def __init__(self, lane: Lane, blocks: Sequence[StreamedBlock]) -> None:
         self._lane, self._blocks = lane, tuple(blocks)
