@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from strop.frontend.computed_weights import name_computed
 from strop.frontend.recording_hooks import MODULE as RECORDING
 
 _GLOBAL = (
@@ -33,9 +34,14 @@ REASON = (
 
 
 def is_untraced(registered: Mapping[int, Any]) -> bool:
-    """Tell whether there are others than those that transformers leaves on a model, inert unless
-    its own forward collects outputs: then capture traces them like the rest of that forward."""
-    return any(getattr(hook, "__module__", "") != RECORDING for hook in registered.values())
+    """Tell whether there are others than those that capture traces like the rest of a forward:
+    transformers leaves some on a model, inert unless its own forward collects outputs, and torch's
+    make weights (``frontend.computed_weights``)."""
+    return not all(map(_is_traced, registered.values()))
+
+
+def _is_traced(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == RECORDING or bool(name_computed(hook))
 
 
 def has_global_hooks() -> bool:

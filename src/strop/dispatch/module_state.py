@@ -23,6 +23,7 @@ from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
+from strop.frontend import computed_weights, layerwise_casting
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure
 from strop.frontend.composed_tensors import (
@@ -33,7 +34,6 @@ from strop.frontend.composed_tensors import (
     make_up,
     watched_places,
 )
-from strop.frontend.layerwise_casting import casts_in, watched_hooks
 from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
 from strop.frontend.module_tensors import plain_places, tensor_places
 from strop.frontend.stable_text import is_plain
@@ -77,7 +77,8 @@ class ModuleState:
         self.turned.scan(self.parts)
         self.train_sensitive = sensitive_parts(self.modules)
         self.replaced = replaced_part(everything)  # why a part with another forward is in the way
-        self.casts = casts_in(everything[1:])
+        self.casts = layerwise_casting.casts_in(everything[1:])
+        self.computed = computed_weights.computed_in(everything[1:])
         held = list(tensor_places(self.parts, self.effective.tables))
         self._scan_modules(held)
         places = list(plain_places(held, self._looks))
@@ -126,7 +127,8 @@ class ModuleState:
                 self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
-            edges += watched_hooks(owner)
+            edges += layerwise_casting.watched_hooks(owner)
+            edges += computed_weights.watched_hooks(owner)
             if isinstance(owner, GraphModule):  # its recompile() gives its class another one
                 edges.append((vars(type(owner)), "forward"))
         edges += self._scan_composed(held)
@@ -339,8 +341,8 @@ class ModuleState:
         objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
         names = (*self.global_guards.text, *self.global_guards.containers, *objects)
-        casts = tuple(self.casts.items())
-        return hash((modules, state, self.make_ups, casts, self.adapters, names))
+        made = (self.make_ups, tuple(self.casts.items()), tuple(self.computed.items()))
+        return hash((modules, state, *made, self.adapters, names))
 
 
 def layout_of(t: Tensor) -> tuple[int, ...] | None:

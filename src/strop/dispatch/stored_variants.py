@@ -81,7 +81,7 @@ def key_of(
             state.names, state.tensors, state.shapes, state.devices, strict=True
         )
     ]
-    parts += map(repr, (*state.make_ups, *state.casts.items()))
+    parts += map(repr, (*state.make_ups, *state.casts.items(), *state.computed.items()))
     parts += map(_version, _libraries_of_weights(state))
     parts += [
         repr(state.adapters),

@@ -178,7 +178,9 @@ class Steps:
         for name, _ in state.make_ups:
             raise UnsupportedError(f"{name} is quantised, and is part of a step that trains others")
         for name in state.casts:
-            raise UnsupportedError(f"{name} is under layerwise casting, which trains in eager")
+            raise UnsupportedError(f"{name} is under layerwise casting")
+        for name in state.computed:
+            raise UnsupportedError(f"hooks of torch make weights of {name}")
         device = device_of(state, shapes)
         library = library_for(device, self.options)
         library.warm_up()

@@ -44,6 +44,7 @@ from strop.errors import CaptureError
 from strop.frontend.adapted_layers import is_folded
 from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.composed_tensors import is_composed
+from strop.frontend.computed_weights import compute, computed_weights
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
@@ -158,9 +159,12 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     _copy_graph_modules(module, memo)
     casts = list(left_out(module))
     memo |= {id(hook): None for _, _, hooks in casts for hook in hooks}
+    memo |= {id(weight): None for weight in computed_weights(module)}
     clone = copy.deepcopy(module, memo)
     for part, cast, _ in casts:
         cast_as(memo[id(part)], cast)
+    for part in clone.modules():
+        compute(part)
     for hooks in _HOOKS & vars(clone).keys():  # the module's own, which run around its forward
         vars(clone)[hooks].clear()
     for part in clone.modules():

@@ -18,7 +18,7 @@ from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.random import RANDOM_RULES
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
-from strop.ir.dims import product
+from strop.ir.dims import const, product
 from strop.ir.graph import Builder, Node
 from strop.ir.ops import compute_dtype
 
@@ -56,6 +56,22 @@ def _added(im: Importer, fx: FxNode, added: Any, total: Node, beta: float, alpha
 def _mm(im: Importer, fx: FxNode, x: Any, w: Any) -> Node:
     weight = im.builder.permute(im.node(w), (1, 0))
     return im.builder.make("linear", (im.node(x), weight), im.shape(fx), weight.dtype)
+
+
+def _mv(im: Importer, fx: FxNode, matrix: Any, vector: Any) -> Node | None:
+    if not fx.meta["val"].dtype.is_floating_point:
+        return None
+    weight, row = im.node(matrix), im.builder.view_as_rank(im.node(vector), 2)
+    made = im.builder.make("linear", (row, weight), (const(1), *im.shape(fx)), weight.dtype)
+    return im.builder.reshape(made, im.shape(fx))
+
+
+def _dot(im: Importer, fx: FxNode, x: Any, y: Any) -> Node | None:
+    b, dtype = im.builder, fx.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return None
+    terms = binary(b, "mul", im.node(x), im.node(y), compute_dtype(dtype))
+    return b.reshape(b.reduce("sum", terms, (0,), dtype), ())
 
 
 def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
@@ -229,6 +245,9 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     aten.mm.default: _mm,
+    aten.mv.default: _mv,
+    aten.dot.default: _dot,
+    aten.vdot.default: _dot,
     aten.bmm.default: _bmm,
     torch.ops.strop.matmul.default: _matmul,
     aten.baddbmm.default: _baddbmm,

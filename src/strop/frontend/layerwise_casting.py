@@ -56,6 +56,8 @@ class CastForward:
     """This is the forward of a copy: it casts the weights within, as the hook around the original
     casts the original's."""
 
+    is_of_copy = True
+
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
         self._part, self._dtype = part, dtype
 

@@ -40,6 +40,8 @@ def has_other_forward(module: nn.Module) -> bool:
     own = module.__dict__.get("forward")
     if own is None or getattr(own, "is_strop", False) or is_exported(module):
         return False
+    if getattr(own, "is_of_copy", False):  # computes what hooks around the original's do
+        return False
     is_bound = getattr(own, "__self__", None) is module  # as hooks leave it when they are removed
     return not (is_bound and getattr(own, "__func__", None) is type(module).forward)
 

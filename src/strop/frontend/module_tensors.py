@@ -18,6 +18,7 @@ from strop.frontend.composed_tensors import (
     is_composed,
     put_together,
 )
+from strop.frontend.computed_weights import names_computed
 from strop.frontend.module_parts import own_attributes
 
 Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
@@ -72,7 +73,10 @@ def tensor_places(
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield start + key, table, key
+        computed = names_computed(owner)
         for key, value in own_attributes(owner):
+            if key in computed:
+                continue
             if type(value) is Tensor and id(value) not in seen and _is_data(value, devices):
                 seen.add(id(value))
                 yield start + key, owner.__dict__, key

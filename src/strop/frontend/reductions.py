@@ -241,6 +241,10 @@ def _norm(
     return _vector_norm(im, fx, x, 2 if p is None else p, dim, keepdim)
 
 
+def _norm_of_all(im: Importer, fx: FxNode, x: Any, p: float = 2) -> Node | None:
+    return _vector_norm(im, fx, x, p)
+
+
 REDUCTION_RULES: dict[Any, Rule] = {
     aten.var_mean.correction: _spread(takes_root=False, gives_mean=True),
     aten.std.correction: _spread(takes_root=True, gives_mean=False),
@@ -261,4 +265,5 @@ REDUCTION_RULES: dict[Any, Rule] = {
     aten.logsumexp.default: _logsumexp,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.Scalar: _norm_of_all,
 }
