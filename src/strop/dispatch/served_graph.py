@@ -25,6 +25,7 @@ from strop.dispatch.identities import addresses
 from strop.dispatch.signature import Shapes, Skeleton, memory_order
 from strop.dispatch.variants import VariantStore
 from strop.frontend.traced_graph import TracedGraph
+from strop.ir.dims import parse
 from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 
@@ -36,17 +37,17 @@ class TracedSizesAdapter(Adapter):
     """Name those sizes that Dynamo has left open: all others are constants of its graph."""
 
     def __init__(self, shapes: Sequence[Sequence[str]]) -> None:
-        self._shapes = shapes
+        self._shapes = [(tuple(texts), tuple(map(parse, texts))) for texts in shapes]
 
     def shapes(self, tensors: Sequence[Tensor], skeleton: Skeleton = ()) -> Shapes:
         hints: dict[str, int] = {}
         specs = []
-        for names, tensor in zip(self._shapes, tensors, strict=True):
-            for name, size in zip(names, tensor.shape, strict=True):
-                if not name.isdigit():
-                    hints[name] = max(int(size), 2)
+        for (texts, sizes), tensor in zip(self._shapes, tensors, strict=True):
+            for size, value in zip(sizes, tensor.shape, strict=True):
+                for name in size.roots:
+                    hints[name] = max(int(value) // size.divisor, 2)
             order = memory_order(tensor)
-            specs.append(TensorSpec(tuple(names), tensor.dtype, tensor.device, order))
+            specs.append(TensorSpec(texts, tensor.dtype, tensor.device, order))
         return Shapes(tuple(specs), hints)
 
 

@@ -86,14 +86,14 @@ def _served(gm: GraphModule, example_inputs: Sequence[Any], options: Options) ->
     """Return what serves the graph. Raises one of REFUSALS where that cannot be."""
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise UnsupportedError("autocast is enabled around it")
-    traced, state, given = traced_graph(gm)
+    trains = torch.is_grad_enabled() and any(
+        t.requires_grad for t in example_inputs if isinstance(t, Tensor)
+    )
+    traced, state, given = traced_graph(gm, has_blocks=not trains)
     open_sizes(dict(zip(traced.given_sources, given, strict=True)))
     frame = InstructionTranslator.current_tx().output.root_tx
     owner = frame.f_locals.get(traced.owner)
     name = frame.f_code.co_name if owner is None else type(owner).__name__
-    trains = torch.is_grad_enabled() and any(
-        t.requires_grad for t in example_inputs if isinstance(t, Tensor)
-    )
     kind = ServedSteps if trains else ServedGraph
     key = _key(traced, state, given, options, kind)
     known = _KNOWN.get(key)

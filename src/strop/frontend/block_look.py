@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
 from strop.frontend.composed_tensors import traced_make_up, traced_parts
 from strop.frontend.copied_nodes import node_of, node_of_number
@@ -30,7 +30,7 @@ from strop.frontend.recording_hooks import HOOK_TABLES, has_hooks
 _NOT_READ = ("extra_repr", *(name for name in vars(nn.Module()) if "state_dict" in name))
 _TABLES = ("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES)
 _BY_VALUE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
-_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
+_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, Graph)  # a graph is its class's code
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _WITHOUT_TENSORS = (*_BY_IDENTITY, nn.Module, *_SYMBOLIC)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was not made in C
@@ -187,7 +187,8 @@ def repeated(
 
     def may_be(part: nn.Module) -> bool:
         is_container = type(part).forward is nn.Module.forward
-        return sizes[id(part)] >= least_parts and not is_container
+        is_large = sizes[id(part)] >= least_parts or isinstance(part, GraphModule)
+        return is_large and not is_container
 
     visit(module)
     return list({id(block): block for block in found}.values())

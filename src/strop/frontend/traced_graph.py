@@ -7,18 +7,22 @@ brings nothing but the tensors, so that it can be captured and served as any oth
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
+from torch.utils._sympy.functions import Mod, PythonMod
 
 from strop.errors import UnsupportedError
+from strop.frontend.graph_blocks import GraphBlocks
 from strop.frontend.module_parts import graph_module_like
 
 _NAME = "w{}"  # of a weight, by its number
@@ -41,7 +45,8 @@ _CHECKED = {"inverse", "cholesky"}
 class TracedGraph:
     """Hold such a module, and where its tensors are among the arguments of Dynamo's graph.
 
-    ``shapes`` has a name for each symbolic size of the given tensors, and the others as numbers.
+    ``shapes`` has a name for each symbolic size of the given tensors, or a multiple of one such as
+    "8*d2", and the others as numbers.
     ``sources`` and ``given_sources`` are Dynamo's names for weights and given tensors, ``owner`` is
     the local variable of the traced frame that all weights begin with, or nothing. ``text`` is
     equal for graphs that compute the same of arguments that look the same.
@@ -73,9 +78,12 @@ class TracedGraph:
         return made
 
 
-def traced_graph(gm: GraphModule) -> tuple[TracedGraph, list[Tensor], list[Tensor]]:
+def traced_graph(
+    gm: GraphModule, *, has_blocks: bool
+) -> tuple[TracedGraph, list[Tensor], list[Tensor]]:
     """Return the module with the real weights and the real tensors of the call that was traced.
-    Raises UnsupportedError for what can be no argument or node of such a module."""
+    ``has_blocks``: blocks of it that repeat are modules of their own. Raises UnsupportedError for
+    what can be no argument or node of such a module."""
     _refuse_nodes(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     arguments = [_argument(place, node) for place, node in enumerate(placeholders)]
@@ -83,7 +91,8 @@ def traced_graph(gm: GraphModule) -> tuple[TracedGraph, list[Tensor], list[Tenso
     state.sort(key=lambda a: not isinstance(a.value, nn.Parameter))  # as a module has them
     given = [a for a in arguments if isinstance(a.value, Tensor) and not a.is_state]
     names, shapes = _shapes(given)
-    module = _module(gm, state, given, names)
+    blocks = GraphBlocks(gm.graph if has_blocks else Graph())
+    module = _module(gm, state, given, names, blocks)
     owners = {match.group(1) if match else "" for match in (_ROOT.match(a.source) for a in state)}
     found = TracedGraph(
         module,
@@ -153,10 +162,25 @@ def _shapes(
             where.setdefault(str(size.node._expr), (argument, dim))
             # Its own symbol, or what it was replaced by since: Dynamo has found sizes to be equal.
             known, fixed = str(size.node.expr), size.node.maybe_as_int()
-            is_open = fixed is None
-            shape.append(names.setdefault(known, f"d{len(names)}") if is_open else str(fixed))
+            if fixed is not None:
+                shape.append(str(fixed))
+                continue
+            name, factor = names.setdefault(known, f"d{len(names)}"), _factor(size)
+            shape.append(name if factor == 1 else f"{factor}*{name}")
         shapes.append(tuple(shape))
     return where, tuple(shapes)
+
+
+def _factor(size: torch.SymInt) -> int:
+    """Return what Dynamo has found a size to be a multiple of, such as 8 for the sides of a UNet's
+    picture: all sizes in it are then products, and those that are equal look equal. Dynamo asks
+    before each call whether it is one."""
+    found = 1
+    for guard in size.node.shape_env.guards:
+        whole = guard.expr.lhs if isinstance(guard.expr, sympy.Eq) and guard.expr.rhs == 0 else None
+        if isinstance(whole, Mod | PythonMod) and whole.args[0] == size.node.expr:
+            found = math.lcm(found, int(whole.args[1])) if whole.args[1].is_Integer else found
+    return found
 
 
 def _module(
@@ -164,6 +188,7 @@ def _module(
     state: Sequence[_Argument],
     given: Sequence[_Argument],
     where: Mapping[str, tuple[_Argument, int]],
+    blocks: GraphBlocks,
 ) -> GraphModule:
     root, graph = nn.Module(), Graph()
     copies: dict[FxNode, FxNode] = {}
@@ -173,6 +198,9 @@ def _module(
         name, is_parameter = _NAME.format(number), isinstance(argument.value, nn.Parameter)
         (root.register_parameter if is_parameter else root.register_buffer)(name, argument.value)
         copies[argument.node] = graph.get_attr(name)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        _share(root, gm, str(node.target))
+        copies[node] = graph.node_copy(node)
     for node in gm.graph.nodes:
         if node in copies:
             continue
@@ -183,9 +211,8 @@ def _module(
             argument, dim = where[symbol]
             copies[node] = graph.call_method("size", (copies[argument.node], dim))
             continue
-        if node.op == "get_attr":
-            _share(root, gm, str(node.target))
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if not blocks.put(node, root, graph, copies):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     module = GraphModule(root, graph, class_name="TracedGraphModule").eval()
     for table in (module._parameters, module._buffers):
         table |= {name: None for name in table if name.startswith("w")}
@@ -202,7 +229,12 @@ def _share(root: nn.Module, gm: GraphModule, name: str) -> None:
 
 def _text(module: GraphModule, shapes: Sequence[Sequence[str]]) -> str:
     """Write out the code, and which objects it names that it cannot spell."""
-    code = module.graph.python_code("self")
-    named = sorted((name, id(value)) for name, value in code.globals.items())
     constants = [(name, id(kept)) for name, kept in module._buffers.items() if kept is not None]
-    return f"{code.src}\n{named}\n{constants}\n{list(shapes)}"
+    graphs = {part.graph: path for path, part in module.named_modules()}
+    blocks = [(path, graphs[part.graph]) for path, part in module.named_children()]
+    return "\n".join([*map(_code, graphs), str(blocks), str(constants), str(list(shapes))])
+
+
+def _code(graph: Graph) -> str:
+    code = graph.python_code("self")
+    return f"{code.src}\n{sorted((name, id(value)) for name, value in code.globals.items())}"
