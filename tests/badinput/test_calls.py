@@ -157,7 +157,16 @@ def test_control_flow_that_depends_on_values_runs_in_eager(kind: type[Net], capl
         optimized(kind(), strict=True)(X)
 
 
-@pytest.mark.parametrize("function", [lambda x: x * x.max().item(), lambda x: x[: int(x[0, 0])]])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * x.max().item(),
+        lambda x: x[: int(x[0, 0])],
+        lambda x: torch.nonzero(x.flatten()).flatten(),
+        lambda x: x[torch.nonzero(x[:, 0]).flatten()].reshape(-1, 2).transpose(0, 1).flatten(),
+        lambda x: x[x > 0].view(-1, 2).contiguous() + 1,
+    ],
+)
 def test_numbers_read_from_tensors_are_called_so(
     function: Callable[[Tensor], Tensor], caplog: Any
 ) -> None:

@@ -4,7 +4,8 @@ Attention processors that count their calls, controllers that keep maps, counter
 module: a call that changes them is refused, and eager serves it. Whatever a trace has changed is
 put back, whether it is refused or not. Names that begin with ``_`` are caches by custom, and may
 be written, unless they hold a number that the code asks for again, or what comes of a call's own
-tensors: that is no cache.
+tensors: that is no cache. So may the tables that a library makes when they are wanted first, as
+Z-Image's of its positions: attributes that were None, and get tensors of fixed sizes.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class Effects:
     def look(self, arguments: Sequence[Tensor]) -> None:
         """Note what holds tensors of this very call. Called at a forward's end, while traced."""
         for change in self._before.changes():
-            if is_private(change.label) and _any_from(_tensors(_new(change)), arguments):
+            if _is_cache(change) and _any_from(_tensors(_new(change)), arguments):
                 self._of_calls.add(change.label)
 
     def undo(self) -> None:
         """Put back what a trace has changed, however it has ended."""
         for change in self._before.changes():
             self.written.add(change.label)
-            if not is_private(change.label) or self._is_state(change):
+            if not _is_cache(change) or self._is_state(change):
                 self._kept.add(change.label)
             change.undo()
         self._before.forget_memos()
@@ -82,6 +83,19 @@ class Effects:
             return True
         is_number = change.before is not None and isinstance(change.before, CONSTANTS)
         return is_number and change.label.rpartition(".")[2] in self._before.consulted
+
+
+def _is_cache(change: GuardChange) -> bool:
+    if is_private(change.label):
+        return True
+    return not change.is_own and change.before is None and _is_table(change.now)
+
+
+def _is_table(value: Any) -> bool:
+    """Tell whether a value is a tensor of a size that no call decides, or a list of such."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_is_table, value))
+    return isinstance(value, Tensor) and all(type(size) is int for size in value.shape)
 
 
 def _new(change: GuardChange) -> Any:

@@ -40,10 +40,14 @@ _BY_TEXT = (*CONSTANTS, FunctionType, type(len), type)
 
 
 class GuardChange:
-    """Something that differs from what it was. ``undo`` puts that back."""
+    """Something that differs from what it was. ``undo`` puts that back. ``is_own``: it is in the
+    user's code, and not in a library's."""
 
-    def __init__(self, label: str, before: Any, now: Any, undo: Callable[[], None]) -> None:
+    def __init__(
+        self, label: str, before: Any, now: Any, undo: Callable[[], None], *, is_own: bool = True
+    ) -> None:
         self.label, self.before, self.now, self.undo = label, before, now, undo
+        self.is_own = is_own
 
 
 class GlobalGuards:
@@ -116,7 +120,8 @@ class GlobalGuards:
         for place, value in zip(self._places, self._names.values, strict=True):
             now = _value_at(place)
             if not is_equal(now, value):
-                yield GuardChange(place.label, value, now, _binding(place, value))
+                undo = _binding(place, value)
+                yield GuardChange(place.label, value, now, undo, is_own=place.is_own)
 
     def _new_items(self) -> Iterator[GuardChange]:
         for content, known in zip(self._contents, self._items, strict=True):

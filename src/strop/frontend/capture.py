@@ -48,6 +48,7 @@ from strop.frontend.computed_weights import compute, computed_weights
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
+from strop.frontend.formats import UnknownSizeError
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layerwise_casting import cast_as, cast_of, left_out
 from strop.frontend.layout_reads import LayoutReads
@@ -543,7 +544,7 @@ def without_reports() -> Iterator[None]:
 
 def _cause(error: Exception) -> str:
     """Return the cause in one line; torch's advice fills a page."""
-    if isinstance(error, GuardOnDataDependentSymNode):  # speaks of Eq(u0, 1)
+    if isinstance(error, GuardOnDataDependentSymNode | UnknownSizeError):  # speaks of Eq(u0, 1)
         return "the code asks about a number or a size that the values of a tensor decide"
     first, *_ = str(error).strip().partition("\n")
     return f"{type(error).__name__}: {first}"

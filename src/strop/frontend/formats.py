@@ -15,9 +15,17 @@ from torch import Tensor
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+class UnknownSizeError(Exception):
+    """The trace has nothing for a size that the values of a tensor decide, as for ``nonzero``."""
+
+
 def traced(size: Any) -> int:
-    """Return what the trace has for a size."""
-    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+    """Return what the trace has for a size. Raises UnknownSizeError where it has nothing."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if (hint := size.node.hint) is None:
+        raise UnknownSizeError(size)
+    return int(hint)
 
 
 def suggested(*tensors: Tensor) -> torch.memory_format:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from strop.frontend.fake_orders import Size, exact, is_positive, order_of
 from strop.frontend.fake_tensors import fake_view
+from strop.frontend.formats import traced
 
 
 def viewed(mode: Any, x: Tensor, shape: Sequence[Size]) -> Tensor | None:
@@ -27,8 +28,8 @@ def viewed(mode: Any, x: Tensor, shape: Sequence[Size]) -> Tensor | None:
         return None
     shape = list(shape)
     if len(given) < len(sizes):
-        traced = math.prod(map(_hint, x.shape)) // abs(math.prod(map(_hint, shape)))
-        shape[sizes.index(-1)] = _count(mode, rest, traced)
+        known = math.prod(map(traced, x.shape)) // abs(math.prod(map(traced, shape)))
+        shape[sizes.index(-1)] = _count(mode, rest, known)
     elif rest != 1:
         return None  # torch's own error
     is_contiguous = order_of(x) == "contiguous"
@@ -77,13 +78,9 @@ def _is_product(mode: Any, size: Any) -> bool:
     return True
 
 
-def _hint(size: Size) -> int:
-    return int(size.node.hint) if isinstance(size, SymInt) else size
-
-
-def _count(mode: Any, size: Any, traced: int) -> Size:
+def _count(mode: Any, size: Any, known: int) -> Size:
     """Return a size by its expression and its value in this trace."""
     if size.is_Integer:
         return int(size)
-    found: Size = mode.shape_env.create_symintnode(size, hint=traced)
+    found: Size = mode.shape_env.create_symintnode(size, hint=known)
     return found
