@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
-from torch._dynamo import symbolic_convert
 
 import strop
 from strop.dispatch import dynamo as aot
 from strop.dispatch.served_graph import ServedGraph
 from strop.dispatch.torch_compile import FRAMES
-from strop.dispatch.unread_texts import print_each_size_once, without_function_names
 from strop.errors import OptionError
 from tests.e2e import tiny
 
@@ -237,34 +235,6 @@ def test_traces_for_other_backends_collect(collects: list[bool]) -> None:
         torch.compile(Block().eval(), backend="eager")(torch.randn(2, 3, 8))
     assert all(collects)
     assert collects
-
-
-def test_dynamo_keeps_the_sizes_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed once for each size is what Dynamo prints of each node."""
-    found: list[Any] = []
-    usual = print_each_size_once
-
-    def noted(output: Any) -> None:
-        usual(output)
-        expected = type(output).get_graph_sizes_structured(output)
-        found.append((output.get_graph_sizes_structured(), expected))
-
-    monkeypatch.setattr("strop.dispatch.traced_frames.print_each_size_once", noted)
-    eager = Skipped().eval()
-    check_two_sizes(compiled(copy.deepcopy(eager)), eager)
-    assert len(found) == 2
-    assert all(sizes == expected for sizes, expected in found)
-    assert any("//" in str(size) for sizes in found[1][0].values() for size in sizes)
-
-
-def test_logs_of_a_trace_name_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody listens, no file is taken apart for them."""
-    own, reader = symbolic_convert.get_funcname, symbolic_convert.trace_source_log
-    with without_function_names():
-        assert symbolic_convert.get_funcname(__file__, 1) is None
-    monkeypatch.setattr(reader, "isEnabledFor", lambda level: True)
-    with without_function_names():
-        assert symbolic_convert.get_funcname is own
 
 
 def test_an_equal_graph_is_known_when_dynamo_asks_again() -> None:

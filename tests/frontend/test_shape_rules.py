@@ -274,6 +274,25 @@ def test_views(name: str) -> None:
     assert ours[0][3] is True
 
 
+def test_sizes_of_a_view_are_of_its_own_trace() -> None:
+    """Symbols of two traces have the same names, and a view that is made again is the same."""
+    with shape_rules():
+        for _ in range(2):
+            env = ShapeEnv()
+            mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+            roots = fake_roots(mode, HINTS)
+            with mode:
+                x = fake_input(TensorSpec(SHAPE, torch.float32, torch.device("cpu")), roots)
+                views = [x.view(x.shape[0], 8, -1) for _ in range(2)]
+            assert look(views[0]) == look(views[1])
+            assert memory_of(views[0]) == memory_of(views[1]) == memory_of(x)
+            for view in views:
+                symbolic = [size for size in view.shape if isinstance(size, torch.SymInt)]
+                assert len(symbolic) == 2
+                assert all(size.node.shape_env is env for size in symbolic)
+            assert not env.guards
+
+
 HALVES: dict[str, Callable[[Tensor], Tensor]] = {
     "pixels in one dim": lambda x: x.view(x.shape[0], 8, -1),
     "rows": lambda x: x.view(x.shape[0] * 8, x.shape[2] * x.shape[3]),

@@ -28,8 +28,12 @@ from torch._dynamo.utils import get_metrics_context
 from torch.fx.experimental import _config as shapes_config
 
 from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.quick_dynamo import (
+    fixed_sizes_as_they_are,
+    print_each_size_once,
+    without_function_names,
+)
 from strop.dispatch.signature import symbolic_dims
-from strop.dispatch.unread_texts import print_each_size_once, without_function_names
 from strop.frontend.capture import ONE_AT_A_TIME
 from strop.frontend.shape_rules import operator_rules
 
@@ -132,6 +136,7 @@ def _settings() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(collection_paused(leaves_much=True))
     stack.enter_context(without_function_names())
+    stack.enter_context(fixed_sizes_as_they_are())
     return stack
 
 

@@ -19,6 +19,9 @@ Size = int | SymInt
 # by shape and strides; "" for any but the two that torch's own rule has
 _ORDERS: dict[tuple[tuple[Any, ...], tuple[Any, ...]], str] = {}
 _POSITIVE: dict[Any, bool] = {}
+# The shape and the strides of views, by the fake mode, those of what is looked at, and the shape
+# that is asked for.
+VIEWS: dict[tuple[Any, ...], tuple[list[Size], Sequence[Size]]] = {}
 
 
 def exact(sizes: Sequence[Size]) -> tuple[Any, ...]:
@@ -66,6 +69,7 @@ def forget_sizes() -> None:
     """Forget what is known of a trace: symbols of another one have the same names."""
     _ORDERS.clear()
     _POSITIVE.clear()
+    VIEWS.clear()
 
 
 def like(mode: Any, x: Tensor) -> Tensor:

@@ -11,13 +11,24 @@ import sympy
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from strop.frontend.fake_orders import Size, exact, is_positive, order_of
+from strop.frontend.fake_orders import VIEWS, Size, exact, is_positive, order_of
 from strop.frontend.fake_tensors import fake_view
 from strop.frontend.formats import traced
 
 
 def viewed(mode: Any, x: Tensor, shape: Sequence[Size]) -> Tensor | None:
     """Look at memory in another shape, where sizes are products; None: torch's own rule."""
+    look = mode, exact(x.shape), exact(x.stride()), exact(shape)
+    found = VIEWS.get(look) or _found(mode, x, shape)
+    if found is None:
+        return None
+    VIEWS[look] = found
+    assert isinstance(x, FakeTensor)
+    return fake_view(x, x, *found, x.storage_offset())
+
+
+def _found(mode: Any, x: Tensor, shape: Sequence[Size]) -> tuple[list[Size], Sequence[Size]] | None:
+    """Return the shape and the strides of such a view."""
     sizes, before = list(exact(shape)), exact(x.shape)
     given = [size for size in sizes if size != -1]
     are_products = all(_is_product(mode, size) for size in (*given, *before))
@@ -34,10 +45,7 @@ def viewed(mode: Any, x: Tensor, shape: Sequence[Size]) -> Tensor | None:
         return None  # torch's own error
     is_contiguous = order_of(x) == "contiguous"
     strides = _strides(x, shape) if is_contiguous else _joined(x, shape)
-    if strides is None:
-        return None
-    assert isinstance(x, FakeTensor)
-    return fake_view(x, x, shape, strides, x.storage_offset())
+    return None if strides is None else (shape, strides)
 
 
 def _strides(x: Tensor, shape: Sequence[Size]) -> Sequence[Size]:
