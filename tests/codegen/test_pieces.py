@@ -3,6 +3,7 @@ results."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from strop.backend import compile_graph
 from strop.codegen import pieces
 from strop.codegen.assemble import Signature
+from strop.codegen.cpp import emit
 from strop.ir.loops import Apply, Load, LoopKernel, Position
 from strop.lowering.lower import lower
 from strop.options import Options
@@ -53,8 +55,15 @@ def test_each_part_computes_its_own_piece() -> None:
 
 
 def test_few_pieces_that_alternate_stay_one_loop() -> None:
-    (kernel,) = _kernels(lambda x, y: torch.stack([x.exp(), y.exp()], -1), "b h", "b h")
+    (kernel,) = _kernels(lambda x, y: torch.stack([x * 2, y * 3], -1), "b h", "b h")
     assert pieces.cut(kernel) == (kernel,)
+    assert pieces.cut_loops(kernel) == (kernel,)
+
+
+def test_two_pieces_of_much_work_that_alternate_are_cut_on_a_cpu() -> None:
+    (kernel,) = _kernels(lambda x, y: torch.stack([x.exp(), y.exp()], -1), "b h", "b h")
+    assert pieces.cut_programs(kernel) == (kernel,)
+    assert [_exps(part) for part in pieces.cut_loops(kernel)] == [1, 1]
 
 
 def test_many_pieces_that_alternate_are_cut() -> None:
@@ -63,6 +72,30 @@ def test_many_pieces_that_alternate_are_cut() -> None:
 
     (kernel,) = _kernels(stacked, "b h")
     assert [_exps(part) for part in pieces.cut(kernel)] == [1] * 9
+
+
+def _num_functions(function: Callable[..., Any], *shapes: str) -> int:
+    (kernel,) = _kernels(function, *shapes)
+    text: str = emit(kernel).source.text
+    assert len(re.findall(r"^  part\d+\(", text, re.MULTILINE)) == len(pieces.cut_loops(kernel))
+    return text.count("__attribute__((noinline))")
+
+
+def test_parts_that_are_alike_are_one_function() -> None:
+    """They read other arguments, and write to another place."""
+
+    def stacked(*pieces: torch.Tensor) -> torch.Tensor:
+        return torch.stack([piece.exp() * 2 + 1 for piece in pieces], 1)
+
+    assert _num_functions(stacked, *["b h"] * 7) == 1
+    assert _num_functions(lambda x, y: torch.cat([x, y, x], 1), "b h 8", "b w 8") == 1
+
+
+def test_parts_that_differ_are_functions_of_their_own() -> None:
+    def joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x * 2, y * 2, x * 3, y.exp(), y, x[:, ::2]], 1)
+
+    assert _num_functions(joined, "b h 8", "b h 8") == 5
 
 
 def test_a_cat_of_two_dims_is_cut_along_both() -> None:
@@ -80,6 +113,10 @@ CASES: dict[str, Case] = {
     ),
     "first dim": Case(lambda x, y: torch.cat([x.exp(), y.sin()]) + 1, ("b 4 h", "w 4 h")),
     "last dim": Case(lambda x, y: torch.cat([x.exp(), y.sin()], -1), ("b h", "b w")),
+    "short runs": Case(
+        lambda x, y, z: torch.cat([x.exp(), y.exp(), z.sin(), z], -1), ("b h w", "b h 2", "b h 9")
+    ),
+    "offsets": Case(lambda x: torch.cat([x[:, 1:] + x[:, :-1], x[:, :2].exp()], 1), ("b 7 h",)),
     "two dims": Case(
         lambda x, y: torch.cat([torch.cat([x, y], 1).exp(), torch.cat([y, x], 1)], 2),
         ("b h 20", "b w 20"),

@@ -15,7 +15,7 @@ EXAMPLES = """[bold]Examples[/]
 $ strop bench load sprites --device cpu
 $ strop bench load sd15 -o benchmarks/results
 $ strop bench load whisper --threads 32 --calls 640 --rounds 2 --sizes 1,4
-$ OMP_NUM_THREADS=1 strop bench load sprites --device cpu   # a call on each core
+$ strop bench load sprites --contenders strop   # without eager, which takes longer
 """
 
 
@@ -80,9 +80,9 @@ def load(
     first round to the last. In eager a scale of an adapter is wrong where threads call at once:
     diffusers sets it in the layers, which all of them share.
 
-    Below the table stand the musts, each with "holds" or "misses". As many calls run side by side
-    on a CPU as its cores divided by the threads that torch gives a call; set OMP_NUM_THREADS=1 for
-    the most calls a second.
+    Below the table stand the musts, each with "holds" or "misses". Each contender has a process of
+    its own, whose memory is measured. On a CPU a lone call of Strop has all threads that torch
+    gives it, and calls at the same time have their shares of the cores.
     """
     require_diffusion()
     arguments.check_folder(out)

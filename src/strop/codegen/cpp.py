@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from strop.codegen import nest, pieces
-from strop.codegen.cpp_loops import Loops
+from strop.codegen.cpp_loops import HEAVY_FROM, Loops
+from strop.codegen.cpp_parts import PartPrinter
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_rewrites import with_powers
 from strop.codegen.cpp_text import TYPES
@@ -19,20 +22,20 @@ TASK_SIZE = 1024  # elements of a task, about: small ones share evenly between t
 STAGED_TASK_SIZE = 16384  # the same where a task begins with copies to row buffers
 TILE = (64, 16)  # rows and cols of a transposed tile: both sides use whole cache lines
 BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
+SHORT_RUN = 8  # cols, of which g++ makes no vectors
 
 
 def emit(kernel: LoopKernel) -> Emitted:
     """Print the C++ source of a kernel, and list the sizes that it takes. This is a pure
     function."""
-    parts = pieces.cut(kernel)
+    parts = pieces.cut_loops(kernel)
     loops = Loops(with_powers(nest.simplify(parts[0])))
     if len(parts) == 1:
         _print_all(loops)
     else:
+        printer = PartPrinter(loops, _print_all)
         for part in parts:
-            with loops.out.block(""):
-                loops = loops.followed_by(with_powers(nest.simplify(part)))
-                _print_all(loops)
+            printer.add(with_powers(nest.simplify(part)))
     source = KernelSource(
         name=kernel.name,
         language="cpp",
@@ -86,17 +89,53 @@ def _has_long_cols(loops: Loops) -> bool:
 
 
 def _print_blocks(loops: Loops) -> None:
-    """Print a POINTWISE kernel whose tasks are a row times a block of cols."""
+    """Print a POINTWISE kernel whose tasks are a chunk of rows times a block of cols: one row of a
+    long block, or several of few cols."""
     out, rows, cols = loops.out, loops.kernel.rows, loops.scalars(loops.kernel.num_cols)
     out(f"const int64_t blocks = ({cols} + {BLOCK_SIZE - 1}) / {BLOCK_SIZE};")
-    count = f"{loops.scalars(loops.kernel.num_rows)} * blocks" if rows else "blocks"
-    with loops.parallel("task", count, loops.work()):
-        loops.decode("task / blocks", rows)
-        block = "task % blocks" if rows else "task"
-        out(f"const int64_t begin = {block} * {BLOCK_SIZE};")
-        out(f"const int64_t end = sp::min<int64_t>(begin + {BLOCK_SIZE}, {cols});")
-        loops.row_values(loops.kernel.body)
-        _print_cols(loops, "begin", "end")
+    block = "const int64_t begin = {} * {};", "const int64_t end = {};"
+    end = f"sp::min<int64_t>(begin + {BLOCK_SIZE}, {cols})"
+    if not rows:
+        with loops.parallel("task", "blocks", loops.work()):
+            out(block[0].format("task", BLOCK_SIZE))
+            out(block[1].format(end))
+            loops.row_values(loops.kernel.body)
+            _print_cols(loops, "begin", "end")
+        return
+    num_rows = loops.scalars(loops.kernel.num_rows)
+    _declare_step(loops)
+    out(f"const int64_t chunks = ({num_rows} + step - 1) / step;")
+    with loops.parallel("task", "chunks * blocks", loops.work()):
+        out("const int64_t first = task / blocks * step;")
+        out(f"const int64_t last = sp::min<int64_t>(first + step, {num_rows});")
+        out(block[0].format("task % blocks", BLOCK_SIZE))
+        out(block[1].format(end))
+        if is_short := _may_be_short(loops):
+            with out.block(f"if ({cols} < {SHORT_RUN})"):
+                _print_along_rows(loops)
+        with out.block("else") if is_short else nullcontext(), out.loop("row", "last", "first"):
+            loops.decode("row", rows)
+            loops.row_values(loops.kernel.body)
+            _print_cols(loops, "begin", "end")
+
+
+def _may_be_short(loops: Loops) -> bool:
+    """Say whether a part has so much to compute that vectors along its rows may pay, where it has
+    few cols."""
+    is_heavy = loops.threaded_from == HEAVY_FROM
+    return loops.is_part and is_heavy and len(loops.kernel.rows) == 1
+
+
+def _print_along_rows(loops: Loops) -> None:
+    """Print the cols of a chunk of rows one after the other: the rows are what gets vectors."""
+    ((row, _),), (col,) = loops.axis_loops(loops.kernel.rows), loops.col_loops()
+    with loops.out.loop(*col):
+        loops.simd()
+        with loops.out.loop(row, "last", "first"):
+            loops.row_values(loops.kernel.body)
+            stores = loops.col_stores()
+            loops.col_values(store.value for store in stores)
+            loops.statements(stores)
 
 
 def _print_pointwise(loops: Loops) -> None:

@@ -47,8 +47,8 @@ STACK_ROW = 4096  # longest row buffer on the stack, in elements
 class Loops:
     """Prints statements of one (simplified) kernel, and the loops around them."""
 
-    def __init__(self, kernel: LoopKernel) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: LoopKernel, *, is_part: bool = False) -> None:
+        self.kernel, self.is_part = kernel, is_part
         self.out = Text()
         self.scalars = CppScalars()
         self.has_places = has_places(kernel)
@@ -68,13 +68,6 @@ class Loops:
         applied = (stmt for stmt in kernel.body if isinstance(stmt, Apply))
         is_heavy = any(OPS[stmt.op].is_heavy for stmt in applied)
         self.threaded_from = HEAVY_FROM if is_heavy else THREADED_FROM
-
-    def followed_by(self, kernel: LoopKernel) -> Loops:
-        """Return what prints another kernel of the same params behind this one."""
-        loops = Loops(kernel)
-        loops.out, loops.scalars = self.out, self.scalars
-        loops.scratch = self.scratch or loops.scratch
-        return loops
 
     def _count_outer_rows(self) -> int:
         """Count the row axes that split tasks: the parallel ones of COLUMN, else those of staged

@@ -28,6 +28,7 @@ from strop.ir.loops import (
     args_of,
     outs_of,
 )
+from strop.ir.ops import OPS
 
 MOST_PIECES = 128  # of one kernel
 # Pieces that alternate element by element are written in steps, which costs as much as to compute
@@ -48,19 +49,26 @@ class _Test:
     is_above: bool
 
 
-def cut(kernel: LoopKernel) -> tuple[LoopKernel, ...]:
+def cut(kernel: LoopKernel, most_together: int = ALTERNATING) -> tuple[LoopKernel, ...]:
     """Return kernels of parts of the range of this one, which together do what it does; the kernel
-    itself where there is nothing to cut."""
+    itself where there is nothing to cut. So many pieces that alternate stay ``most_together``."""
     if kernel.schedule is not Schedule.POINTWISE:
         return (kernel,)
     tests = _tests(kernel)
     for axis in dict.fromkeys(test.axis for test in tests.values()):
         bounds = _ordered(tests, _axis(kernel, axis))
-        if bounds and _is_worth(kernel, axis, bounds):
-            parts = [p for part in _parts(kernel, axis, tests, bounds) for p in cut(part)]
+        if bounds and _is_worth(kernel, axis, bounds, most_together):
+            found = _parts(kernel, axis, tests, bounds)
+            parts = [p for part in found for p in cut(part, most_together)]
             if len(parts) <= MOST_PIECES:
                 return tuple(parts)
     return (kernel,)
+
+
+def cut_loops(kernel: LoopKernel) -> tuple[LoopKernel, ...]:
+    """Cut a kernel for a CPU, where no piece of much work is computed for elements of others."""
+    applied = (stmt for stmt in kernel.body if isinstance(stmt, Apply))
+    return cut(kernel, 1 if any(OPS[stmt.op].is_heavy for stmt in applied) else ALTERNATING)
 
 
 def cut_programs(kernel: LoopKernel) -> tuple[LoopKernel, ...]:
@@ -109,7 +117,7 @@ def _ordered(tests: Mapping[str, _Test], axis: Axis) -> list[Expr] | None:
     return inside if is_known else None
 
 
-def _is_worth(kernel: LoopKernel, axis: str, bounds: Sequence[Expr]) -> bool:
+def _is_worth(kernel: LoopKernel, axis: str, bounds: Sequence[Expr], most_together: int) -> bool:
     """Tell whether loops over pieces cost less than to compute all of them everywhere."""
     stores = [stmt for stmt in kernel.body if isinstance(stmt, Store)]
     if not any(dict(store.index.strides).get(axis) == ONE for store in stores):
@@ -117,7 +125,7 @@ def _is_worth(kernel: LoopKernel, axis: str, bounds: Sequence[Expr]) -> bool:
     ends = [ZERO, *bounds, _axis(kernel, axis).size]
     lengths = [b - a for a, b in itertools.pairwise(ends)]
     is_alternating = any(n.is_const and n.value < SHORT_RUN for n in lengths)
-    return not is_alternating or len(lengths) > ALTERNATING
+    return not is_alternating or len(lengths) > most_together
 
 
 def _parts(
