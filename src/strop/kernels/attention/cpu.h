@@ -23,7 +23,8 @@ constexpr int LANES = 4, WIDE = 2;
 constexpr int ROWS = 6;         // queries of a tile: 24 sums, 4 columns and a row in 32 registers
 constexpr int BLOCK = WIDE * LANES;
 constexpr int64_t QUERIES = 48;   // of a task, beside which a chunk of keys stays in the second cache
-constexpr int64_t KEYS = 256;     // of a chunk, a multiple of BLOCK
+constexpr int64_t KEYS = 512;     // of a chunk, a multiple of BLOCK
+constexpr int64_t STEPS = 128;    // that are summed by themselves: the error of a sum grows with them
 constexpr int64_t MOST_HEAD = 256;
 constexpr double THREADED_FROM = 2e6;  // operations: 20 us of one core
 
@@ -238,23 +239,34 @@ struct Operands {
 // Scores of M queries and N vectors of keys.
 template <bool PAIRED, int M, int N>
 void score(const Operands& of, float scale, float* to) {
-  const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, of.steps);
-  each<M * N>(INLINE {
-    constexpr int m = i.value / N, n = i.value % N;
-    store(to + m * KEYS + n * LANES, sums.at[m][n] * splat(scale));
-  });
+  for (int64_t step = 0; step < of.steps; step += STEPS) {
+    const int64_t rest = of.steps - step;
+    const Tile<M, N> sums = multiply<PAIRED, M, N>(
+        of.a + step, of.a_row, of.b + step * of.b_row, of.b_row, least(rest, STEPS));
+    const Floats factor = splat(rest > STEPS ? 1.0f : scale);
+    each<M * N>(INLINE {
+      constexpr int m = i.value / N, n = i.value % N;
+      float* const place = to + m * KEYS + n * LANES;
+      const Floats sum = sums.at[m][n];
+      store(place, (step ? load(place) + sum : sum) * factor);
+    });
+  }
 }
 
 // Adds weighted values of a chunk to those of the chunks before, times ``factors``, if there are.
 template <bool PAIRED, int M, int N>
 void weigh(const Operands& of, const float* factors, float* to, int64_t to_row) {
-  const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, of.steps);
-  each<M * N>(INLINE {
-    constexpr int m = i.value / N, n = i.value % N;
-    float* const place = to + m * to_row + n * LANES;
-    const Floats sum = sums.at[m][n];
-    store(place, factors ? load(place) * splat(factors[m]) + sum : sum);
-  });
+  for (int64_t step = 0; step < of.steps; step += STEPS) {
+    const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a + step, of.a_row, of.b + step * of.b_row,
+                                                   of.b_row, least(of.steps - step, STEPS));
+    each<M * N>(INLINE {
+      constexpr int m = i.value / N, n = i.value % N;
+      float* const place = to + m * to_row + n * LANES;
+      const Floats sum = sums.at[m][n];
+      if (step) store(place, load(place) + sum);
+      else store(place, factors ? load(place) * splat(factors[m]) + sum : sum);
+    });
+  }
 }
 
 template <bool PAIRED, int M>
@@ -279,9 +291,15 @@ void weigh_wide(int vectors, const Operands& of, const float* factors, float* to
 
 // ---- softmax -----------------------------------------------------------------------------------
 
-// exp(x) for x <= 0 or NaN: ``sp::exp_of_negative`` for a vector.
+// exp(x) for x <= 0 or NaN: ``sp::exp_of_negative`` for a vector. With AVX-512 a power of 2 has any
+// exponent, so that what is too small needs no test.
 [[gnu::always_inline]] inline Floats power_of(Floats x) {
-  const Floats zero = splat(12582912.0f + 127.0f), least = splat(-87.0f);
+#if defined(__AVX512F__)
+  constexpr float bias = 0.0f, lowest = -126.0f;
+#else
+  constexpr float bias = 127.0f, lowest = -87.0f;
+#endif
+  const Floats zero = splat(12582912.0f + bias), least = splat(lowest);
   const Floats y = x < least ? least : x;
   const Floats biased = y * splat(1.44269504088896341f) + zero;
   const Floats r = (biased - zero) * splat(-0.693147180559945309f) + y;
@@ -292,8 +310,14 @@ void weigh_wide(int vectors, const Operands& of, const float* factors, float* to
   p = p * r + splat(1.6666665459e-1f);
   p = p * r + splat(5.0000001201e-1f);
   p = p * (r * r) + r;
+#if defined(__AVX512F__)
+  Floats power = p + splat(1.0f);
+  asm("vscalefps %1, %0, %0" : "+v"(power) : "v"(biased - zero));
+  return power;
+#else
   const Floats power = (p + splat(1.0f)) * Floats(Words(biased) << 23);
   return x < least ? Floats{} : power;
+#endif
 }
 
 [[gnu::always_inline]] inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }

@@ -63,6 +63,8 @@ def supports(call: Call, device: Device) -> str:
             return "takes no mask where the order of queries is one"
         if call.mask not in (torch.bool, call.dtype) or len(call.shapes[MASK]) > _DIMS:
             return "takes masks of marks, or of numbers of the operands' type"
+    if (scale := call.attr("scale")) is not None and scale <= 0.0:
+        return "takes scales above 0, below which torch has several answers"
     heads = [shape[-1] for shape in call.shapes[:MASK]]
     if not all(size.is_const and size.value <= MOST_HEAD for size in heads):
         return f"wants heads of a known size, up to {MOST_HEAD}"
