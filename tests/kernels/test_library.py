@@ -102,7 +102,7 @@ def test_each_no_has_a_reason(row: Kernel) -> None:
         row.supports(replace(given, dtype=dtype), device)
         for given in CALLS
         if given.op in row.ops
-        for device in (*DEVICES, CPU)
+        for device in (*DEVICES, CPU, replace(CPU, isa="avx512"))
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
     }
     assert "" in reasons or row.name not in ANYWHERE | ON_SM_90

@@ -19,10 +19,10 @@ from strop.diffusion.pipeline import optimize_pipeline, restore_pipeline
 from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
 from strop.errors import OptionError
 from strop.ir.cards import A100, H100, RTX_3090, RTX_4090
-from strop.ir.device import CPU, Device
+from strop.ir.device import Device
 from strop.options import Options
 from strop.runtime.build.ahead import AheadLoader
-from strop.runtime.build.native import target_name, targets_here
+from strop.runtime.build.native import processor, target_name, targets_here
 from strop.wording import counted
 
 Say = Callable[[str], None]  # is told what is going on
@@ -81,7 +81,7 @@ def _gathered(
     pipe: Any, target: str, sizes: Sequence[tuple[int, int]], options: Options, say: Say
 ) -> Gathered:
     """Return all that is compiled of a pipeline for one target."""
-    device = CARDS.get(target, CPU)
+    device = CARDS.get(target) or processor(target)
     place = torch.device("cuda", 0) if device.arch else None
 
     def tell(done: int, total: int) -> None:

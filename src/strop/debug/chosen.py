@@ -45,8 +45,8 @@ def _time(us: float) -> str:
 
 
 def chosen(program: Program, sizes: Mapping[str, int], device: Device) -> tuple[ChoiceRow, ...]:
-    """A row for each kind of call, in the order of the program; none on a CPU, where a library
-    runs every call."""
+    """A row for each kind of call, in the order of the program. On a CPU they are those of
+    attention: a library runs every other call."""
 
     def evaluated(exprs: tuple[Expr, ...]) -> Sequence[int]:
         return tuple(expr.eval(sizes) for expr in exprs)

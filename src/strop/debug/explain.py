@@ -36,11 +36,11 @@ from strop.dispatch.unfolded_layers import unfolded_layers
 from strop.dispatch.variants import Variant
 from strop.errors import OptionError
 from strop.fusion.plan import Refusal
-from strop.ir.device import CPU
 from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime.build.devices import gpu
+from strop.runtime.build.native import processor
 from strop.runtime.run import bounds_checks, growing_memory
 from strop.runtime.run.layouts import bytes_of
 
@@ -138,7 +138,7 @@ def machine_of(dispatchers: Sequence[Dispatcher]) -> tuple[Machine, torch.device
     devices = {spec.device for graph in graphs for spec in graph.specs}
     on_gpu = next((torch.device(d) for d in devices if d.type == "cuda"), None)
     arch = next((d.options.arch for d in dispatchers), 0)
-    return machine(gpu(on_gpu.index or 0).as_arch(arch) if on_gpu else CPU), on_gpu
+    return machine(gpu(on_gpu.index or 0).as_arch(arch) if on_gpu else processor()), on_gpu
 
 
 def report_on(

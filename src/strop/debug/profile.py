@@ -25,11 +25,12 @@ from strop.debug.steps import step_rows
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.signature import Skeleton, flatten, is_looked_into, rebuild
 from strop.errors import OptionError, UnsupportedError
-from strop.ir.device import CPU, Device
+from strop.ir.device import Device
 from strop.ir.ops import OPS
 from strop.ir.program import KernelStep
 from strop.options import Options
 from strop.runtime.build.devices import gpu
+from strop.runtime.build.native import processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _row(subject: Subject, times: Times, limits: ceilings.Ceilings) -> ProfileRo
 
 
 def _described(device: torch.device) -> Device:
-    return gpu(device.index or 0) if device.type == "cuda" else CPU
+    return gpu(device.index or 0) if device.type == "cuda" else processor()
 
 
 def _costs(subject: Subject) -> tuple[StepCost, ...]:

@@ -80,12 +80,14 @@ class GpuTarget:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Describe a GPU, or the CPU, whose numbers are all 0.
+    """Describe a GPU, or a CPU, whose numbers are all 0.
 
     ``arch`` is the compute capability as one number, 90 for 9.0. ``shared_bytes`` is the most
     shared memory that one block can ask for. ``memory_bandwidth`` is that of the memory's clock and
     bus, in bytes a second; a copy reaches nine tenths of it. ``clock_hz`` is the multiprocessors'
     highest. ``runs_on`` is the card's own architecture where ``arch`` is an older one, else 0.
+    ``isa`` is the widest of the vector instructions of a CPU that kernels written by hand use:
+    "avx2", "avx512", "avx512_bf16", or "" for another CPU and for a GPU.
     """
 
     name: str
@@ -97,6 +99,12 @@ class Device:
     memory_bandwidth: float = 0.0
     clock_hz: float = 0.0
     runs_on: int = 0
+    isa: str = ""
+
+    @property
+    def has_library(self) -> bool:
+        """Tell whether the kernel library may have kernels for this device."""
+        return bool(self.arch or self.isa)
 
     @property
     def target(self) -> GpuTarget:

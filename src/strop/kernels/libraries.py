@@ -13,11 +13,13 @@ from strop.ir.contractions import PAIRED
 from strop.ir.device import Device
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cases import measured_us, speaks_of, unmeasured
+from strop.kernels.attention.cpu_cases import times_us
 from strop.kernels.gemm import skinny
 from strop.kernels.gemm.rows import CONVOLUTIONS, MOST_NARROW, OPS, picture_of
 from strop.kernels.gemm.tile import GATED, PLAIN, SUM
 from strop.kernels.kernel import NEVER, Call, Kernel, Problem
 from strop.kernels.tuned import tuned
+from strop.kernels.tuned.attention_cpu import CASES as ON_CPUS
 
 # The share of the dense rate that a library's attention reaches, where nothing was measured.
 ATTENTION_SHARE = 0.5
@@ -100,8 +102,14 @@ def taps_us(problem: Problem, device: Device) -> float:
     return times.adding_us + 24 * math.prod(problem.shapes[0]) / times.behind_bytes
 
 
+def anywhere(call: Call, device: Device) -> str:
+    return "" if device.has_library else "runs on GPUs, and on CPUs with AVX2 or AVX-512"
+
+
 def attention_us(problem: Problem, device: Device) -> float:
     """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
+    if not device.arch:
+        return times_us(problem, device.isa, ON_CPUS)[1]
     nearby = measured_us(problem, SDPA_NAME, tuned(device).cases)
     if nearby is not None and math.isfinite(nearby):
         return nearby
@@ -138,6 +146,6 @@ GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 # Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
-SDPA = Kernel(SDPA_NAME, ("attention",), anything, attention_us)
+SDPA = Kernel(SDPA_NAME, ("attention",), anywhere, attention_us)
 ATTENTIONS = tuple(map(_one_library, ATTENTION_LIBRARIES))
 ROWS: tuple[Kernel, ...] = (CUBLAS, PRODUCTS, ACTIVATED, GATES, CUDNN, TAPS, SDPA, *ATTENTIONS)

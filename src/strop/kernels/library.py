@@ -15,8 +15,8 @@ from strop.ir.device import Device
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels import libraries
+from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
-from strop.kernels.attention import short_rows, wide
 from strop.kernels.conv import folded_taps, narrow
 from strop.kernels.gemm import geglu, skinny
 from strop.kernels.gemm import rows as gemm
@@ -31,6 +31,7 @@ KERNELS: tuple[Kernel, ...] = (
     attention.TMA,
     wide.ROW,
     short_rows.ROW,
+    cpu.ROW,
     narrow.ROW,
     folded_taps.ROW,
     geglu.ROW,

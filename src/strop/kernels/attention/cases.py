@@ -100,7 +100,7 @@ def case_of(problem: Problem) -> AttentionCase | None:
     masking = masking_of(problem)
     if masking is None or problem.dtype not in HALVES or any(len(x) != 4 for x in (q, k, v)):
         return None
-    if not are_grouped(q, k, v) or (masks and not _is_over(masks[0], (*q[:3], k[2]))):
+    if not are_grouped(q, k, v) or (masks and not is_over(masks[0], (*q[:3], k[2]))):
         return None
     mask = (1,) * (4 - len(masks[0])) + masks[0] if masks else ()
     spread = "".join(letter for letter, size in zip("bhq", mask, strict=False) if size > 1)
@@ -121,7 +121,7 @@ def are_grouped(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> b
     )
 
 
-def _is_over(mask: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+def is_over(mask: tuple[int, ...], scores: tuple[int, ...]) -> bool:
     """Tell whether a mask spreads over the scores (B, H, S, K)."""
     pairs = zip(reversed(mask), reversed(scores), strict=False)
     return len(mask) <= len(scores) and all(size in (1, full) for size, full in pairs)

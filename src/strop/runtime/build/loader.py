@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from strop.errors import CodegenError, UnsupportedError
-from strop.ir.device import CPU, LEAST_ARCH, Device, GpuTarget
+from strop.ir.device import LEAST_ARCH, Device, GpuTarget
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, driver, native
@@ -118,9 +118,8 @@ class BuiltAtOnce:
 class CpuLoader(BuiltAtOnce):
     """This loads C++ functions from shared objects."""
 
-    device = CPU
-
     def __init__(self, cache: DiskCache) -> None:
+        self.device = native.processor()
         self._native = NativeKernels(cache)
         self._functions = self._native.build(())
 

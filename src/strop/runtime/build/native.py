@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from strop.errors import CacheError, CodegenError
+from strop.ir.device import CPU, Device
 from strop.ir.source import KernelSource
 from strop.runtime.build.artefact import LOADED, StoredEntry
 from strop.runtime.build.cache import DiskCache
@@ -64,6 +66,18 @@ def target_name() -> str:
         return _ARM
     capability = torch.backends.cpu.get_cpu_capability()
     return {"AVX512": "cpu-v4", "AVX2": "cpu-v3"}.get(capability, "cpu-v1")
+
+
+# the vector instructions of each target, for kernels written by hand
+_ISA: Mapping[str, str] = {"cpu-v4": "avx512", "cpu-v3": "avx2"}
+
+
+def processor(target: str = "") -> Device:
+    """Describe a processor by a target, or this one, which may be able to do more."""
+    isa = _ISA.get(target or target_name(), "")
+    if not target and isa == "avx512" and torch.cpu._is_avx512_bf16_supported():
+        isa = "avx512_bf16"
+    return replace(CPU, isa=isa)
 
 
 def targets_here() -> tuple[str, ...]:

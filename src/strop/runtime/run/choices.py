@@ -33,14 +33,17 @@ def choices_of(
     sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
     device: Device,
 ) -> dict[int, Choice]:
-    """Return what runs each call that the library has rows for, by its position among ``steps``."""
+    """Return what runs each call that the library has rows for on this device, by its position
+    among ``steps``."""
     found = {}
-    for position, step in enumerate(steps if device.arch else ()):
+    for position, step in enumerate(steps if device.has_library else ()):
         if isinstance(step, CallStep) and step.op in library.BY_OP:
             call = call_of(program, step)
             shapes = tuple(tuple(sizes(shape)) for shape in call.shapes)
             problem = Problem(call.op, call.attrs, shapes, call.dtype, call.mask)
-            found[position] = library.select(call, problem, device, program.kernels_off)
+            choice = library.select(call, problem, device, program.kernels_off)
+            if choice is not library.TORCH:
+                found[position] = choice
     return found
 
 
@@ -72,7 +75,7 @@ def sources_at(
 def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ...]:
     """Return what calls launch at any sizes on such a GPU."""
     found = dict[KernelSource, None]()
-    for step in program.call_steps if device.arch else ():
+    for step in program.call_steps if device.has_library else ():
         if step.op in library.BY_OP:
             call = call_of(program, step)
             found |= dict.fromkeys(library.forms(call, device, program.kernels_off))

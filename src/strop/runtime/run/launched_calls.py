@@ -191,7 +191,9 @@ TORCH: Mapping[str, Callable[..., object]] = {
 
 def _lies(operand: Operand, tensor: Tensor) -> bool:
     """Tell whether a tensor lies as the kernel wants it."""
-    if tensor.data_ptr() % ALIGNMENT or not 0 < tensor.numel() < LIMIT:
+    if not 0 < tensor.numel() < LIMIT:
+        return False
+    if operand.lies is not Lies.UNALIGNED and tensor.data_ptr() % ALIGNMENT:
         return False
     if operand.lies is Lies.DENSE:
         return tensor.is_contiguous()
