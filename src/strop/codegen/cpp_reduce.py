@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from strop.codegen import nest
-from strop.codegen.cpp_loops import Loops
+from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_text import TYPES, scalar_type
 from strop.ir.dims import product
 from strop.ir.loops import Apply, Index, Load, Reduce, Stmt, Store, outs_of
@@ -28,6 +28,9 @@ from strop.ir.source import Scratch
 CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
 LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
+# Numbers that are added at once, as many as a register has room for in fp64: g++ would take two
+# registers, whose rest and whose sum are most of a short row (of 16: 409 us for 236).
+SUM_LANES = 8
 TOGETHER = 8  # rows whose moments a COLUMN kernel adds up in registers
 
 _OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
@@ -290,7 +293,8 @@ class RowSweeps:
 
     def _innermost(self, sweep: nest.Sweep, parts: list[Part], name: str, size: str) -> None:
         out, lane = self.loops.out, self.loops.lane
-        self.loops.simd("".join(part.clause for part in parts))
+        clauses = "".join(part.clause for part in parts)
+        self.loops.simd(clauses + (f" simdlen({SUM_LANES})" if self._only_sums(sweep) else ""))
         with out.loop(name, size):
             self._read(sweep)
             for stmt in sweep.stmts:
@@ -300,6 +304,12 @@ class RowSweeps:
             for part in parts:
                 out.all(part.step())
             self.loops.statements(s for s in sweep.stores if not self._is_done(s))
+
+    def _only_sums(self, sweep: nest.Sweep) -> bool:
+        """Say whether a sweep does little else than to add up floats."""
+        is_light = self.loops.threaded_from != HEAVY_FROM
+        sums = all(s.kind == "sum" and total_type(s) == "double" for s in sweep.reduces)
+        return is_light and sums and bool(sweep.reduces) and not (sweep.stores or sweep.keeps)
 
 
 class ColumnReduction:

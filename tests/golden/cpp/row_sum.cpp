@@ -17,7 +17,7 @@ extern "C" void row_sum(void* const* buffers, const int64_t* scalars) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       double total_v1 = 0;
-      #pragma omp simd reduction(+:total_v1)
+      #pragma omp simd reduction(+:total_v1) simdlen(8)
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v0 = sp::widen(p0[r0 * s0 + c0]);
         total_v1 += v0;

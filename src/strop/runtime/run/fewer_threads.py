@@ -1,4 +1,4 @@
-"""Which calls of libraries on a CPU give the same bits whatever number of threads they have.
+"""Find out which library calls on a CPU give the same bits whatever number of threads they have.
 
 A library divides a product among its threads, and what is left at the edge of a share may be summed
 in another order. So a small call has one thread, always: others would save it a few microseconds.

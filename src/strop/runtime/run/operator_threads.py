@@ -1,4 +1,4 @@
-"""How many threads an operator on a CPU has is a setting of the thread that calls it.
+"""An operator on a CPU has as many threads as the thread that calls it has been told.
 
 torch, its libraries and our kernels ask OpenMP for that number, and MKL keeps one of its own.
 ``torch.set_num_threads`` changes both, but also what threads have that begin later.
