@@ -23,6 +23,7 @@ from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
+from strop.frontend import int8_layers
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure
 from strop.frontend.composed_tensors import (
@@ -138,7 +139,14 @@ class ModuleState:
             if is_composed(table[key]):
                 composed.append((name, table[key]))
                 places += [(table, key), *watched_places(table[key])]
-        self.make_ups = tuple((name, make_up(tensor)) for name, tensor in composed)
+        quantised = [(path, part) for path, part in self.parts if int8_layers.is_int8(part)]
+        for _, layer in quantised:
+            int8_layers.share_codes(layer)
+            places += int8_layers.watched_settings(layer)
+        self.make_ups = (
+            *((name, make_up(tensor)) for name, tensor in composed),
+            *((f"{path}.weight", int8_layers.make_up(layer)) for path, layer in quantised),
+        )
         self.composed_kinds = {type(part) for _, t in composed for part in composed_in(t)}
         return places
 

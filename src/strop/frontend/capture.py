@@ -48,6 +48,7 @@ from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapp
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.functional import WriteThroughViewError, make_functional
+from strop.frontend.int8_layers import Int8Linear, is_int8
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.library_operators import opened
@@ -117,11 +118,13 @@ _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict
 def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) -> nn.Module:
     """Return a copy of the modules that shares every tensor, to trace without disturbing other
     threads. A layer that has one of ``tables`` stands in the place of the one that wraps it, with
-    the Parameters in it, and computes its low-rank part if these hold one."""
+    the Parameters in it, and computes its low-rank part if these hold one. Another stands for each
+    linear of ``int8_layers``."""
     held = [table[key] for _, table, key in tensor_places(module.named_modules())]
     memo: dict[int, Any] = {id(t): t for t in (*held, *named_state(module).values())}
     for table in tables.values():
         memo |= {id(t): t for t in table.values()}
+    memo |= {id(part): Int8Linear(part) for part in module.modules() if is_int8(part)}
     try:
         clone = _deep_copied(module, memo)
         for number, table in tables.items():

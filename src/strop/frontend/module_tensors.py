@@ -18,6 +18,7 @@ from strop.frontend.composed_tensors import (
     is_composed,
     put_together,
 )
+from strop.frontend.int8_layers import held_places, is_int8
 from strop.frontend.module_parts import own_attributes
 
 Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
@@ -66,8 +67,12 @@ def tensor_places(
         others = tables.get(id(owner), {})
         start = f"{path}." if path else ""
         own, buffers = owner._parameters, owner._buffers
-        places = [(others if key in others else own, key) for key in own | others]
-        for table, key in (*places, *((buffers, key) for key in buffers)):
+        if is_int8(owner):
+            places = held_places(owner)
+        else:
+            places = [(others if key in others else own, key) for key in own | others]
+            places += [(buffers, key) for key in buffers]
+        for table, key in places:
             tensor = table[key]
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -14,6 +14,8 @@ BSHD = (0, 2, 1, 3)  # (B, H, S, D) values laid out as (B, S, H, D)
 CUDA = frozenset({"cuda"})
 ANYWHERE = frozenset({"cpu", "cuda"})
 
+INT8_UNIT = 1 / 127  # LLM.int8: a code is so much of the largest number of its row
+
 
 def _linear_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return 2 * math.prod(shapes[0]) * shapes[1][0]
