@@ -19,56 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import CaptureError
-from strop.frontend.differentiated import define, is_differentiated, is_transformed
+from strop.frontend.differentiated import is_differentiated, is_transformed
+from strop.frontend.library_operators import INT_MM, MIXED_PRODUCT
 from strop.frontend.stable_text import qualified
-from strop.ir.contractions import INT8_UNIT
+from strop.ir.mixed_product import UNIT
 
 LAYERS = frozenset(("bitsandbytes.nn.modules.Linear8bitLt",))
 CODES, SCALES = "CB", "SCB"  # the library's names
 # Where a stand-in has them. The second is also the name in checkpoints.
 _HELD = {"weight": CODES, SCALES: SCALES}
-
-_library = torch.library.Library("strop", "FRAGMENT")
-_library.define(
-    "mixed_product(Tensor sums, Tensor most, Tensor x, Tensor columns, Tensor codes, Tensor scales,"
-    " Tensor? bias) -> Tensor"
-)
-
-
-def mixed_product(
-    sums: Tensor,
-    most: Tensor,
-    x: Tensor,
-    columns: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """Return what a product of codes stands for, and add that of the ``columns`` of x that it
-    leaves out.
-
-    ``sums`` (M, N) int32 are those of the codes; ``most`` (M, 1) fp32 is the largest number of each
-    row of x (M, K) that has a code, ``columns`` (K,) says which columns have none. ``codes``
-    (N, K) int8 and ``scales`` (N,) fp32, the largest number of each row, are the weight's.
-    """
-    y = sums.float() * (most * scales) * INT8_UNIT**2
-    y = y if bias is None else y + bias
-    if columns.device.type == "cpu":
-        (places,) = columns.nonzero(as_tuple=True)
-        if not len(places):
-            return y.to(x.dtype)
-        x, codes = x[:, places], codes[:, places]
-    else:  # the host cannot look at them
-        x = torch.where(columns, x, 0)
-    weight = codes.float() * (scales * INT8_UNIT)[:, None]
-    return torch.addmm(y, x.float(), weight.t()).to(x.dtype)
-
-
-def _mixed_shape(sums: Tensor, most: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(sums.shape)
-
-
-define(_library, "mixed_product", mixed_product, _mixed_shape)
 
 
 class HeldCodes:
@@ -172,19 +131,19 @@ class Int8Linear(nn.Module):
         bias = None if self.bias is None else self.bias.to(rows.dtype)
         if not self.threshold:
             codes, most = _codes_of(half, half.abs(), None)
-            y = self._sums(codes).float() * (most * self.SCB) * INT8_UNIT**2
+            y = self._sums(codes).float() * (most * self.SCB) * UNIT**2
             return (y if bias is None else y + bias).to(rows.dtype)
         size = half.abs()
         is_larger = size >= self.threshold
         columns = is_larger.any(0)
         codes, most = _codes_of(half, torch.where(is_larger, 0, size), columns)
-        product = torch.ops.strop.mixed_product
-        given = columns, self.weight, self.SCB, bias
-        y: Tensor = product(self._sums(codes), most, rows, *given)
+        y: Tensor = MIXED_PRODUCT(
+            self._sums(codes), most, rows, columns, self.weight, self.SCB, bias
+        )
         return y
 
     def _sums(self, codes: Tensor) -> Tensor:
-        sums: Tensor = torch.ops.strop.int_mm(codes, self.weight.t())
+        sums: Tensor = INT_MM(codes, self.weight.t())
         return sums
 
 

@@ -333,7 +333,6 @@ for _row in OPS.values():
 # Of libraries that quantise weights, which have kernels of their own for that, and ours for them.
 _OF_LIBRARIES = (
     "strop.int_mm.default",
-    "strop.mixed_product.default",
     "bitsandbytes.dequantize_4bit.default",
     "bitsandbytes.dequantize_blockwise.default",
 )
