@@ -142,7 +142,7 @@ class ModuleState:
         quantised = [(path, part) for path, part in self.parts if int8_layers.is_int8(part)]
         for _, layer in quantised:
             int8_layers.share_codes(layer)
-            places += int8_layers.watched_settings(layer)
+            places += int8_layers.watched_places(layer)
         self.make_ups = (
             *((name, make_up(tensor)) for name, tensor in composed),
             *((f"{path}.weight", int8_layers.make_up(layer)) for path, layer in quantised),
@@ -244,7 +244,8 @@ class ModuleState:
             self.global_guards = self._global_guards()
 
     def _global_guards(self) -> GlobalGuards:
-        return GlobalGuards(self.parts, self._ignored | self.turned.labels)
+        parts = int8_layers.read_by_code(self.parts)
+        return GlobalGuards(parts, self._ignored | self.turned.labels)
 
     def clone(self) -> nn.Module:
         """Return a copy of the module that shares every tensor, to be traced, in which plain layers

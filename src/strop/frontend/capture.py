@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
+from strop.frontend import int8_layers
 from strop.frontend.adapted_layers import is_folded
 from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.composed_tensors import is_composed
@@ -48,7 +49,6 @@ from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapp
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.functional import WriteThroughViewError, make_functional
-from strop.frontend.int8_layers import Int8Linear, is_int8
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.library_operators import opened
@@ -124,7 +124,11 @@ def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) ->
     memo: dict[int, Any] = {id(t): t for t in (*held, *named_state(module).values())}
     for table in tables.values():
         memo |= {id(t): t for t in table.values()}
-    memo |= {id(part): Int8Linear(part) for part in module.modules() if is_int8(part)}
+    memo |= {
+        id(part): int8_layers.stand_in(part)
+        for part in module.modules()
+        if int8_layers.is_int8(part)
+    }
     try:
         clone = _deep_copied(module, memo)
         for number, table in tables.items():

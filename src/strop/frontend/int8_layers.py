@@ -12,13 +12,15 @@ The library holds codes and scales first in the weight and, once the layer has r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.errors import CaptureError
+from strop.frontend.composed_tensors import Inside
 from strop.frontend.differentiated import is_differentiated, is_transformed
 from strop.frontend.library_operators import INT_MM, MIXED_PRODUCT
 from strop.frontend.stable_text import qualified
@@ -26,33 +28,22 @@ from strop.ir.mixed_product import UNIT
 
 LAYERS = frozenset(("bitsandbytes.nn.modules.Linear8bitLt",))
 CODES, SCALES = "CB", "SCB"  # the library's names
-# Where a stand-in has them. The second is also the name in checkpoints.
-_HELD = {"weight": CODES, SCALES: SCALES}
 
 
-class HeldCodes:
-    """Look up what such a layer computes with, as a table. What the library has put there since is
-    found."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-    def __getitem__(self, name: str) -> Any:
-        return _held(self.layer, _HELD[name]) if name in _HELD else self.layer._parameters[name]
-
-
-def _held(layer: Any, name: str) -> Any:
-    """Return the library's tensor of this name: as its forward, from the weight if that has it."""
-    weight = layer._parameters["weight"]
-    source = layer.state if getattr(weight, CODES, None) is None else weight
-    return getattr(source, name, None)
+def _source(layer: Any) -> Any:
+    """Return what holds the codes and scales: as for the layer's forward, the weight if it does."""
+    return layer.state if getattr(layer.weight, CODES, None) is None else layer.weight
 
 
 def is_int8(layer: Any) -> bool:
     """Tell whether a layer is such a linear, with a weight that has been quantised."""
-    if qualified(type(layer)) not in LAYERS or layer.state.has_fp16_weights:
+    kind: Any = type(layer)
+    if qualified(kind) not in LAYERS or layer.state.has_fp16_weights:
         return False
-    weight, codes, scales = layer.weight, _held(layer, CODES), _held(layer, SCALES)
+    if qualified(kind.forward) != f"{qualified(kind)}.forward":  # it has been replaced
+        return False
+    weight, source = layer.weight, _source(layer)
+    codes, scales = getattr(source, CODES, None), getattr(source, SCALES, None)
     if not (type(codes) is type(scales) is Tensor and codes.shape == weight.shape):
         return False
     are_known = codes.dtype is torch.int8 and scales.dtype is torch.float32
@@ -60,25 +51,36 @@ def is_int8(layer: Any) -> bool:
     return are_known and is_one_place and scales.shape == codes.shape[:1]
 
 
-def held_places(layer: Any) -> list[tuple[Any, str]]:
-    """Return where such a layer holds tensors: a table and a key of each, as a stand-in has them in
-    its own order."""
-    table = HeldCodes(layer)
-    return [(table, name) for name in ("weight", "bias", SCALES)]
+def held_places(layer: Any) -> list[tuple[str, Any, str]]:
+    """Return where such a layer holds tensors: the name of each in a stand-in, in the order there,
+    a table and a key."""
+    source = _source(layer)
+    # The dictionary of a tensor may be exchanged for another's (torch.utils.swap_tensors).
+    table = Inside(source) if source is layer.weight else vars(source)
+    own = ("bias", layer._parameters, "bias")
+    return [("weight", table, CODES), own, (SCALES, table, SCALES)]
 
 
-def watched_settings(layer: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where such a layer holds what is no tensor and decides what it computes."""
-    yield from ((vars(layer), "state"), (_Settings(layer), "threshold"))
-    yield _Settings(layer), "has_fp16_weights"
+def watched_places(layer: Any) -> list[tuple[Any, str]]:
+    """Return where such a layer holds what decides which tensors these are, and what it computes
+    with them."""
+    state = vars(layer.state)
+    places = [(layer._parameters, "weight"), (vars(layer), "state"), (Inside(layer), "__class__")]
+    places += [(state, "threshold"), (state, "has_fp16_weights")]
+    return places if _source(layer) is layer.weight else [*places, (Inside(layer.weight), CODES)]
 
 
-class _Settings:
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
+def read_by_code(parts: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return parts with their paths as their code is to be watched: of such layers one without
+    attributes for all of a class, as no code of theirs runs. Their states change in each call."""
+    return [(path, _bare(part.__class__) if is_int8(part) else part) for path, part in parts]
 
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.layer.state, name)
+
+@lru_cache(maxsize=16)
+def _bare(kind: type) -> nn.Module:
+    made: nn.Module = object.__new__(kind)
+    nn.Module.__init__(made)
+    return made
 
 
 def make_up(layer: Any) -> str:
@@ -90,25 +92,35 @@ def share_codes(layer: Any) -> None:
     """Let the weight of such a layer look at the codes that the layer computes with, as its forward
     does after each call. A copied layer has them twice until then, and what is loaded into the
     weight would be lost."""
-    weight, codes = layer.weight, _held(layer, CODES)
+    weight, codes = layer.weight, getattr(_source(layer), CODES)
     if weight.data_ptr() != codes.data_ptr():
         weight.data = codes
 
 
-class Int8Linear(nn.Module):
-    """Stand in for such a layer, in a trace."""
+def stand_in(layer: Any) -> nn.Module:
+    """Return what stands for such a layer in a trace: it holds the same tensors, under the names of
+    checkpoints, and code may ask for its class."""
+    made: Any = object.__new__(_stand_in_class(layer.__class__))
+    nn.Module.__init__(made)
+    held = {name: table[key] for name, table, key in held_places(layer)}
+    made._buffers[SCALES] = held.pop(SCALES)
+    made._parameters |= held
+    made.training, made.threshold = layer.training, float(layer.state.threshold)
+    made.in_features, made.out_features = layer.in_features, layer.out_features
+    found: nn.Module = made
+    return found
 
-    weight: Tensor
+
+@lru_cache(maxsize=16)
+def _stand_in_class(kind: type) -> type:
+    return type(kind.__name__, (Int8Linear, kind), {"__module__": __name__})
+
+
+class Int8Linear(nn.Linear):
+    """Compute what such a layer does, in a trace."""
+
     SCB: Tensor
-    bias: Tensor | None
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        table = HeldCodes(layer)
-        self._parameters |= {name: table[name] for name in ("weight", "bias")}
-        self._buffers[SCALES] = table[SCALES]
-        self.training, self.threshold = layer.training, float(layer.state.threshold)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+    threshold: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute y = x W^T + b for x (rows, K) or (batch, rows, K), to y of x's type."""
@@ -127,19 +139,18 @@ class Int8Linear(nn.Module):
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _product(self, rows: Tensor) -> Tensor:
+        y: Tensor
         half = rows.to(torch.float16)  # as the library, whatever the type is
         bias = None if self.bias is None else self.bias.to(rows.dtype)
-        if not self.threshold:
-            codes, most = _codes_of(half, half.abs(), None)
+        if self.threshold <= 0:
+            codes, most = _codes_of(half)
             y = self._sums(codes).float() * (most * self.SCB) * UNIT**2
             return (y if bias is None else y + bias).to(rows.dtype)
-        size = half.abs()
-        is_larger = size >= self.threshold
-        columns = is_larger.any(0)
-        codes, most = _codes_of(half, torch.where(is_larger, 0, size), columns)
-        y: Tensor = MIXED_PRODUCT(
-            self._sums(codes), most, rows, columns, self.weight, self.SCB, bias
-        )
+        is_larger = half.abs() >= self.threshold
+        columns = is_larger.to(torch.int8).amax(0) > 0  # bytes: they may go through memory
+        codes, most = _codes_of(torch.where(is_larger, 0, half))
+        sums = self._sums(torch.where(columns, 0, codes))
+        y = MIXED_PRODUCT(sums, most, rows, columns, self.weight, self.SCB, bias)
         return y
 
     def _sums(self, codes: Tensor) -> Tensor:
@@ -147,11 +158,8 @@ class Int8Linear(nn.Module):
         return sums
 
 
-def _codes_of(half: Tensor, size: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes of rows, which are 0 in columns that are left out, and the largest of the
-    sizes in each row."""
-    most = size.amax(1, keepdim=True).float()
+def _codes_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of rows, and the size of the largest number in each."""
+    most = rows.abs().amax(1, keepdim=True).float()
     scale = torch.where(most > 0, 127 / most, 0)  # a row of zeros has codes of 0
-    codes = torch.round(half * scale)
-    codes = codes if left_out is None else torch.where(left_out, 0, codes)
-    return codes.to(torch.int8), most
+    return torch.round(rows * scale).to(torch.int8), most

@@ -70,13 +70,13 @@ def tensor_places(
         if is_int8(owner):
             places = held_places(owner)
         else:
-            places = [(others if key in others else own, key) for key in own | others]
-            places += [(buffers, key) for key in buffers]
-        for table, key in places:
+            places = [(key, others if key in others else own, key) for key in own | others]
+            places += [(key, buffers, key) for key in buffers]
+        for name, table, key in places:
             tensor = table[key]
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield start + key, table, key
+                yield start + name, table, key
         for key, value in own_attributes(owner):
             if type(value) is Tensor and id(value) not in seen and _is_data(value, devices):
                 seen.add(id(value))

@@ -1,4 +1,4 @@
-"""Define what a product of int8 codes stands for, with the columns that it leaves out (LLM.int8)."""
+"""Define what a product of int8 codes stands for, with columns that it leaves out (LLM.int8)."""
 
 from __future__ import annotations
 
