@@ -70,7 +70,7 @@ def watched_places(layer: Any) -> list[tuple[Any, str]]:
     return places if _source(layer) is layer.weight else [*places, (Inside(layer.weight), CODES)]
 
 
-def read_by_code(parts: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def read_by_code(parts: Sequence[tuple[str, Any]]) -> list[tuple[str, nn.Module]]:
     """Return parts with their paths as their code is to be watched: of such layers one without
     attributes for all of a class, as no code of theirs runs. Their states change in each call."""
     return [(path, _bare(part.__class__) if is_int8(part) else part) for path, part in parts]
