@@ -152,6 +152,31 @@ def _of_bitsandbytes_exact(layer: Any) -> Tensor:
     return exact.to(F32)
 
 
+def _of_int8(linear: nn.Linear) -> nn.Module:
+    """Quantise as diffusers does by ``BitsAndBytesConfig(load_in_8bit=True)``."""
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear8bitLt(
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        has_fp16_weights=False,
+        threshold=6.0,
+        device="meta",
+    )
+    layer.weight = bitsandbytes.nn.Int8Params(
+        linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False
+    ).to(linear.weight.device)
+    layer.bias = linear.bias
+    return layer.requires_grad_(False).eval()
+
+
+def _of_int8_exact(layer: Any) -> Tensor:
+    held = layer.weight if layer.weight.CB is not None else layer.state
+    exact: Tensor = held.CB.to(F32) * (held.SCB / 127)[:, None]
+    return exact
+
+
 def _torchao(name: str, *, capability: tuple[int, int] = (0, 0), **how: Any) -> Quantisation:
     def exact(layer: nn.Linear) -> Tensor:
         weight: Any = layer.weight
@@ -182,6 +207,7 @@ SCHEMES: dict[str, Quantisation] = {
     "nf4": Quantisation(
         ("bitsandbytes",), partial(_of_bitsandbytes, "nf4"), _of_bitsandbytes_exact
     ),
+    "bnb-int8": Quantisation(("bitsandbytes",), _of_int8, _of_int8_exact),
 }
 
 

@@ -1,5 +1,7 @@
 """Modules that torchao, quanto and diffusers' GGUF have quantised, where these are installed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -91,17 +93,79 @@ def test_bitsandbytes(name, is_nested, tmp_path):
     assert module.forward.counters.eager_calls == 0
 
 
-def test_int8_of_bitsandbytes_runs_in_eager_with_a_reason(tmp_path):
+OF_INT8 = {"strop.int_mm.default": 2, "mixed_product": 2}
+
+
+def of_int8(bitsandbytes, dtype, **how):
+    module = net()
+    for place in "ab":
+        old = module.get_submodule(place)
+        new = bitsandbytes.nn.Linear8bitLt(
+            old.in_features, old.out_features, has_fp16_weights=False, **how
+        )
+        new.load_state_dict(old.state_dict())
+        new.bias.data = new.bias.data.to(dtype)
+        module._modules[place] = new.requires_grad_(False).to("cpu").eval()
+    module.norm.to(dtype)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 6.0, 2.5])
+def test_int8_of_bitsandbytes(threshold, dtype, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    linear = bitsandbytes.nn.Linear8bitLt(64, 32, has_fp16_weights=False, threshold=6.0)
-    module = nn.Sequential(linear).eval().requires_grad_(False).to("cpu")
-    x = torch.randn(3, 64, dtype=torch.float16)
+    module = of_int8(bitsandbytes, dtype, threshold=threshold)
+    eager, generator = copy.deepcopy(module), torch.Generator().manual_seed(0)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    for rows in (*ROWS, 1):
+        x = torch.randn(rows, 256, generator=generator)
+        x[0, :3] = 9
+        with torch.no_grad():
+            found, wanted = module(x.to(dtype)), eager(x.to(dtype))
+        assert found.dtype is dtype
+        assert (found - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+    assert module.forward.counters.eager_calls == 0
+    calls = OF_INT8 if threshold else {"strop.int_mm.default": 2}
+    assert strop.explain(module).calls == calls
+
+
+def test_int8_of_bitsandbytes_in_and_out_of_eager(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    module, other = (of_int8(bitsandbytes, torch.float32, threshold=6.0) for _ in range(2))
+    eager, x = copy.deepcopy(module), torch.randn(5, 256)
+    other.a.weight.data.neg_()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+
+    def agree():
+        with torch.no_grad():
+            found, wanted = module(x), eager(x)
+        assert (found - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+        return found
+
+    first = agree()
+    module.load_state_dict(other.state_dict())
+    eager = copy.deepcopy(other)
+    loaded = agree()
+    assert (loaded - first).abs().max() > 0.1
+    strop.restore(module)  # eager moves codes and scales into the state of each layer
+    agree()
+    assert module.a.weight.CB is None
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    for net in (module, eager):
+        net.a.state.SCB.mul_(2)
+    assert (agree() - loaded).abs().max() > 0.1
+    assert module.forward.counters.eager_calls == 0
+
+
+def test_int8_of_bitsandbytes_that_is_not_quantised(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    module = nn.Sequential(bitsandbytes.nn.Linear8bitLt(64, 32)).eval().requires_grad_(False)
+    eager, x = copy.deepcopy(module), torch.randn(3, 64, dtype=torch.float16)
     with torch.no_grad():
-        wanted = module(x)
         strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
-        assert torch.equal(module(x), wanted)
+        assert torch.equal(module(x), eager(x))
     (reason,) = module.forward.counters.fallbacks
-    assert "columns of its input that have large values" in reason
+    assert "has_fp16_weights" in reason
 
 
 # kind of blocks -> where the halves are in one that are scales

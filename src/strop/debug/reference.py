@@ -18,6 +18,7 @@ from strop.errors import UnsupportedError
 from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
+from strop.ir.mixed_product import mixed_product
 from strop.ir.ops import OPS, Kind
 from strop.ir.tensor_spec import cornered
 from strop.patterns import registry
@@ -229,6 +230,7 @@ _RULES: dict[str, Rule] = {
     "paired_linear_add": lambda n, x, env: _paired([*x[:4], *x[5:]]) + x[4],
     "paired_geglu": lambda n, x, env: _geglu(n, _paired(x)),
     "matmul": lambda n, x, env: torch.matmul(*x),
+    "mixed_product": lambda n, x, env: mixed_product(*x),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)
     ),

@@ -23,7 +23,7 @@ from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
-from strop.frontend import computed_weights, layerwise_casting
+from strop.frontend import computed_weights, int8_layers, layerwise_casting
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure
 from strop.frontend.composed_tensors import (
@@ -143,7 +143,14 @@ class ModuleState:
             if is_composed(table[key]):
                 composed.append((name, table[key]))
                 places += [(table, key), *watched_places(table[key])]
-        self.make_ups = tuple((name, make_up(tensor)) for name, tensor in composed)
+        quantised = [(path, part) for path, part in self.parts if int8_layers.is_int8(part)]
+        for _, layer in quantised:
+            int8_layers.share_codes(layer)
+            places += int8_layers.watched_places(layer)
+        self.make_ups = (
+            *((name, make_up(tensor)) for name, tensor in composed),
+            *((f"{path}.weight", int8_layers.make_up(layer)) for path, layer in quantised),
+        )
         self.composed_kinds = {type(part) for _, t in composed for part in composed_in(t)}
         return places
 
@@ -241,7 +248,8 @@ class ModuleState:
             self.global_guards = self._global_guards()
 
     def _global_guards(self) -> GlobalGuards:
-        return GlobalGuards(self.parts, self._ignored | self.turned.labels)
+        parts = int8_layers.read_by_code(self.parts)
+        return GlobalGuards(parts, self._ignored | self.turned.labels)
 
     def clone(self) -> nn.Module:
         """Return a copy of the module that shares every tensor, to be traced, in which plain layers

@@ -147,8 +147,8 @@ def is_foreign(t: Tensor) -> bool:
 
 # What is known of classes of tensors whose modules run in eager.
 _REASONS = {
-    "bitsandbytes.nn.modules.Int8Params": "with whose int8 a product leaves out the columns of its"
-    " input that have large values, which no shape tells",
+    "bitsandbytes.nn.modules.Int8Params": "which is compiled as the weight of a Linear8bitLt that"
+    " holds int8 (has_fp16_weights=False) and its scales on one device",
 }
 
 

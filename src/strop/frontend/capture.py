@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
+from strop.frontend import int8_layers
 from strop.frontend.adapted_layers import is_folded
 from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.composed_tensors import is_composed
@@ -120,11 +121,17 @@ _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict
 def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) -> nn.Module:
     """Return a copy of the modules that shares every tensor, to trace without disturbing other
     threads. A layer that has one of ``tables`` stands in the place of the one that wraps it, with
-    the Parameters in it, and computes its low-rank part if these hold one."""
+    the Parameters in it, and computes its low-rank part if these hold one. Another stands for each
+    linear of ``int8_layers``."""
     held = [table[key] for _, table, key in tensor_places(module.named_modules())]
     memo: dict[int, Any] = {id(t): t for t in (*held, *named_state(module).values())}
     for table in tables.values():
         memo |= {id(t): t for t in table.values()}
+    memo |= {
+        id(part): int8_layers.stand_in(part)
+        for part in module.modules()
+        if int8_layers.is_int8(part)
+    }
     try:
         clone = _deep_copied(module, memo)
         for number, table in tables.items():

@@ -14,6 +14,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.gradients import GRADIENT_RULES
+from strop.frontend.library_operators import MIXED_PRODUCT
 from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.random import RANDOM_RULES
@@ -31,6 +32,11 @@ aten = torch.ops.aten
 def _linear(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any = None) -> Node:
     inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
     return im.builder.make("linear", inputs, im.shape(fx), inputs[0].dtype)
+
+
+def _mixed_product(im: Importer, fx: FxNode, *given: Any) -> Node:
+    inputs = [im.node(t) for t in given if t is not None]
+    return im.builder.make("mixed_product", inputs, im.shape(fx), fx.meta["val"].dtype)
 
 
 def _addmm(
@@ -252,6 +258,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     torch.ops.strop.matmul.default: _matmul,
     aten.baddbmm.default: _baddbmm,
     torch.ops.strop.conv2d.default: _conv2d,
+    MIXED_PRODUCT: _mixed_product,
     aten.convolution.default: _convolution,
     torch.ops.strop.attention.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _fused_attention,

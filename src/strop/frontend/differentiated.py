@@ -46,7 +46,7 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or functorch.peek_interpreter_stack() is not None
 
 
-def _is_differentiated(arguments: Any) -> bool:
+def is_differentiated(arguments: Any) -> bool:
     """Tell whether autograd would record an operator of these arguments, or a tangent pass
     through."""
     if forward_ad._current_level >= 0:
@@ -70,7 +70,7 @@ def define(
     inside = differentiated or as_torch
 
     def record(keys: Any, *arguments: Any) -> Any:
-        if _is_differentiated(arguments):
+        if is_differentiated(arguments):
             return inside(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)

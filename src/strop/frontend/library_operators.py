@@ -18,6 +18,7 @@ from torch.fx import Node as FxNode
 from torch.nn import functional as F
 
 from strop.frontend.differentiated import define
+from strop.ir.mixed_product import mixed_product
 
 _OPENED = ("quanto::unpack", "quanto::qbytes_mm", "bitsandbytes::gemm_4bit")
 _KEYS = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
@@ -25,6 +26,10 @@ _KEYS = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
 _LEAST_ROWS = 17  # of cuBLAS
 _library = torch.library.Library("strop", "FRAGMENT")
 _library.define("int_mm(Tensor x, Tensor y) -> Tensor")
+_library.define(
+    "mixed_product(Tensor sums, Tensor most, Tensor x, Tensor columns, Tensor codes, Tensor scales,"
+    " Tensor? bias) -> Tensor"
+)
 
 
 def int_mm(x: Tensor, y: Tensor) -> Tensor:
@@ -44,6 +49,14 @@ def _int_mm_shape(x: Tensor, y: Tensor) -> Tensor:
 
 
 define(_library, "int_mm", int_mm, _int_mm_shape)
+
+
+def _mixed_shape(sums: Tensor, most: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(sums.shape)
+
+
+define(_library, "mixed_product", mixed_product, _mixed_shape)
+INT_MM, MIXED_PRODUCT = torch.ops.strop.int_mm.default, torch.ops.strop.mixed_product.default
 
 
 def int_product(fx: FxNode) -> tuple[Any, ...] | None:

@@ -19,6 +19,7 @@ from strop.frontend.composed_tensors import (
     put_together,
 )
 from strop.frontend.computed_weights import names_computed
+from strop.frontend.int8_layers import held_places, is_int8
 from strop.frontend.module_parts import own_attributes
 
 Tables = Mapping[int, dict[str, Any]]  # what is read for or beside a layer's own, by its id
@@ -67,12 +68,16 @@ def tensor_places(
         others = tables.get(id(owner), {})
         start = f"{path}." if path else ""
         own, buffers = owner._parameters, owner._buffers
-        places = [(others if key in others else own, key) for key in own | others]
-        for table, key in (*places, *((buffers, key) for key in buffers)):
+        if is_int8(owner):
+            places = held_places(owner)
+        else:
+            places = [(key, others if key in others else own, key) for key in own | others]
+            places += [(key, buffers, key) for key in buffers]
+        for name, table, key in places:
             tensor = table[key]
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield start + key, table, key
+                yield start + name, table, key
         computed = names_computed(owner)
         for key, value in own_attributes(owner):
             if key in computed:

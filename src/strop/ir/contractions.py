@@ -19,6 +19,11 @@ def _linear_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return 2 * math.prod(shapes[0]) * shapes[1][0]
 
 
+def _mixed_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    """Count the two numbers that each sum of codes is multiplied with: values decide what else."""
+    return 2 * math.prod(shapes[0])
+
+
 def _paired_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return _linear_flops(shapes[:2], attrs) + _linear_flops(shapes[2:4], attrs)
 
@@ -131,6 +136,13 @@ CONTRACTIONS: tuple[Op, ...] = (
         "paired_geglu",
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", CUDA, rows=4, warm_up=1, flops=_paired_flops),
+    ),
+    # sums (M, N) of codes, most (M, 1), x (M, K), columns (K,), codes (N, K), scales (N,)
+    # [, bias (N,)] -> (M, N): ``ir.mixed_product``
+    Op(
+        "mixed_product",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", ANYWHERE, flops=_mixed_flops),
     ),
     # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op(

@@ -106,6 +106,16 @@ def anywhere(call: Call, device: Device) -> str:
     return "" if device.has_library else "runs on GPUs, and on CPUs with AVX2 or AVX-512"
 
 
+def mixed_us(problem: Problem, device: Device) -> float:
+    """Return the time of torch's products in fp32, of all columns, behind three passes over the
+    sums."""
+    times = tuned(device).gemm.library
+    (rows, columns), depth = problem.shapes[0], problem.shapes[2][1]
+    begin = times.linear_begin_us + times.gap_us + times.adding_us
+    ops = 2 * rows * columns * depth
+    return begin + ops / times.linear_ops + 24 * rows * columns / times.behind_bytes
+
+
 def attention_us(problem: Problem, device: Device) -> float:
     """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
     if not device.arch:
@@ -144,8 +154,19 @@ PRODUCTS = Kernel("cublas_batched", ("matmul",), anything, product_us)
 ACTIVATED = Kernel("cublas_gelu", ("linear_gelu",), anything, activated_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
+MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 # Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
 SDPA = Kernel(SDPA_NAME, ("attention",), anywhere, attention_us)
 ATTENTIONS = tuple(map(_one_library, ATTENTION_LIBRARIES))
-ROWS: tuple[Kernel, ...] = (CUBLAS, PRODUCTS, ACTIVATED, GATES, CUDNN, TAPS, SDPA, *ATTENTIONS)
+ROWS: tuple[Kernel, ...] = (
+    CUBLAS,
+    PRODUCTS,
+    ACTIVATED,
+    GATES,
+    MIXED,
+    CUDNN,
+    TAPS,
+    SDPA,
+    *ATTENTIONS,
+)

@@ -22,6 +22,7 @@ from strop.errors import ShapeError, UnsupportedError
 from strop.ir.contractions import GELU, GELU_TANH, SILU, Gate
 from strop.ir.device import Device
 from strop.ir.graph import GeneratorRef, Ref
+from strop.ir.mixed_product import mixed_product
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 from strop.runtime.run import attention_calls
@@ -140,6 +141,10 @@ def _paired_geglu(attrs: Mapping[str, Any]) -> OutCall:
 
 def _matmul(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: torch.matmul(inputs[0], inputs[1], out=out)
+
+
+def _mixed_product(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(mixed_product(*inputs))
 
 
 def _conv2d(attrs: Mapping[str, Any]) -> Call:
@@ -317,6 +322,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "paired_linear": _paired_linear,
     "paired_linear_add": _paired_linear_add,
     "matmul": _matmul,
+    "mixed_product": _mixed_product,
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
