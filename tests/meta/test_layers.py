@@ -95,6 +95,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.signature",
     ),
     "models": (),
+    "drawing": ("errors", "wording", "models.guidance"),
     "debug": (
         "errors",
         "options",
@@ -151,6 +152,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "diffusion.adapter_files",
         "diffusion.adapter_loading",
         "diffusion.snapshots",
+        "drawing",
         "models",
         "dispatch",
         "runtime",

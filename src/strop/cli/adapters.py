@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import PictureSize
 from strop.cli.mistakes import CommandError, warn
+from strop.drawing.request import PictureSize
 from strop.wording import counted
 
 if TYPE_CHECKING:
