@@ -95,6 +95,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.signature",
     ),
     "models": (),
+    "serve": ("__init__", "errors", "wording", "drawing"),
     "drawing": ("errors", "wording", "models.guidance"),
     "debug": (
         "errors",
@@ -154,6 +155,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "diffusion.snapshots",
         "drawing",
         "models",
+        "serve",
         "dispatch",
         "runtime",
         "train",

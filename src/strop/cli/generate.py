@@ -181,7 +181,7 @@ def _generate(
         pipe = adapters.add_to(models.load(model, dtype, device), additions, dtype)
     arguments.check_length(pipe, request.prompt)
     arguments.check_length(pipe, request.negative, "negative prompt")
-    _set_threads(threads, before)
+    set_threads(threads, before)
     runs = RUNS if len(outputs) > 1 else 1
     try:
         eager = None
@@ -208,7 +208,7 @@ def _generate(
     screen.print(f"{request.size} picture in {outputs[0]}", markup=False)
 
 
-def _set_threads(threads: int, before: CoreUse | None) -> None:
+def set_threads(threads: int, before: CoreUse | None) -> None:
     """Set as many threads as asked for, or as cores were free since ``before``."""
     import torch
 
