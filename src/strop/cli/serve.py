@@ -30,7 +30,7 @@ $ strop serve ./stable-diffusion-v1-5 --lora ./loras --port 9000
 $ strop serve ./sdxl --host 0.0.0.0 --token-file token.txt
 
 [bold]Ask it[/]
-$ curl 127.0.0.1:8000/v1/images/generations --json '{"prompt": "a red circle"}'
+$ curl 127.0.0.1:8000/api/model   # sizes, limits, LoRAs
 $ curl 127.0.0.1:8000/healthz
 """
 _NEEDED = {

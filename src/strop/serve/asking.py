@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from strop.serve.jobs import FinishedPicture
+from strop.serve.jobs import FinishedPicture, Job
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
@@ -23,8 +23,8 @@ def service_of(request: Request) -> Service:
 GivenService = Annotated[Service, Depends(service_of)]
 
 
-async def drawn(request: Request, service: Service, wish: Wish) -> list[FinishedPicture]:
-    """Return the pictures of a wish when they are done. A client that hangs up meanwhile has its
+async def drawn(request: Request, service: Service, wish: Wish) -> Job:
+    """Return the job of a wish when its pictures are done. A client that hangs up meanwhile has its
     order cancelled. Raises Refused where there will be none."""
     job = service.accept(wish)
     waiting = asyncio.ensure_future(job.over())
@@ -33,7 +33,8 @@ async def drawn(request: Request, service: Service, wish: Wish) -> list[Finished
         await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
             raise Refused(499, "hung_up", "the client has gone")
-        return waiting.result()
+        waiting.result()
+        return job
     finally:
         service.cancel(job)  # nothing happens to one that is over
         for task in (waiting, gone):

@@ -89,20 +89,24 @@ class Job:
         while self.version == version:
             await self._changed.wait()
 
-    async def over(self) -> list[FinishedPicture]:
-        """Return the pictures when all are done. Raises Refused if they will not be."""
+    async def over(self) -> None:
+        """Return when all pictures are done. Raises Refused if they will not be."""
         while not self.state.is_over:
             await self.after(self.version)
         if self.refused is not None:
             raise self.refused
         if self.state is JobState.cancelled:
             raise Refused(499, "cancelled", "the request was cancelled")
+
+    @property
+    def made(self) -> list[FinishedPicture]:
+        """Return the pictures that are done."""
         return [picture for picture in self.pictures if picture is not None]
 
     @property
     def num_bytes(self) -> int:
         held = _JOB_BYTES + sum(len(jpeg) for _, jpeg in self.previews.values())
-        held += sum(len(picture.png) for picture in self.pictures if picture is not None)
+        held += sum(len(picture.png) for picture in self.made)
         first = self.order.requests[0]  # whose start is that of all
         return held if first.start is None else held + 3 * first.size.num_pixels
 

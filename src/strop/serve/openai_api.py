@@ -149,15 +149,14 @@ async def _form(request: Request) -> tuple[dict[str, Any], dict[str, bytes]]:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError, LookupError) as error:
         raise Refused(400, "damaged_form", "the form is damaged or too large") from error
-    fields: dict[str, Any] = {}
-    files: dict[str, bytes] = {}
-    for name, value in form.multi_items():
-        if name in fields or name in files:
-            raise Refused(400, "invalid_value", "a field of the form is there twice")
-        if isinstance(value, UploadFile):
-            files[name] = await value.read()
-        else:
-            fields[name] = value
+    items = form.multi_items()
+    try:
+        files = {n: await value.read() for n, value in items if isinstance(value, UploadFile)}
+    finally:
+        await form.close()
+    fields = {name: value for name, value in items if not isinstance(value, UploadFile)}
+    if len(fields) + len(files) < len(items):
+        raise Refused(400, "invalid_value", "a field of the form is there twice")
     return fields, files
 
 
@@ -172,9 +171,10 @@ def _check_model(name: str | None, service: Service) -> None:
 
 
 async def _answer(request: Request, service: Service, wish: Wish) -> dict[str, Any]:
-    pictures = await drawn(request, service, wish)
-    data = [{"b64_json": in_base64(one), "seed": one.request.seed} for one in pictures]
-    return {"created": int(time.time()), "output_format": "png", "data": data}
+    job = await drawn(request, service, wish)
+    data = [{"b64_json": in_base64(one), "seed": one.request.seed} for one in job.made]
+    found = {"created": int(time.time()), "output_format": "png", "data": data}
+    return found | ({"notes": [*job.order.notes]} if job.order.notes else {})
 
 
 @router.get("/models")

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
 from strop.serve.asking import GivenService, drawn, in_base64
-from strop.serve.jobs import FinishedPicture
+from strop.serve.jobs import Job
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
@@ -125,8 +125,8 @@ async def img2img(body: PictureBody, request: Request, service: GivenService) ->
     return _answer(body, await drawn(request, service, wish))
 
 
-def _answer(body: TextBody, pictures: Sequence[FinishedPicture]) -> dict[str, Any]:
-    requests = [picture.request for picture in pictures]
+def _answer(body: TextBody, job: Job) -> dict[str, Any]:
+    requests = job.order.requests
     first = requests[0]
     info = {
         "prompt": first.prompt,
@@ -138,9 +138,10 @@ def _answer(body: TextBody, pictures: Sequence[FinishedPicture]) -> dict[str, An
         "steps": first.steps,
         "cfg_scale": first.guidance,
         "batch_size": len(requests),
+        "notes": [*job.order.notes],
     }
     known = body.model_dump(include=set(type(body).model_fields) - {"init_images"})
-    images = [in_base64(picture) for picture in pictures]
+    images = [in_base64(picture) for picture in job.made]
     return {"images": images, "parameters": known, "info": json.dumps(info)}
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -74,6 +75,7 @@ class Service:
                 503, "stopping", "the server is stopping; ask another one", retry_after_s=10
             )
         made = order(wish, self.painter.card, self.limits)
+        made = replace(made, notes=(*made.notes, *self.painter.notes(made.requests[0])))
         if len(self._line) + len(made.requests) > self.limits.most_waiting:
             self.metrics.refused.inc()
             raise Refused(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from strop.drawing import draw as drawing
+from strop.drawing.prompts import unread
 from strop.drawing.request import PictureRequest, StepDone
 from strop.serve.order import Adapters, ModelCard
 
@@ -72,6 +75,8 @@ class Studio:
     def __init__(self, card: ModelCard, pipe: Any, eager: Any | None = None) -> None:
         self.card = card
         self._pipes = {False: pipe, True: eager}
+        # Asking a tokenizer for what it would cut changes it for the thread that draws.
+        self._reader = SimpleNamespace(tokenizer=copy.deepcopy(getattr(pipe, "tokenizer", None)))
         self._active: dict[bool, Adapters | None] = {False: None, True: None}
 
     def draw(
@@ -99,10 +104,8 @@ class Studio:
 
     def notes(self, request: PictureRequest) -> Sequence[str]:
         """Return what the model will not read of a request."""
-        from strop.drawing.prompts import unread
-
         texts = ((request.prompt, "prompt"), (request.negative, "negative prompt"))
-        found = [unread(self._pipes[False], text, what) for text, what in texts if text]
+        found = [unread(self._reader, text, what) for text, what in texts if text]
         return [note for note in found if note]
 
     def _activate(self, is_eager: bool, adapters: Adapters) -> None:
