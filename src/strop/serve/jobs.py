@@ -146,6 +146,9 @@ class JobStore:
             raise Refused(404, "no_such_job", "there is no such request, or it is too long ago")
         return self._jobs[name]
 
+    def unfinished(self) -> list[Job]:
+        return [job for job in self._jobs.values() if not job.state.is_over]
+
     def tidy(self) -> None:
         """Forget jobs that are over, as far as they are too old or take too much memory."""
         over = [job for job in self._jobs.values() if job.state.is_over]

@@ -64,7 +64,7 @@ def address_of(made: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
+class PictureServer(uvicorn.Server):
     """Finish what is accepted at the first signal, and refuse the rest; end at the second one."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -76,6 +76,7 @@ class _Server(uvicorn.Server):
         """Begin to stop, on the loop: a signal may come between any two instructions."""
         if self.service.is_draining:
             self.force_exit = self.should_exit = True
+            self._loop.call_soon_threadsafe(self.service.abandon)
             return
         self.service.is_draining = True
         log.info("stopping", extra={"signal": signal.Signals(sig).name})
@@ -93,9 +94,8 @@ class _Server(uvicorn.Server):
         await super().serve(sockets)
 
 
-def run(app: App, service: Service, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; then new orders get 503, and accepted ones are finished."""
-    config = uvicorn.Config(
+def config_of(app: App) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
@@ -106,4 +106,8 @@ def run(app: App, service: Service, listening: socket.socket) -> None:
         ws="none",
         lifespan="on",
     )
-    asyncio.run(_Server(config, service).serve([listening]))
+
+
+def run(app: App, service: Service, listening: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; then new orders get 503, and accepted ones are finished."""
+    asyncio.run(PictureServer(config_of(app), service).serve([listening]))

@@ -105,6 +105,11 @@ class Service:
             self.metrics.cancelled.inc()
             self.metrics.waiting.set(len(self._line))
 
+    def abandon(self) -> None:
+        """Cancel everything, so that the thread that draws ends after its step."""
+        for job in self.jobs.unfinished():
+            self.cancel(job)
+
     def place_of(self, job: Job) -> int:
         """Return how many pictures wait before those of a job."""
         return self._line.place_of(job.tickets)
