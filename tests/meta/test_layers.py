@@ -129,6 +129,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "bench": (
         "__init__",
+        "drawing",
+        "serve",
         "errors",
         "options",
         "wording",

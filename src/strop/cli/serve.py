@@ -144,9 +144,9 @@ def command(
     Requests that have the same size, number of steps, guidance and adapters are drawn together;
     others take turns. The interfaces are
 
-    - /v1/images/generations and /v1/images/edits, as OpenAI's clients ask;
-    - /sdapi/v1/txt2img and /sdapi/v1/img2img, as A1111's clients ask;
-    - /api/pictures, Strop's own, with progress, previews and cancelling: /openapi.json has all of
+    - /v1/images/generations and /v1/images/edits, for clients of OpenAI;
+    - /sdapi/v1/txt2img and /sdapi/v1/img2img, for clients of the A1111 web UI;
+    - /api/pictures, with progress, previews and cancelling: /openapi.json has all of
       it;
     - /healthz for whoever watches the server, and /metrics for Prometheus.
 
@@ -155,7 +155,7 @@ def command(
     to disk, and no address in it is opened.
     """
     require_diffusion()
-    _require_serve()
+    require_serve()
     from strop.serve import running
 
     secret = _secret(token_file, token)
@@ -190,7 +190,7 @@ def command(
         listening.close()
 
 
-def _require_serve() -> None:
+def require_serve() -> None:
     missing = [n for module, n in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise CommandError(f"this command needs {', '.join(missing)}: pip install 'strop[serve]'")
