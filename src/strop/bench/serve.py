@@ -74,6 +74,7 @@ class ServeRounds:
     served_s: list[float] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
     overload_s: list[float] = field(default_factory=list)
+    cpu_s: dict[str, list[float]] = field(default_factory=lambda: {"offline": [], "server": []})
     num_refused: int = 0
     num_lost: int = 0
     num_wrong: int = 0
@@ -89,11 +90,15 @@ def run(
     rounds = ServeRounds()
     for number in range(plan.rounds):
         step(f"round {number + 1} of {plan.rounds}: offline")
+        cpu = time.process_time()
         rounds.offline_s.append(_offline(studio, plan)[0])
+        rounds.cpu_s["offline"].append(time.process_time() - cpu)
         for name, room in (("server", plan.pictures), ("overload", plan.overload_room)):
             step(f"round {number + 1} of {plan.rounds}: {name}")
             with _serving(studio, _limits(plan, room)) as (host, port):
+                cpu = time.process_time()
                 found = _asked(plan, host, port)
+                found["cpu_s"] = time.process_time() - cpu  # of the server; the clients have theirs
             _note(rounds, found, expected, name)
     return _result(plan, rounds, environment.describe(device))
 
@@ -200,6 +205,7 @@ def _note(
     rounds.num_refused += sum(answer["refused"] for answer in answers)
     if name == "server":
         rounds.served_s.append(found["seconds"])
+        rounds.cpu_s["server"].append(found["cpu_s"])
         rounds.latencies_s += [answer["seconds"] for answer in good]
     else:
         rounds.overload_s.append(found["seconds"])
@@ -236,6 +242,10 @@ def _result(plan: ServePlan, rounds: ServeRounds, where: dict[str, Any]) -> dict
         "plan": asdict(plan) | {"sizes": [str(size) for size in plan.sizes]},
         "pictures_a_second": {name: _spread(values) for name, values in rates.items()},
         "ratio": _spread(ratios),
+        "cpu_s_a_picture": {
+            name: _spread([seconds / plan.pictures for seconds in found])
+            for name, found in rounds.cpu_s.items()
+        },
         "latency_s": {
             f"p{n}": round(rank(rounds.latencies_s, n / 100), 3) for n in (20, 50, 80, 99)
         },
@@ -257,5 +267,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
         rows.append((name, " / ".join(f"{found[p]:.2f}" for p in ("p20", "p50", "p80"))))
     latency = result["latency_s"]
     rows.append(("seconds to a picture", f"p50 {latency['p50']:.2f}, p99 {latency['p99']:.2f}"))
+    cpu = [result["cpu_s_a_picture"][name]["p50"] for name in ("offline", "server")]
+    rows.append(("CPU seconds a picture", f"offline {cpu[0]:.3f}, server {cpu[1]:.3f}"))
     rows.append(("refused, asked again", str(result["num_refused_and_asked_again"])))
     return rows
