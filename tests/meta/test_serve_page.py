@@ -54,7 +54,8 @@ def test_the_code_runs(tiny_model: Path, cache_folder: Path, tmp_path: Path) -> 
             assert server.wait(60) == 0
         finally:
             server.kill()
-    assert Image.open(tmp_path / "circle-3.png").size == (64, 96)
+    with Image.open(tmp_path / "circle-3.png") as picture:
+        assert picture.size == (64, 96)
     assert (tmp_path / "circle-4.png").exists()
     assert (tmp_path / "square.png").exists()
     lines = (tmp_path / "log.txt").read_text().splitlines()

@@ -200,6 +200,40 @@ def test_stopping_finishes_what_is_accepted() -> None:
     run(scenario)
 
 
+def test_who_comes_back_for_a_picture_finds_it_before_the_end() -> None:
+    async def scenario() -> None:
+        painter = closed()
+        async with asking(painter) as asked:
+            before, job = await asked.job(), await asked.job(seed=5)
+            painter.gate.set()
+            await asked.until("done", before["id"])
+            await asked.until("done", job["id"])
+            painter.gate.clear()
+            late = await asked.job(seed=6)
+            draining = asyncio.create_task(asked.service.drain())
+            await asyncio.sleep(0.02)
+            painter.gate.set()
+            await draining
+            seen = asyncio.create_task(asked.service.seen(20))
+            await asyncio.sleep(0.1)
+            assert not seen.done()
+            assert (await asked.client.get(f"/api/pictures/{late['id']}/0.png")).status_code == 200
+            await seen
+            again = await asked.client.post("/api/pictures", json={"prompt": "x"})
+            assert again.status_code == 503
+
+    run(scenario)
+
+
+def test_interfaces_that_wait_keep_nothing() -> None:
+    async def scenario() -> None:
+        async with asking() as asked:
+            assert (await asked.client.post(GENERATE, json={"prompt": "x"})).status_code == 200
+            assert not asked.service.jobs._jobs
+
+    run(scenario)
+
+
 def test_finished_pictures_are_kept_within_limits() -> None:
     async def scenario(limits: Any, kept: int) -> None:
         async with asking(limits=limits) as asked:

@@ -12,7 +12,7 @@ import torch
 
 import strop
 from strop.api import dispatchers_of
-from strop.cli import models, pictures, sampling
+from strop.cli import adapters, models, pictures, sampling
 from strop.cli import serve as command
 from strop.drawing.request import PictureRequest, PictureSize
 from strop.serve.limits import ServeLimits
@@ -45,13 +45,17 @@ def _save_lora(model: Path, file: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(
-    tiny_model: Path, cache_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Studio]:
-    """What ``strop serve`` loads: the tiny model with two LoRAs, and the same one in eager."""
-    folder = tmp_path_factory.mktemp("loras")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two LoRAs."""
+    made = tmp_path_factory.mktemp("loras")
     for seed, name in enumerate(("ink", "style")):
-        _save_lora(tiny_model, folder / f"{name}.safetensors", seed)
+        _save_lora(tiny_model, made / f"{name}.safetensors", seed)
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, cache_folder: Path, folder: Path) -> Iterator[Studio]:
+    """What ``strop serve`` loads: the tiny model with two LoRAs, and the same one in eager."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STROP_CACHE_DIR", str(cache_folder))
         found = replace(models.find_model(str(tiny_model)), default_size=SIZE)
@@ -63,22 +67,22 @@ def _draw(studio: Studio, *requests: PictureRequest, **how: Any) -> list[bytes]:
     return list(studio.draw(Batch(requests, **how), lambda _: None, lambda: True).pictures)
 
 
-def _as_generated(studio: Studio, request: PictureRequest, adapters: Adapters = ()) -> bytes:
-    """What ``strop generate`` draws: a pipeline of its own with these LoRAs, and no server."""
-    pipe = studio._pipes[False]
-    assert pipe is not None
-    if adapters:
-        pipe.enable_lora()
-        pipe.set_adapters([name for name, _ in adapters], [scale for _, scale in adapters])
-    else:
-        pipe.disable_lora()
-    studio._active[False] = None
-    return pictures.to_picture(sampling.draw(pipe, request)).tobytes()
+def _as_generated(
+    model: Path, folder: Path, request: PictureRequest, loras: Adapters = ()
+) -> bytes:
+    """What ``strop generate --lora FILE:SCALE`` draws, with a model that it has just loaded."""
+    files = [adapters.ScaledFile(folder / f"{name}.safetensors", scale) for name, scale in loras]
+    loaded = models.load(models.find_model(str(model)), torch.float32, "cpu")
+    pipe = adapters.add_to(loaded, adapters.Additions(files), torch.float32)
+    return pictures.to_picture(sampling.draw(strop.optimize(pipe), request)).tobytes()
 
 
-def test_one_picture_has_the_bits_of_generate(served: Studio) -> None:
-    for adapters in ((), (("ink", 0.8),), (("style", 0.5), ("ink", -1.0)), ()):
-        assert _draw(served, RED, adapters=adapters) == [_as_generated(served, RED, adapters)]
+def test_one_picture_has_the_bits_of_generate(
+    served: Studio, tiny_model: Path, folder: Path
+) -> None:
+    for loras in ((), (("ink", 0.8),), (("style", 0.5), ("ink", -1.0)), ()):
+        expected = _as_generated(tiny_model, folder, RED, loras)
+        assert _draw(served, RED, adapters=loras) == [expected]
 
 
 def test_adapters_of_one_batch_leave_nothing_behind(served: Studio) -> None:
@@ -100,9 +104,9 @@ def test_a_batch_differs_in_last_bits_at_most(served: Studio) -> None:
 
 
 def test_eager_draws_the_same_picture(served: Studio) -> None:
-    for adapters in ((), (("ink", 1.0),)):
-        (ours,) = _draw(served, RED, adapters=adapters)
-        (eager,) = _draw(served, RED, adapters=adapters, is_eager=True)
+    for loras in ((), (("ink", 1.0),)):
+        (ours,) = _draw(served, RED, adapters=loras)
+        (eager,) = _draw(served, RED, adapters=loras, is_eager=True)
         assert max(abs(a - b) for a, b in zip(ours, eager, strict=True)) <= 1
     unet = dispatchers_of(served._pipes[False])["unet"]
     before = unet.counters.calls

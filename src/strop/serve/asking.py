@@ -37,6 +37,7 @@ async def drawn(request: Request, service: Service, wish: Wish) -> Job:
         return job
     finally:
         service.cancel(job)  # nothing happens to one that is over
+        service.jobs.drop(job)  # nobody else knows its name
         for task in (waiting, gone):
             task.cancel()
         await asyncio.gather(waiting, gone, return_exceptions=True)

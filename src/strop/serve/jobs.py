@@ -55,6 +55,7 @@ class Job:
         self.order = order
         self.created = time.monotonic()
         self.ended = 0.0
+        self.is_seen = False
         self.state = JobState.waiting
         self.pictures: list[FinishedPicture | None] = [None] * len(order.requests)
         self.previews: dict[int, tuple[int, bytes]] = {}  # picture -> step, JPEG
@@ -145,6 +146,14 @@ class JobStore:
         if name not in self._jobs:
             raise Refused(404, "no_such_job", "there is no such request, or it is too long ago")
         return self._jobs[name]
+
+    def drop(self, job: Job) -> None:
+        self._jobs.pop(job.id, None)
+
+    def unseen_since(self, moment: float) -> list[Job]:
+        """Return jobs that are done since a moment, and whose pictures nobody has asked for."""
+        done = [job for job in self._jobs.values() if job.state is JobState.done]
+        return [job for job in done if job.ended >= moment and not job.is_seen]
 
     def unfinished(self) -> list[Job]:
         return [job for job in self._jobs.values() if not job.state.is_over]

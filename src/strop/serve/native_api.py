@@ -97,10 +97,11 @@ async def events(job_id: JobId, service: GivenService) -> StreamingResponse:
 @router.get("/pictures/{job_id}/{number}.png", response_class=Response)
 async def picture(job_id: JobId, number: int, service: GivenService) -> Response:
     """Return a picture that is done."""
-    pictures = service.jobs.find(job_id).pictures
-    found = pictures[number] if 0 <= number < len(pictures) else None
+    job = service.jobs.find(job_id)
+    found = job.pictures[number] if 0 <= number < len(job.pictures) else None
     if found is None:
         raise Refused(404, "no_such_picture", "this picture is not there, or not yet")
+    job.is_seen = job.state.is_over
     return Response(found.png, media_type="image/png", headers={"cache-control": "private"})
 
 
@@ -163,6 +164,7 @@ async def _events(job: Job, service: Service) -> AsyncIterator[str]:
                 yield _event("picture", told | _picture_of(job, number))
         if job.state.is_over and job.version == version:
             yield _event("end", state_of(job, service))
+            job.is_seen = True
             return
         try:
             await asyncio.wait_for(job.after(version), _ALIVE_S)

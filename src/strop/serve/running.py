@@ -78,7 +78,7 @@ class PictureServer(uvicorn.Server):
             self.force_exit = self.should_exit = True
             self._loop.call_soon_threadsafe(self.service.abandon)
             return
-        self.service.is_draining = True
+        self.service.refuse_orders()
         log.info("stopping", extra={"signal": signal.Signals(sig).name})
         self._loop.call_soon_threadsafe(self._begin_draining)
 
@@ -87,6 +87,7 @@ class PictureServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         await self.service.drain()
+        await self.service.seen(_CLOSE_S)
         self.should_exit = True
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:

@@ -25,6 +25,7 @@ from strop.serve.studio import Batch, BatchDone, Painter, StepTold, Stopped
 log = logging.getLogger("strop.serve")
 _FIRST_GUESS_S = 2.0  # of a batch, until one has been timed
 _MOST_RETRY_S = 600
+_LOOK_S = 0.05
 
 
 class Service:
@@ -41,7 +42,7 @@ class Service:
         self.painter, self.limits = painter, limits
         self.metrics = metrics or ServeMetrics()
         self.jobs = JobStore(limits.keep_seconds, limits.keep_bytes)
-        self.is_draining = False
+        self.is_draining, self._draining_since = False, 0.0
         self._line = WaitingLine[Ticket](limits.most_batch)
         self._news = asyncio.Event()
         self._pool = ThreadPoolExecutor(1, "strop-serve-draw", initializer=prepare)
@@ -62,10 +63,21 @@ class Service:
             await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._pool.shutdown)
 
+    def refuse_orders(self) -> None:
+        """Accept nothing from now on."""
+        if not self.is_draining:
+            self.is_draining, self._draining_since = True, time.monotonic()
+
     async def drain(self) -> None:
         """Refuse new orders from now on, and return when all accepted ones are over."""
-        self.is_draining = True
+        self.refuse_orders()
         await self._idle.wait()
+
+    async def seen(self, seconds: float) -> None:
+        """Wait until what was drawn while the server is stopping has been asked for, or so long."""
+        end = time.monotonic() + seconds
+        while self.jobs.unseen_since(self._draining_since) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
 
     def accept(self, wish: Wish) -> Job:
         """Put an order into the line. Raises Refused: 400 for what is wrong with it, 429 where the
