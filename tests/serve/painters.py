@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from strop.drawing.request import PictureRequest, PictureSize
 from strop.serve.order import ModelCard
-from strop.serve.studio import Batch, BatchDone, StepTold, Stopped
+from strop.serve.studio import BatchDone, PictureBatch, StepTold, Stopped
 
 SIZE, LORAS = PictureSize(32, 16), ("ink", "style")
 CARD = ModelCard("fake", SIZE, 8, 4.0, LORAS, True, lambda text, _: (text, ""), steps=4)
@@ -20,7 +20,7 @@ class FakePainter:
     """Draw single colours. While ``gate`` is closed a batch stays in its first step."""
 
     card: ModelCard = CARD
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[PictureBatch] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     fault: Callable[[Sequence[PictureRequest]], Exception | None] = lambda _: None
     num_stopped: int = 0
@@ -29,7 +29,7 @@ class FakePainter:
         self.gate.set()
 
     def draw(
-        self, batch: Batch, tell: Callable[[StepTold], None], is_wanted: Callable[[], bool]
+        self, batch: PictureBatch, tell: Callable[[StepTold], None], is_wanted: Callable[[], bool]
     ) -> BatchDone:
         self.batches.append(batch)
         total = batch.requests[0].num_steps

@@ -17,7 +17,7 @@ from strop.cli import serve as command
 from strop.drawing.request import PictureRequest, PictureSize
 from strop.serve.limits import ServeLimits
 from strop.serve.order import Adapters
-from strop.serve.studio import Batch, StepTold, Stopped, Studio
+from strop.serve.studio import PictureBatch, StepTold, Stopped, Studio
 
 from .asking import GENERATE, asking, opened, run
 
@@ -64,7 +64,7 @@ def served(tiny_model: Path, cache_folder: Path, folder: Path) -> Iterator[Studi
 
 
 def _draw(studio: Studio, *requests: PictureRequest, **how: Any) -> list[bytes]:
-    return list(studio.draw(Batch(requests, **how), lambda _: None, lambda: True).pictures)
+    return list(studio.draw(PictureBatch(requests, **how), lambda _: None, lambda: True).pictures)
 
 
 def _as_generated(
@@ -116,7 +116,7 @@ def test_eager_draws_the_same_picture(served: Studio) -> None:
 
 def test_previews_do_not_change_a_picture(served: Studio) -> None:
     told: list[StepTold] = []
-    batch = Batch([RED, replace(RED, seed=2)], previews=[1, 2])
+    batch = PictureBatch([RED, replace(RED, seed=2)], previews=[1, 2])
     made = served.draw(batch, told.append, lambda: True)
     assert [sorted(each.previews) for each in told] == [[0], [0, 1], []]
     assert told[0].previews[0].startswith(b"\xff\xd8")
@@ -127,7 +127,7 @@ def test_a_batch_that_nobody_wants_stops_and_the_next_is_right(served: Studio) -
     (before,) = _draw(served, RED)
     told: list[StepTold] = []
     with pytest.raises(Stopped):
-        served.draw(Batch([RED]), told.append, lambda: not told)
+        served.draw(PictureBatch([RED]), told.append, lambda: not told)
     assert len(told) == 1
     assert _draw(served, RED) == [before]
 

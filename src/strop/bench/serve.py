@@ -123,7 +123,7 @@ def _studio(device: torch.device) -> Studio:
 
 def _offline(studio: Studio, plan: ServePlan) -> tuple[float, list[bytes]]:
     """Draw full batches, one after the other, and return the seconds and the pictures."""
-    from strop.serve.studio import Batch
+    from strop.serve.studio import PictureBatch
 
     groups: dict[Any, list[int]] = {}
     requests = plan.requests
@@ -134,7 +134,7 @@ def _offline(studio: Studio, plan: ServePlan) -> tuple[float, list[bytes]]:
     for group in groups.values():
         for first in range(0, len(group), plan.max_batch):
             chosen = group[first : first + plan.max_batch]
-            batch = Batch([requests[number] for number in chosen])
+            batch = PictureBatch([requests[number] for number in chosen])
             done = studio.draw(batch, lambda _: None, lambda: True)
             made |= zip(chosen, done.pictures, strict=True)
     return time.perf_counter() - start, [made[number] for number in range(len(requests))]

@@ -160,24 +160,16 @@ def command(
 
     secret = _secret(token_file, token)
     is_local = running.is_loopback(host)
-    if not (is_local or secret or without_token):
-        raise CommandError(
-            f"{host} is reached from other machines: give --token-file FILE, or --without-token"
-        )
+    _check_access(host, is_local or without_token or bool(secret))
     listening = running.bound(host, port)
     try:
         found = models.find_model(model)
         if lora is not None and found.is_flux:
             raise CommandError("LoRAs are added to Stable Diffusion only; leave out --lora")
         where = arguments.chosen_device(device)
-        studio = _studio(
-            found,
-            arguments.chosen_dtype(dtype, where),
-            where,
-            _lora_files(lora),
-            found.is_sprites if eager is None else eager,
-            threads,
-        )
+        kind = arguments.chosen_dtype(dtype, where)
+        has_eager = found.is_sprites if eager is None else eager
+        studio = _studio(found, kind, where, _lora_files(lora), has_eager, threads)
         limits = _limits(found, where, max_batch, max_pixels, max_steps, max_waiting)
         _serve(
             studio,
@@ -194,6 +186,13 @@ def require_serve() -> None:
     missing = [n for module, n in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise CommandError(f"this command needs {', '.join(missing)}: pip install 'strop[serve]'")
+
+
+def _check_access(host: str, is_allowed: bool) -> None:
+    if not is_allowed:
+        raise CommandError(
+            f"{host} is reached from other machines: give --token-file FILE, or --without-token"
+        )
 
 
 def _secret(file: Path | None, token: str) -> str:

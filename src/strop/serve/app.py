@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 import strop
 from strop.serve import native_api, openai_api, pages, sdapi
-from strop.serve.guard import App, Guard, GuardRules
+from strop.serve.guard import App, GuardRules, HttpGuard
 from strop.serve.refused import Refused
 from strop.serve.service import Service
 from strop.serve.wrong_fields import refused_for
@@ -43,7 +43,7 @@ def build_app(service: Service, rules: GuardRules | None = None) -> App:
     inner.add_exception_handler(Refused, _refused)
     inner.add_exception_handler(RequestValidationError, _invalid)
     inner.add_exception_handler(HTTPException, _other)
-    return Guard(inner, rules or GuardRules(), service.limits, service.metrics)
+    return HttpGuard(inner, rules or GuardRules(), service.limits, service.metrics)
 
 
 def _shown(refused: Refused) -> JSONResponse:

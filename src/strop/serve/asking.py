@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from strop.serve.jobs import FinishedPicture, Job
+from strop.serve.jobs import FinishedPicture, PictureJob
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
@@ -23,7 +23,7 @@ def service_of(request: Request) -> Service:
 GivenService = Annotated[Service, Depends(service_of)]
 
 
-async def drawn(request: Request, service: Service, wish: Wish) -> Job:
+async def drawn(request: Request, service: Service, wish: Wish) -> PictureJob:
     """Return the job of a wish when its pictures are done. A client that hangs up meanwhile has its
     order cancelled. Raises Refused where there will be none."""
     job = service.accept(wish)

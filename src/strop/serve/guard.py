@@ -44,7 +44,7 @@ class GuardRules:
     hosts: tuple[str, ...] = ()
 
 
-class Guard:
+class HttpGuard:
     """Wrap an ASGI app. Whatever passes has a body that has arrived whole and is small enough."""
 
     def __init__(

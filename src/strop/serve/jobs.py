@@ -43,7 +43,7 @@ class FinishedPicture:
     batch: int
 
 
-class Job:
+class PictureJob:
     """Hold an order and what became of it.
 
     ``version`` grows with each change; ``after`` waits for one. Only the newest step and preview
@@ -61,7 +61,7 @@ class Job:
         self.previews: dict[int, tuple[int, bytes]] = {}  # picture -> step, JPEG
         self.step, self.total = 0, order.requests[0].num_steps
         self.refused: Refused | None = None
-        self.tickets = [Ticket(self, number) for number in range(len(order.requests))]
+        self.tickets = [LineTicket(self, number) for number in range(len(order.requests))]
         self.version = 0
         self._changed = asyncio.Event()
 
@@ -112,10 +112,10 @@ class Job:
         return held if first.start is None else held + 3 * first.size.num_pixels
 
 
-class Ticket:
+class LineTicket:
     """Stand for one picture of a job in the line."""
 
-    def __init__(self, job: Job, number: int) -> None:
+    def __init__(self, job: PictureJob, number: int) -> None:
         self.job, self.number = job, number
         order = job.order
         apart = (job.id, number) if order.is_alone else None
@@ -136,26 +136,26 @@ class JobStore:
 
     def __init__(self, keep_seconds: float, keep_bytes: int) -> None:
         self.keep_seconds, self.keep_bytes = keep_seconds, keep_bytes
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PictureJob] = {}
 
-    def add(self, job: Job) -> None:
+    def add(self, job: PictureJob) -> None:
         self._jobs[job.id] = job
 
-    def find(self, name: str) -> Job:
+    def find(self, name: str) -> PictureJob:
         """Return a job. Raises Refused with status 404 if there is none of that name any more."""
         if name not in self._jobs:
             raise Refused(404, "no_such_job", "there is no such request, or it is too long ago")
         return self._jobs[name]
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: PictureJob) -> None:
         self._jobs.pop(job.id, None)
 
-    def unseen_since(self, moment: float) -> list[Job]:
+    def unseen_since(self, moment: float) -> list[PictureJob]:
         """Return jobs that are done since a moment, and whose pictures nobody has asked for."""
         done = [job for job in self._jobs.values() if job.state is JobState.done]
         return [job for job in done if job.ended >= moment and not job.is_seen]
 
-    def unfinished(self) -> list[Job]:
+    def unfinished(self) -> list[PictureJob]:
         return [job for job in self._jobs.values() if not job.state.is_over]
 
     def tidy(self) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from strop.errors import OptionError
 from strop.serve.asking import GivenService
-from strop.serve.jobs import Job, JobState
+from strop.serve.jobs import JobState, PictureJob
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
@@ -25,7 +25,7 @@ _ALIVE_S = 15.0  # proxies close streams in which nothing happens
 JobId = Annotated[str, Path(max_length=40)]
 
 
-class PictureBody(BaseModel):
+class OrderBody(BaseModel):
     """Say what to draw. What is left out is the model's own."""
 
     model_config = ConfigDict(extra="forbid")
@@ -47,7 +47,7 @@ class PictureBody(BaseModel):
 
 
 @router.post("/pictures", status_code=202)
-async def order_pictures(body: PictureBody, service: GivenService) -> Any:
+async def order_pictures(body: OrderBody, service: GivenService) -> Any:
     """Put pictures into the line, and return at once."""
     start = None
     if body.start is not None:
@@ -105,7 +105,7 @@ async def picture(job_id: JobId, number: int, service: GivenService) -> Response
     return Response(found.png, media_type="image/png", headers={"cache-control": "private"})
 
 
-def state_of(job: Job, service: Service) -> dict[str, Any]:
+def state_of(job: PictureJob, service: Service) -> dict[str, Any]:
     """Return what is known of an order, for JSON."""
     error = None if job.refused is None else job.refused.body["error"]
     return {
@@ -120,7 +120,7 @@ def state_of(job: Job, service: Service) -> dict[str, Any]:
     }
 
 
-def _picture_of(job: Job, number: int) -> dict[str, Any]:
+def _picture_of(job: PictureJob, number: int) -> dict[str, Any]:
     """Return the parameters of a picture, which draw it again, and where it is if it is done."""
     request, made = job.order.requests[number], job.pictures[number]
     found: dict[str, Any] = {
@@ -146,7 +146,7 @@ def _picture_of(job: Job, number: int) -> dict[str, Any]:
     return found
 
 
-async def _events(job: Job, service: Service) -> AsyncIterator[str]:
+async def _events(job: PictureJob, service: Service) -> AsyncIterator[str]:
     shown: dict[int, int] = {}
     sent = [False] * len(job.pictures)
     while True:

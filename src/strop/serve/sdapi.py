@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
 from strop.serve.asking import GivenService, drawn, in_base64
-from strop.serve.jobs import Job
+from strop.serve.jobs import PictureJob
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
@@ -125,7 +125,7 @@ async def img2img(body: PictureBody, request: Request, service: GivenService) ->
     return _answer(body, await drawn(request, service, wish))
 
 
-def _answer(body: TextBody, job: Job) -> dict[str, Any]:
+def _answer(body: TextBody, job: PictureJob) -> dict[str, Any]:
     requests = job.order.requests
     first = requests[0]
     info = {

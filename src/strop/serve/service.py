@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 
 from strop.drawing.draw import NotFiniteError
-from strop.serve.jobs import FinishedPicture, Job, JobState, JobStore, Ticket
+from strop.serve.jobs import FinishedPicture, JobState, JobStore, LineTicket, PictureJob
 from strop.serve.limits import ServeLimits
 from strop.serve.line import WaitingLine
 from strop.serve.metrics import ServeMetrics
 from strop.serve.order import Wish, order
 from strop.serve.refused import Refused
-from strop.serve.studio import Batch, BatchDone, Painter, StepTold, Stopped
+from strop.serve.studio import BatchDone, Painter, PictureBatch, StepTold, Stopped
 
 log = logging.getLogger("strop.serve")
 _FIRST_GUESS_S = 2.0  # of a batch, until one has been timed
@@ -43,7 +43,7 @@ class Service:
         self.metrics = metrics or ServeMetrics()
         self.jobs = JobStore(limits.keep_seconds, limits.keep_bytes)
         self.is_draining, self._draining_since = False, 0.0
-        self._line = WaitingLine[Ticket](limits.most_batch)
+        self._line = WaitingLine[LineTicket](limits.most_batch)
         self._news = asyncio.Event()
         self._pool = ThreadPoolExecutor(1, "strop-serve-draw", initializer=prepare)
         self._batch_s = _FIRST_GUESS_S
@@ -79,7 +79,7 @@ class Service:
         while self.jobs.unseen_since(self._draining_since) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
 
-    def accept(self, wish: Wish) -> Job:
+    def accept(self, wish: Wish) -> PictureJob:
         """Put an order into the line. Raises Refused: 400 for what is wrong with it, 429 where the
         line is full, 503 while the server is stopping."""
         if self.is_draining:
@@ -96,7 +96,7 @@ class Service:
                 f"{self.limits.most_waiting} pictures wait already; ask again later",
                 retry_after_s=self.retry_after_s(),
             )
-        job = Job(made)
+        job = PictureJob(made)
         self.jobs.tidy()
         self.jobs.add(job)
         self._line.add(job.tickets)
@@ -110,7 +110,7 @@ class Service:
         batches = math.ceil(len(self._line) / self.limits.most_batch / 2)
         return min(_MOST_RETRY_S, max(1, math.ceil(batches * self._batch_s)))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: PictureJob) -> None:
         """End a job that is not over. A batch goes on as long as anybody wants a picture of it."""
         if not job.state.is_over:
             job.change(JobState.cancelled)
@@ -122,7 +122,7 @@ class Service:
         for job in self.jobs.unfinished():
             self.cancel(job)
 
-    def place_of(self, job: Job) -> int:
+    def place_of(self, job: PictureJob) -> int:
         """Return how many pictures wait before those of a job."""
         return self._line.place_of(job.tickets)
 
@@ -141,13 +141,13 @@ class Service:
             await self._draw(batch)
             self.jobs.tidy()
 
-    async def _draw(self, tickets: Sequence[Ticket]) -> None:
+    async def _draw(self, tickets: Sequence[LineTicket]) -> None:
         loop, begun = asyncio.get_running_loop(), time.monotonic()
         for ticket in tickets:
             ticket.job.change(JobState.drawing)
         self.metrics.waiting.set(len(self._line))
         first = tickets[0].job.order
-        batch = Batch(
+        batch = PictureBatch(
             [ticket.request for ticket in tickets],
             first.adapters,
             [ticket.job.order.preview_every for ticket in tickets],
@@ -171,7 +171,7 @@ class Service:
         self.metrics.drawn(len(tickets), done.seconds, first.is_eager)
         await self._finish(tickets, done, begun)
 
-    async def _finish(self, tickets: Sequence[Ticket], done: BatchDone, begun: float) -> None:
+    async def _finish(self, tickets: Sequence[LineTicket], done: BatchDone, begun: float) -> None:
         """Make files of the pictures, in a thread of their own, and give them to their jobs."""
         for ticket, rgb in zip(tickets, done.pictures, strict=True):
             if not ticket.is_wanted:
@@ -184,7 +184,7 @@ class Service:
                 job.finish(ticket.number, made)
                 self.metrics.waited.observe(waited)
 
-    async def _after_failure(self, tickets: Sequence[Ticket], error: Exception) -> None:
+    async def _after_failure(self, tickets: Sequence[LineTicket], error: Exception) -> None:
         """Draw half as many at once, so that one picture fails no other and memory suffices for
         what it did suffice for before; give up on a picture that is alone."""
         if len(tickets) > 1:
@@ -210,7 +210,7 @@ def _reason(error: Exception) -> Refused:
     return Refused(500, "failed", f"drawing failed ({type(error).__name__}); the log has more")
 
 
-def _note_step(tickets: Sequence[Ticket], told: StepTold) -> None:
+def _note_step(tickets: Sequence[LineTicket], told: StepTold) -> None:
     for place, ticket in enumerate(tickets):
         job = ticket.job
         if job.state.is_over:

@@ -24,7 +24,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Batch:
+class PictureBatch:
     """Hold requests to be drawn by one call, all with the same adapters. ``previews`` says, for
     each, after how many steps it is shown; 0: never."""
 
@@ -58,7 +58,7 @@ class Painter(Protocol):
     card: ModelCard
 
     def draw(
-        self, batch: Batch, tell: Callable[[StepTold], None], is_wanted: Callable[[], bool]
+        self, batch: PictureBatch, tell: Callable[[StepTold], None], is_wanted: Callable[[], bool]
     ) -> BatchDone:
         """Draw a batch; blocks. Raises Stopped soon after ``is_wanted`` has turned False."""
 
@@ -80,7 +80,7 @@ class Studio:
         self._active: dict[bool, Adapters | None] = {False: None, True: None}
 
     def draw(
-        self, batch: Batch, tell: Callable[[StepTold], None], is_wanted: Callable[[], bool]
+        self, batch: PictureBatch, tell: Callable[[StepTold], None], is_wanted: Callable[[], bool]
     ) -> BatchDone:
         """Draw a batch; blocks. Raises Stopped soon after ``is_wanted`` has turned False, and what
         ``strop.drawing.draw`` raises."""
@@ -124,7 +124,7 @@ class Studio:
         self._active[is_eager] = adapters
 
 
-def _previews(pipe: Any, batch: Batch, done: StepDone) -> dict[int, bytes]:
+def _previews(pipe: Any, batch: PictureBatch, done: StepDone) -> dict[int, bytes]:
     """Return the pictures that requests of a batch want to be shown after a step. Each is decoded
     by itself, whatever the batch: the decoder then meets no batch that it would not meet anyway."""
     if done.number == done.total:
