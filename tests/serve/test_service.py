@@ -77,7 +77,7 @@ def test_cancelling_ends_a_batch_that_nobody_wants() -> None:
             job = await asked.job(count=2)
             waiting = await asked.job(width=48)
             await asked.until("drawing", job["id"])
-            for name in (job["id"], waiting["id"]):
+            for name in (waiting["id"], job["id"]):
                 answer = await asked.client.delete(f"/api/pictures/{name}")
                 assert answer.json()["state"] == "cancelled"
             again = await asked.client.delete(f"/api/pictures/{job['id']}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import stat
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strop.cli import arguments, models
+from strop.cli.adapters import load_lora
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype
 from strop.cli.cores import CoreUse
 from strop.cli.generate import DtypeOption, ThreadsOption, set_threads
@@ -261,7 +261,7 @@ def _studio(
         for count in (1, 2):  # a decoder has a graph for one picture, and one for several
             draw(pipe, [request] * count)
     card = ModelCard(
-        Path(model.name).name,
+        Path(model.name).resolve().name,
         model.default_size,
         model.factor,
         model.guidance,
@@ -273,12 +273,8 @@ def _studio(
 
 
 def _add_loras(pipe: Any, loras: dict[str, Path]) -> None:
-    from strop.diffusion.adapter_loading import load_checked
-
     for name, file in loras.items():
-        with warnings.catch_warnings():  # several LoRAs are what the user wants
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")
-            load_checked(pipe, "load_lora_weights", str(file), adapter_name=name)
+        load_lora(pipe, file, name)
     if loras:
         pipe.disable_lora()
 

@@ -51,7 +51,8 @@ async def order_pictures(body: OrderBody, service: GivenService) -> Any:
     """Put pictures into the line, and return at once."""
     start = None
     if body.start is not None:
-        start = from_text(body.start, service.limits.most_start_pixels, "start")
+        most = service.limits.most_start_pixels
+        start = await asyncio.to_thread(from_text, body.start, most, "start")
     wish = Wish(
         body.prompt,
         body.negative,

@@ -5,6 +5,7 @@ What an argument asks for and this server does not do is refused, never ignored.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from dataclasses import replace
@@ -123,7 +124,7 @@ async def edits(request: Request, service: GivenService) -> Any:
             400, "invalid_value", "strength: it is no number", field="strength"
         ) from error
     _check_model(body.model, service)
-    start = from_bytes(images[0], service.limits.most_start_pixels)
+    start = await asyncio.to_thread(from_bytes, images[0], service.limits.most_start_pixels)
     wish = replace(body.wish(), start=start, strength=share)
     return await _answer(request, service, wish)
 

@@ -6,6 +6,7 @@ asks for nothing; anything else is refused, never ignored.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -119,7 +120,8 @@ async def img2img(body: PictureBody, request: Request, service: GivenService) ->
     """Draw pictures that begin with the client's picture, which is stretched to their size."""
     if len(body.init_images) != 1:
         raise _wrong("init_images", "send exactly one picture, in base64")
-    start = from_text(body.init_images[0], service.limits.most_start_pixels, "init_images")
+    most = service.limits.most_start_pixels
+    start = await asyncio.to_thread(from_text, body.init_images[0], most, "init_images")
     strength = _STRENGTH if body.denoising_strength is None else body.denoising_strength
     wish = replace(body.wish(service), start=start, strength=strength)
     return _answer(body, await drawn(request, service, wish))

@@ -162,6 +162,7 @@ class Service:
 
         try:
             done = await loop.run_in_executor(self._pool, self.painter.draw, batch, tell, is_wanted)
+            await self._finish(tickets, done, begun)
         except Stopped:
             return
         except Exception as error:
@@ -169,7 +170,6 @@ class Service:
             return
         self._batch_s = 0.7 * self._batch_s + 0.3 * done.seconds
         self.metrics.drawn(len(tickets), done.seconds, first.is_eager)
-        await self._finish(tickets, done, begun)
 
     async def _finish(self, tickets: Sequence[LineTicket], done: BatchDone, begun: float) -> None:
         """Make files of the pictures, in a thread of their own, and give them to their jobs."""
