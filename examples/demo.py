@@ -17,12 +17,13 @@ from rich.console import Console
 
 import strop
 from strop.cli import models, pictures
-from strop.cli.arguments import PictureSize, check_output
+from strop.cli.arguments import check_output
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, errors, require_diffusion, warn
-from strop.cli.sampling import PictureRequest, draw, warm_up
+from strop.cli.sampling import draw, warm_up
 from strop.cli.stages import compiling, progress_bar, spinner
 from strop.debug.explain import explain
+from strop.drawing.request import PictureRequest, PictureSize
 
 SCENES: tuple[tuple[str, PictureSize], ...] = (
     ("a red circle above a blue square on a white background", PictureSize(96, 64)),

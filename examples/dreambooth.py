@@ -15,8 +15,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from strop.cli import models, pictures
-from strop.cli.arguments import PictureSize
-from strop.cli.sampling import PictureRequest, draw
+from strop.cli.sampling import draw
+from strop.drawing.request import PictureRequest, PictureSize
 from strop.models import sprites
 from strop.models.sprites.grammar import BACKGROUNDS, COLOURS
 

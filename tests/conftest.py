@@ -51,6 +51,12 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One kernel cache for all tests, so that the tiny model is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A diffusers folder in the format of the shipped weights, with random weights."""
     pytest.importorskip("diffusers")

@@ -173,7 +173,7 @@ class Options:
         check_names(overrides, OPTION_NAMES, "option")
         known = [knob.metadata["env"] for knob in fields(Options)]
         given = [name for name in os.environ if name.startswith("STROP_")]  # noqa: TID251
-        check_names(given, known, "environment variable")
+        check_names(given, [*known, *_OF_COMMANDS], "environment variable")
         values: dict[str, Any] = {}
         for knob in fields(Options):
             text = os.environ.get(knob.metadata["env"]) if knob.metadata["env"] else None  # noqa: TID251
@@ -233,6 +233,7 @@ def use_arch(arch: int) -> None:
     os.environ["STROP_ARCH"] = str(arch)  # noqa: TID251
 
 
+_OF_COMMANDS = ("STROP_SERVE_TOKEN",)  # a secret of 'strop serve', which is no option
 OPTION_NAMES = tuple(knob.name for knob in fields(Options))
 
 

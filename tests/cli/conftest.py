@@ -14,12 +14,6 @@ from strop.cli import app
 Invoke = Callable[..., Result]
 
 
-@pytest.fixture(scope="session")
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One kernel cache for all tests, so that the tiny model is compiled once."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def invoke(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
     """Run ``strop`` with these words in an empty folder."""

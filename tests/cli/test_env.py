@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from strop.cli import pictures
-from strop.cli.arguments import PictureSize, nearest_sizes, parse_size
+from strop.cli.arguments import nearest_sizes, parse_size
 from strop.cli.cores import CoreUse, threads_for
+from strop.drawing.request import PictureSize
 
 from .conftest import Invoke, said
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from strop.bench import models
 from strop.cli import pictures, sampling
-from strop.cli.arguments import PictureSize
 from strop.debug import step_times
+from strop.drawing.request import PictureRequest, PictureSize
 
 from .conftest import Invoke, said
 
@@ -169,7 +169,7 @@ def test_a_size_of_the_other_orientation_needs_no_new_graph(
 
     pipe = strop.optimize(models.load(models.find_model("sprites"), torch.float32, "cpu"))
     for size in (PictureSize(64, 32), PictureSize(32, 64)):
-        request = sampling.PictureRequest(PROMPT, size, 1, 4.0)
+        request = PictureRequest(PROMPT, size, 1, 4.0)
         assert sampling.draw(pipe, request).shape == (3, size.height, size.width)
     assert sampling.compiled_text(pipe).startswith("3 graphs")
     assert sampling.fallbacks(pipe) == []

@@ -95,6 +95,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.signature",
     ),
     "models": (),
+    "serve": ("__init__", "errors", "wording", "drawing"),
+    "drawing": ("errors", "wording", "models.guidance"),
     "debug": (
         "errors",
         "options",
@@ -127,6 +129,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "bench": (
         "__init__",
+        "drawing",
+        "serve",
         "errors",
         "options",
         "wording",
@@ -151,7 +155,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "diffusion.adapter_files",
         "diffusion.adapter_loading",
         "diffusion.snapshots",
+        "drawing",
         "models",
+        "serve",
         "dispatch",
         "runtime",
         "train",

@@ -22,6 +22,7 @@ KEEPS = {
     "runtime/run/lane_threads.py": "a thread's failure is raised again by its caller",
     "bench/load_threads.py": "a thread's failure is raised again by its caller",
     "bench/pipelines/twins.py": "whatever a pipeline raises is compared with what its twin raises",
+    "serve/service.py": "whatever a batch raises is told to those who wait for its pictures",
     "bench/census.py": "whatever a model raises is its verdict, shown with its first line",
     "bench/turns.py": "sends the failure to the process that asked, which raises",
     "bench/infer_contenders.py": "whatever a peer raises is its result, shown beside the others",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import strop
-from strop.cli import bench, build, cache, cases, doctor, env, explain, generate, train
+from strop.cli import bench, build, cache, cases, doctor, env, explain, generate, serve, train
 from strop.cli.help_screen import App
 
 __all__ = ["app", "main"]
@@ -35,6 +35,7 @@ app = App(
     are wrong.""",
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.command)
+app.command("serve", epilog=serve.EXAMPLES)(serve.command)
 app.command("explain", epilog=explain.EXAMPLES)(explain.command)
 app.command("build", epilog=build.EXAMPLES)(build.command)
 app.command("repro", epilog=cases.REPRO_EXAMPLES)(cases.repro)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import PictureSize
 from strop.cli.mistakes import CommandError, warn
+from strop.drawing.request import PictureSize
 from strop.wording import counted
 
 if TYPE_CHECKING:
@@ -245,16 +245,22 @@ def add_to(pipe: Any, additions: Additions, dtype: torch.dtype) -> Any:
     return pipe
 
 
-def _add_loras(pipe: Any, loras: Sequence[ScaledFile]) -> None:
+def load_lora(pipe: Any, path: Path, name: str) -> None:
+    """Load a LoRA under a name, and say what of it the model has no place for. Raises AdapterError
+    for a file that does not fit."""
     from strop.diffusion.adapter_loading import load_checked
 
+    with warnings.catch_warnings():  # several LoRAs are what the user wants
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        load_checked(pipe, "load_lora_weights", str(path), adapter_name=name)
+    _warn_of_rest(pipe, path, name)
+
+
+def _add_loras(pipe: Any, loras: Sequence[ScaledFile]) -> None:
     names: list[str] = []
     for number, lora in enumerate(loras):
         name = f"{re.sub(r'[^A-Za-z0-9]', '_', lora.path.stem)}_{number + 1}"
-        with warnings.catch_warnings():  # several LoRAs are what the user wants
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")
-            load_checked(pipe, "load_lora_weights", str(lora.path), adapter_name=name)
-        _warn_of_rest(pipe, lora.path, name)
+        load_lora(pipe, lora.path, name)
         names.append(name)
     if names:
         pipe.set_adapters(names, [lora.scale for lora in loras])

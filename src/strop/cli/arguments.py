@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import warnings
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strop.cli.mistakes import CommandError, warn
+from strop.drawing.prompts import unread
+from strop.drawing.request import PictureSize
 from strop.errors import OptionError
 from strop.options import Options, use_arch
-from strop.wording import counted
 
 if TYPE_CHECKING:
     import torch
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MOST_PIXELS = 4096 * 4096
-MOST_TOKENS = 1_000_000  # tokenizers without a limit name a huge one
 
 
 class DeviceName(StrEnum):
@@ -40,17 +38,6 @@ class Dtype(StrEnum):
     auto = "auto"
     fp32 = "fp32"
     fp16 = "fp16"
-
-
-@dataclass(frozen=True)
-class PictureSize:
-    """Hold a picture size in pixels."""
-
-    width: int
-    height: int
-
-    def __str__(self) -> str:
-        return f"{self.width}x{self.height}"
 
 
 def parse_size(text: str | PictureSize) -> PictureSize:
@@ -206,17 +193,8 @@ def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
 
 def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:
     """Say what a model will not read: diffusers cuts long prompts, in a message of its own."""
-    tokenizer = getattr(pipe, "tokenizer", None)
-    limit = getattr(tokenizer, "model_max_length", 0)
-    if tokenizer is None or not 0 < limit < MOST_TOKENS:
-        return
-    ids = tokenizer(prompt, truncation=False, verbose=False).input_ids
-    if len(ids) > limit:
-        rest = tokenizer.decode(ids[limit - 1 :], skip_special_tokens=True).strip()
-        warn(
-            f"the {what} has {counted(len(ids) - 2, 'token')}, of which this model reads"
-            f" {limit - 2}; it ignores the end: {rest!r}"
-        )
+    if text := unread(pipe, prompt, what):
+        warn(text)
 
 
 def check_prompt(prompt: str, hint: str = "'PROMPT'") -> str:
@@ -224,25 +202,12 @@ def check_prompt(prompt: str, hint: str = "'PROMPT'") -> str:
 
     Raises BadParameter for words that it does not know; warns of captions outside its grammar.
     """
-    from strop.models.sprites import parse
-    from strop.models.sprites.grammar import words
+    from strop.models.sprites.spelling import spelled
 
-    known = words()
-    given = re.findall(r"[^\s.,;:!?]+", prompt.lower().replace("grey", "gray"))
-    unknown = [word for word in dict.fromkeys(given) if word not in known]
-    if unknown:
-        named = ", ".join(_with_suggestion(word, known) for word in unknown)
-        raise typer.BadParameter(
-            f"the sprites model does not know {named}. Its words: {' '.join(known)}",
-            param_hint=hint,
-        )
     try:
-        parse(" ".join(given))
+        text, note = spelled(prompt)
     except ValueError as error:
-        warn(f"{error}. Drawing it anyway.")
-    return " ".join(given)
-
-
-def _with_suggestion(word: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return repr(word) + (f" (did you mean {close[0]!r}?)" if close else "")
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+    if note:
+        warn(note)
+    return text

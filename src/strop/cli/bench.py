@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli import arguments, bench_infer, bench_load, bench_speed, bench_train, bench_worst
+from strop.cli import (
+    arguments,
+    bench_infer,
+    bench_load,
+    bench_serve,
+    bench_speed,
+    bench_train,
+    bench_worst,
+)
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.bench_infer import BudgetOption, TinyOption
 from strop.cli.bench_speed import BatchesOption, SpeedPeersOption
@@ -61,6 +69,7 @@ app = App(
 app.command("infer", epilog=bench_infer.EXAMPLES)(bench_infer.infer)
 app.command("train", epilog=bench_train.EXAMPLES)(bench_train.train)
 app.command("load", epilog=bench_load.EXAMPLES)(bench_load.load)
+app.command("serve", epilog=bench_serve.EXAMPLES)(bench_serve.serve)
 app.command("table")(bench_infer.table)
 app.command("worst", epilog=bench_worst.EXAMPLES)(bench_worst.worst)
 CaseArgument = Annotated[

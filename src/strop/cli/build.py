@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from strop.cli.arguments import PictureSize, parse_size
+from strop.cli.arguments import parse_size
 from strop.cli.mistakes import errors, plain, reported, require_diffusion
+from strop.drawing.request import PictureSize
 from strop.options import Options
 
 EXAMPLES = """[bold]Examples[/]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli import arguments, models
-from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, PictureSize, SizeOption
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, SizeOption
 from strop.cli.mistakes import reported, require_diffusion
+from strop.drawing.request import PictureRequest, PictureSize
 
 if TYPE_CHECKING:
     from strop.debug.report import Report
@@ -90,7 +91,7 @@ def _pipe_report(name: str, size: PictureSize | None, device: str, profile: bool
 
     import strop
     from strop.cli.arguments import Dtype, chosen_dtype
-    from strop.cli.sampling import PictureRequest, warm_up
+    from strop.cli.sampling import warm_up
     from strop.cli.stages import compiling, spinner
     from strop.debug.explain import explain
     from strop.debug.profile import measured, watched

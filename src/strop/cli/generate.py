@@ -21,10 +21,11 @@ from strop.cli.adapters import (
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+from strop.drawing.request import PictureRequest
 from strop.wording import counted
 
 if TYPE_CHECKING:
-    from strop.cli.sampling import Drawn, PictureRequest
+    from strop.cli.sampling import Drawn
 
 EXAMPLES = """[bold]Examples[/]
 $ strop generate "a red circle above a blue square on a white background" -o out.png
@@ -151,11 +152,8 @@ def command(
     where = arguments.chosen_device(device)
     kind = arguments.chosen_dtype(dtype, where)
 
-    from strop.cli.sampling import PictureRequest
-
-    request = PictureRequest(
-        prompt, size, steps, found.guidance if guidance is None else guidance, seed, negative, more
-    )
+    guidance = found.guidance if guidance is None else guidance
+    request = PictureRequest(prompt, size, steps, guidance, seed, negative, more=more)
     _generate(found, additions, kind, where, request, outputs, optimize, threads)
 
 
@@ -183,7 +181,7 @@ def _generate(
         pipe = adapters.add_to(models.load(model, dtype, device), additions, dtype)
     arguments.check_length(pipe, request.prompt)
     arguments.check_length(pipe, request.negative, "negative prompt")
-    _set_threads(threads, before)
+    set_threads(threads, before)
     runs = RUNS if len(outputs) > 1 else 1
     try:
         eager = None
@@ -210,7 +208,7 @@ def _generate(
     screen.print(f"{request.size} picture in {outputs[0]}", markup=False)
 
 
-def _set_threads(threads: int, before: CoreUse | None) -> None:
+def set_threads(threads: int, before: CoreUse | None) -> None:
     """Set as many threads as asked for, or as cores were free since ``before``."""
     import torch
 

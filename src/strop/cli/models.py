@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.cli.arguments import PictureSize
 from strop.cli.mistakes import CommandError
+from strop.drawing.request import PictureSize
 
 if TYPE_CHECKING:
     import torch

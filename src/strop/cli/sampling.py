@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from strop.api import dispatchers_of, optimize
-from strop.cli.arguments import PictureSize
-from strop.cli.mistakes import CommandError
 from strop.cli.stages import StageSeconds, compiling, progress_bar, spinner
-from strop.models.guidance import guided
+from strop.drawing import draw as drawing
+from strop.drawing.request import PictureRequest
 from strop.wording import counted
-
-
-@dataclass(frozen=True)
-class PictureRequest:
-    """Say what to draw. The noise comes from the CPU, so a seed means the same on every device.
-    ``more`` are arguments of the pipeline for what is added to the model."""
-
-    prompt: str
-    size: PictureSize
-    steps: int
-    guidance: float
-    seed: int = 0
-    negative: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,27 +33,8 @@ _REPEATS_S = 10.0  # a comparison repeats its runs for at most so long
 
 
 def draw(pipe: Any, request: PictureRequest, on_step: Step = lambda: None) -> Tensor:
-    """Draw one call of the pipeline. Raises CommandError for a picture that is not finite."""
-
-    def after_step(_: Any, number: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
-        on_step()
-        return kept
-
-    images: Tensor = pipe(
-        request.prompt,
-        width=request.size.width,
-        height=request.size.height,
-        num_inference_steps=request.steps,
-        generator=torch.Generator().manual_seed(request.seed),
-        callback_on_step_end=after_step,
-        output_type="pt",
-        **guided(pipe, request.prompt, request.guidance, request.negative),
-        **request.more,
-    ).images
-    pixels = images[0].float().cpu()
-    if not bool(torch.isfinite(pixels).all()):
-        raise CommandError("the picture holds NaN or inf; try --dtype fp32, or report the model")
-    return pixels
+    """Draw one call of the pipeline. Raises NotFiniteError for a picture that is not finite."""
+    return drawing.draw(pipe, [request], lambda _: on_step())[0]
 
 
 def warm_up(pipe: Any, request: PictureRequest) -> None:

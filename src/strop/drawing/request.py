@@ -1,0 +1,63 @@
+"""Say what to draw, and what happened on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PictureSize:
+    """Hold a picture size in pixels."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+    @property
+    def num_pixels(self) -> int:
+        return self.width * self.height
+
+
+@dataclass(frozen=True)
+class PictureRequest:
+    """Say what to draw. The noise comes from the CPU, so a seed means the same on every device.
+
+    ``start`` is a picture, as large as ``size``, that the drawing begins with, and ``strength``
+    how much of it is noise: 1 leaves nothing of it. ``more`` are arguments of the pipeline for what
+    is added to the model.
+    """
+
+    prompt: str
+    size: PictureSize
+    steps: int
+    guidance: float
+    seed: int = 0
+    negative: str = ""
+    start: Image | None = None
+    strength: float = 1.0
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps are taken: a start spares those before it."""
+        return (
+            self.steps if self.start is None else min(int(self.steps * self.strength), self.steps)
+        )
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """Tell that ``number`` of ``total`` steps of a call are done. ``latents`` [batch, ...] are what
+    the next step will be given."""
+
+    number: int
+    total: int
+    latents: Tensor

@@ -1,0 +1,52 @@
+"""Share among the interfaces how a request is awaited, and what its pictures are called."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from strop.serve.jobs import FinishedPicture, PictureJob
+from strop.serve.order import Wish
+from strop.serve.refused import Refused
+from strop.serve.service import Service
+
+
+def service_of(request: Request) -> Service:
+    """Return the service that an app was made for."""
+    service: Service = request.app.state.service
+    return service
+
+
+GivenService = Annotated[Service, Depends(service_of)]
+
+
+async def drawn(request: Request, service: Service, wish: Wish) -> PictureJob:
+    """Return the job of a wish when its pictures are done. A client that hangs up meanwhile has its
+    order cancelled. Raises Refused where there will be none."""
+    job = service.accept(wish)
+    waiting = asyncio.ensure_future(job.over())
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise Refused(499, "hung_up", "the client has gone")
+        waiting.result()
+        return job
+    finally:
+        service.cancel(job)  # nothing happens to one that is over
+        service.jobs.drop(job)  # nobody else knows its name
+        for task in (waiting, gone):
+            task.cancel()
+        await asyncio.gather(waiting, gone, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def in_base64(picture: FinishedPicture) -> str:
+    return base64.b64encode(picture.png).decode()

@@ -1,0 +1,185 @@
+"""Answer as OpenAI's interface for images does: ``/v1/images/generations`` and ``/edits``.
+
+What an argument asks for and this server does not do is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import replace
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from strop.serve.asking import GivenService, drawn, in_base64
+from strop.serve.order import Wish
+from strop.serve.refused import Refused
+from strop.serve.service import Service
+from strop.serve.starts import from_bytes
+from strop.serve.wrong_fields import refused_for
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+_MOST_FIELDS = 40
+_MOST_FIELD_BYTES = 1 << 16
+
+
+class GenerationBody(BaseModel):
+    """Hold OpenAI's arguments, and below them Strop's own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str
+    model: str | None = None
+    n: int = 1
+    size: str | None = Field(None, description="WIDTHxHEIGHT, any that the model draws, or auto")
+    response_format: Literal["b64_json"] | None = None
+    output_format: Literal["png"] | None = None
+    quality: Literal["auto", "standard"] | None = None
+    background: Literal["auto", "opaque"] | None = None
+    moderation: Literal["auto", "low"] | None = None
+    stream: Literal[False] | None = None
+    user: str | None = None
+
+    negative_prompt: str = ""
+    steps: int | None = None
+    guidance: float | None = None
+    seed: int | None = None
+    loras: dict[str, float] = {}
+
+    def wish(self) -> Wish:
+        """Return it in Strop's words. Raises Refused for a size that is none."""
+        width, height = _size(self.size)
+        return Wish(
+            self.prompt,
+            self.negative_prompt,
+            width,
+            height,
+            self.steps,
+            self.guidance,
+            self.seed,
+            self.n,
+            self.loras,
+        )
+
+
+def _size(text: str | None) -> tuple[int | None, int | None]:
+    if text is None or text == "auto":
+        return None, None
+    found = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
+    if found is None:
+        raise Refused(400, "invalid_value", "size: write WIDTHxHEIGHT, or auto", field="size")
+    return int(found[1]), int(found[2])
+
+
+@router.post("/images/generations")
+async def generations(body: GenerationBody, request: Request, service: GivenService) -> Any:
+    """Draw pictures from a text."""
+    _check_model(body.model, service)
+    return await _answer(request, service, body.wish())
+
+
+@router.post(
+    "/images/edits",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "multipart/form-data": {
+                    "schema": {
+                        "type": "object",
+                        "required": ["image", "prompt"],
+                        "properties": {
+                            "image": {"type": "string", "format": "binary"},
+                            "prompt": {"type": "string"},
+                            "strength": {"type": "number"},
+                        },
+                    }
+                }
+            },
+        }
+    },
+)
+async def edits(request: Request, service: GivenService) -> Any:
+    """Draw pictures that begin with the client's picture. Besides the arguments of generations
+    there are ``image``, a file, and ``strength``, above 0 and at most 1."""
+    fields, files = await _form(request)
+    if set(files) & {"mask"}:
+        raise Refused(400, "unsupported", "mask: this server redraws whole pictures", field="mask")
+    images = [files[name] for name in ("image", "image[]") if name in files]
+    if len(images) != 1 or len(files) != 1:
+        raise Refused(400, "invalid_value", "image: send exactly one picture", field="image")
+    strength = fields.pop("strength", "0.75")
+    try:
+        body = GenerationBody.model_validate(fields)
+        share = float(strength)
+    except ValidationError as error:
+        raise refused_for(error.errors()) from error
+    except ValueError as error:
+        raise Refused(
+            400, "invalid_value", "strength: it is no number", field="strength"
+        ) from error
+    _check_model(body.model, service)
+    start = await asyncio.to_thread(from_bytes, images[0], service.limits.most_start_pixels)
+    wish = replace(body.wish(), start=start, strength=share)
+    return await _answer(request, service, wish)
+
+
+class _InMemory(MultiPartParser):
+    """Read a form without files on disk, whatever its size: the guard has limited that."""
+
+    spool_max_size = 1 << 40
+
+
+async def _form(request: Request) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the texts and the files of a form. Raises Refused for what is none."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise Refused(415, "no_form", "send the picture as multipart/form-data")
+    parser = _InMemory(
+        request.headers,
+        request.stream(),
+        max_files=4,
+        max_fields=_MOST_FIELDS,
+        max_part_size=_MOST_FIELD_BYTES,
+    )
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError, ValueError, LookupError) as error:
+        raise Refused(400, "damaged_form", "the form is damaged or too large") from error
+    items = form.multi_items()
+    try:
+        files = {n: await value.read() for n, value in items if isinstance(value, UploadFile)}
+    finally:
+        await form.close()
+    fields = {name: value for name, value in items if not isinstance(value, UploadFile)}
+    if len(fields) + len(files) < len(items):
+        raise Refused(400, "invalid_value", "a field of the form is there twice")
+    return fields, files
+
+
+def _check_model(name: str | None, service: Service) -> None:
+    if name not in (None, "", service.painter.card.name):
+        raise Refused(
+            404,
+            "model_not_found",
+            f"model: this server has {service.painter.card.name}",
+            field="model",
+        )
+
+
+async def _answer(request: Request, service: Service, wish: Wish) -> dict[str, Any]:
+    job = await drawn(request, service, wish)
+    data = [{"b64_json": in_base64(one), "seed": one.request.seed} for one in job.made]
+    found = {"created": int(time.time()), "output_format": "png", "data": data}
+    return found | ({"notes": [*job.order.notes]} if job.order.notes else {})
+
+
+@router.get("/models")
+async def models(service: GivenService) -> Any:
+    """List the model that is served."""
+    model = {"id": service.painter.card.name, "object": "model", "owned_by": "strop"}
+    return {"object": "list", "data": [model]}

@@ -1,0 +1,231 @@
+"""Take orders, draw them in batches, and tell whoever asked. It runs on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from strop.drawing.draw import NotFiniteError
+from strop.serve.jobs import FinishedPicture, JobState, JobStore, LineTicket, PictureJob
+from strop.serve.limits import ServeLimits
+from strop.serve.line import WaitingLine
+from strop.serve.metrics import ServeMetrics
+from strop.serve.order import Wish, order
+from strop.serve.refused import Refused
+from strop.serve.studio import BatchDone, Painter, PictureBatch, StepTold, Stopped
+
+log = logging.getLogger("strop.serve")
+_FIRST_GUESS_S = 2.0  # of a batch, until one has been timed
+_MOST_RETRY_S = 600
+_LOOK_S = 0.05
+
+
+class Service:
+    """Hold the line, the jobs and the thread that draws."""
+
+    def __init__(
+        self,
+        painter: Painter,
+        limits: ServeLimits,
+        metrics: ServeMetrics | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``prepare`` is called once in the thread that draws, before anything else."""
+        self.painter, self.limits = painter, limits
+        self.metrics = metrics or ServeMetrics()
+        self.jobs = JobStore(limits.keep_seconds, limits.keep_bytes)
+        self.is_draining, self._draining_since = False, 0.0
+        self._line = WaitingLine[LineTicket](limits.most_batch)
+        self._news = asyncio.Event()
+        self._pool = ThreadPoolExecutor(1, "strop-serve-draw", initializer=prepare)
+        self._batch_s = _FIRST_GUESS_S
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to draw. The event loop must run."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Finish what is accepted, then end the thread."""
+        await self.drain()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._pool.shutdown)
+
+    def refuse_orders(self) -> None:
+        """Accept nothing from now on."""
+        if not self.is_draining:
+            self.is_draining, self._draining_since = True, time.monotonic()
+
+    async def drain(self) -> None:
+        """Refuse new orders from now on, and return when all accepted ones are over."""
+        self.refuse_orders()
+        await self._idle.wait()
+
+    async def seen(self, seconds: float) -> None:
+        """Wait until what was drawn while the server is stopping has been asked for, or so long."""
+        end = time.monotonic() + seconds
+        while self.jobs.unseen_since(self._draining_since) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+
+    def accept(self, wish: Wish) -> PictureJob:
+        """Put an order into the line. Raises Refused: 400 for what is wrong with it, 429 where the
+        line is full, 503 while the server is stopping."""
+        if self.is_draining:
+            raise Refused(
+                503, "stopping", "the server is stopping; ask another one", retry_after_s=10
+            )
+        made = order(wish, self.painter.card, self.limits)
+        made = replace(made, notes=(*made.notes, *self.painter.notes(made.requests[0])))
+        if len(self._line) + len(made.requests) > self.limits.most_waiting:
+            self.metrics.refused.inc()
+            raise Refused(
+                429,
+                "line_full",
+                f"{self.limits.most_waiting} pictures wait already; ask again later",
+                retry_after_s=self.retry_after_s(),
+            )
+        job = PictureJob(made)
+        self.jobs.tidy()
+        self.jobs.add(job)
+        self._line.add(job.tickets)
+        self.metrics.waiting.set(len(self._line))
+        self._idle.clear()
+        self._news.set()
+        return job
+
+    def retry_after_s(self) -> int:
+        """Return the seconds after which there should be room, from what batches have taken."""
+        batches = math.ceil(len(self._line) / self.limits.most_batch / 2)
+        return min(_MOST_RETRY_S, max(1, math.ceil(batches * self._batch_s)))
+
+    def cancel(self, job: PictureJob) -> None:
+        """End a job that is not over. A batch goes on as long as anybody wants a picture of it."""
+        if not job.state.is_over:
+            job.change(JobState.cancelled)
+            self.metrics.cancelled.inc()
+            self.metrics.waiting.set(len(self._line))
+
+    def abandon(self) -> None:
+        """Cancel everything, so that the thread that draws ends after its step."""
+        for job in self.jobs.unfinished():
+            self.cancel(job)
+
+    def place_of(self, job: PictureJob) -> int:
+        """Return how many pictures wait before those of a job."""
+        return self._line.place_of(job.tickets)
+
+    async def report(self) -> str:
+        """Return what Strop made of the model, when the batch that is being drawn is done."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.painter.report)
+
+    async def _run(self) -> None:
+        while True:
+            await self._news.wait()
+            batch = self._line.take()
+            if not batch:
+                self._news.clear()
+                self._idle.set()
+                continue
+            await self._draw(batch)
+            self.jobs.tidy()
+
+    async def _draw(self, tickets: Sequence[LineTicket]) -> None:
+        loop, begun = asyncio.get_running_loop(), time.monotonic()
+        for ticket in tickets:
+            ticket.job.change(JobState.drawing)
+        self.metrics.waiting.set(len(self._line))
+        first = tickets[0].job.order
+        batch = PictureBatch(
+            [ticket.request for ticket in tickets],
+            first.adapters,
+            [ticket.job.order.preview_every for ticket in tickets],
+            first.is_eager,
+        )
+
+        def tell(told: StepTold) -> None:  # in the other thread
+            loop.call_soon_threadsafe(_note_step, tickets, told)
+
+        def is_wanted() -> bool:
+            return any(ticket.is_wanted for ticket in tickets)
+
+        try:
+            done = await loop.run_in_executor(self._pool, self.painter.draw, batch, tell, is_wanted)
+            await self._finish(tickets, done, begun)
+        except Stopped:
+            return
+        except Exception as error:
+            await self._after_failure(tickets, error)
+            return
+        self._batch_s = 0.7 * self._batch_s + 0.3 * done.seconds
+        self.metrics.drawn(len(tickets), done.seconds, first.is_eager)
+
+    async def _finish(self, tickets: Sequence[LineTicket], done: BatchDone, begun: float) -> None:
+        """Make files of the pictures, in a thread of their own, and give them to their jobs."""
+        for ticket, rgb in zip(tickets, done.pictures, strict=True):
+            if not ticket.is_wanted:
+                continue
+            job, request = ticket.job, ticket.request
+            png = await asyncio.to_thread(_as_png, rgb, (request.size.width, request.size.height))
+            waited = begun - job.created
+            made = FinishedPicture(png, request, waited, done.seconds, len(tickets))
+            if ticket.is_wanted:
+                job.finish(ticket.number, made)
+                self.metrics.waited.observe(waited)
+
+    async def _after_failure(self, tickets: Sequence[LineTicket], error: Exception) -> None:
+        """Draw half as many at once, so that one picture fails no other and memory suffices for
+        what it did suffice for before; give up on a picture that is alone."""
+        if len(tickets) > 1:
+            log.warning("a batch failed; its halves are drawn", exc_info=error)
+            half = len(tickets) // 2
+            await self._draw(tickets[:half])
+            await self._draw(tickets[half:])
+            return
+        refused = _reason(error)
+        log.error("a picture failed", exc_info=error)
+        self.metrics.failed.inc(len(tickets))
+        for ticket in tickets:
+            if ticket.is_wanted:
+                ticket.job.fail(refused)
+
+
+def _reason(error: Exception) -> Refused:
+    if isinstance(error, torch.OutOfMemoryError):
+        text = "there is too little memory for this size; take a smaller one, or fewer pictures"
+        return Refused(503, "out_of_memory", text)
+    if isinstance(error, NotFiniteError):
+        return Refused(500, "not_finite", str(error))
+    return Refused(500, "failed", f"drawing failed ({type(error).__name__}); the log has more")
+
+
+def _note_step(tickets: Sequence[LineTicket], told: StepTold) -> None:
+    for place, ticket in enumerate(tickets):
+        job = ticket.job
+        if job.state.is_over:
+            continue
+        job.step, job.total = told.number, told.total
+        if place in told.previews:
+            job.previews[ticket.number] = (told.number, told.previews[place])
+    for job in {ticket.job for ticket in tickets}:
+        if not job.state.is_over:
+            job.change()
+
+
+def _as_png(rgb: bytes, size: tuple[int, int]) -> bytes:
+    from PIL import Image
+
+    target = io.BytesIO()
+    Image.frombytes("RGB", size, rgb).save(target, format="PNG")
+    return target.getvalue()

@@ -1,0 +1,28 @@
+"""Say which fields of a request are wrong, without a word of what the client has written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from strop.serve.refused import Refused
+
+_MOST = 5
+
+
+def refused_for(errors: Sequence[Mapping[str, Any]]) -> Refused:
+    """Turn the errors of pydantic into one. Names of fields are the client's, too, if nobody knows
+    them: they are cut, and written in ASCII."""
+    if any(error["type"] == "json_invalid" for error in errors):
+        return Refused(400, "no_json", "the body is no JSON")
+    told = [f"{_path(error)}: {_plain(str(error['msg']))}" for error in errors[:_MOST]]
+    return Refused(422, "invalid_value", "; ".join(told), field=_path(errors[0]))
+
+
+def _path(error: Mapping[str, Any]) -> str:
+    parts = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
+    return _plain(".".join(parts)) or "body"
+
+
+def _plain(text: str) -> str:
+    return text[:200].encode("ascii", "backslashreplace").decode()

@@ -1,0 +1,69 @@
+"""What ``strop serve`` draws on a GPU: bits of generate, previews amid a denoise loop, stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import strop
+from strop.cli import pictures, sampling
+from strop.drawing.request import PictureRequest, PictureSize
+from strop.models import sprites
+from strop.serve.order import ModelCard
+from strop.serve.studio import PictureBatch, StepTold, Stopped, Studio
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SIZE = PictureSize(96, 64)
+RED = PictureRequest("a red circle above a blue square", SIZE, 8, 4.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    loaded = sprites.load(torch.float16, "cuda")
+    loaded.set_progress_bar_config(disable=True)
+    folder = tmp_path_factory.mktemp("cache")
+    yield strop.optimize(loaded, options=strop.Options(cache_dir=str(folder)))
+    strop.restore(loaded)
+
+
+@pytest.fixture
+def studio(pipe: Any) -> Studio:
+    return Studio(ModelCard("sprites", SIZE, 16, 4.0, (), False, lambda text, _: (text, "")), pipe)
+
+
+def _draw(studio: Studio, batch: PictureBatch) -> list[bytes]:
+    return list(studio.draw(batch, lambda _: None, lambda: True).pictures)
+
+
+def test_one_picture_has_the_bits_of_generate(studio: Studio, pipe: Any) -> None:
+    sampling.warm_up(pipe, RED)
+    expected = pictures.to_picture(sampling.draw(pipe, RED)).tobytes()
+    assert _draw(studio, PictureBatch([RED])) == [expected]
+
+
+def test_previews_do_not_change_pictures(studio: Studio) -> None:
+    requests = [replace(RED, seed=seed) for seed in range(3)]
+    plain = _draw(studio, PictureBatch(requests))
+    for _ in range(3):  # the second call of a shape captures a graph, the third replays it
+        told: list[StepTold] = []
+        made = studio.draw(PictureBatch(requests, previews=[1, 0, 3]), told.append, lambda: True)
+        assert list(made.pictures) == plain
+        assert sum(len(each.previews) for each in told) == 7 + 2
+
+
+def test_stopping_leaves_a_pipeline_that_draws(studio: Studio) -> None:
+    before = _draw(studio, PictureBatch([RED]))
+    for _ in range(3):
+        told: list[StepTold] = []
+        with pytest.raises(Stopped):
+            studio.draw(PictureBatch([RED]), told.append, lambda told=told: len(told) < 2)
+        assert _draw(studio, PictureBatch([RED])) == before

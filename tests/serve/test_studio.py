@@ -1,0 +1,179 @@
+"""The model behind the server: bits, batches, adapters, previews, stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import strop
+from strop.api import dispatchers_of
+from strop.cli import adapters, models, pictures, sampling
+from strop.cli import serve as command
+from strop.drawing.request import PictureRequest, PictureSize
+from strop.serve.limits import ServeLimits
+from strop.serve.order import Adapters
+from strop.serve.studio import PictureBatch, StepTold, Stopped, Studio
+
+from .asking import GENERATE, asking, opened, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZE = PictureSize(64, 32)
+RED = PictureRequest("a red circle", SIZE, 3, 4.0, seed=1)
+LIMITS = ServeLimits(most_pixels=4 * 64 * 96, most_batch=4)
+
+
+def _save_lora(model: Path, file: Path, seed: int) -> None:
+    from diffusers import StableDiffusionPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    pipe = StableDiffusionPipeline.from_pretrained(model, safety_checker=None)
+    torch.manual_seed(seed)
+    pipe.unet.add_adapter(
+        LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q", "to_v", "to_out.0"])
+    )
+    StableDiffusionPipeline.save_lora_weights(
+        file.parent,
+        unet_lora_layers=get_peft_model_state_dict(pipe.unet),
+        weight_name=file.name,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two LoRAs."""
+    made = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("ink", "style")):
+        _save_lora(tiny_model, made / f"{name}.safetensors", seed)
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, cache_folder: Path, folder: Path) -> Iterator[Studio]:
+    """What ``strop serve`` loads: the tiny model with two LoRAs, and the same one in eager."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STROP_CACHE_DIR", str(cache_folder))
+        found = replace(models.find_model(str(tiny_model)), default_size=SIZE)
+        files = command._lora_files(folder)
+        yield command._studio(found, torch.float32, "cpu", files, True, threads=1)
+
+
+def _draw(studio: Studio, *requests: PictureRequest, **how: Any) -> list[bytes]:
+    return list(studio.draw(PictureBatch(requests, **how), lambda _: None, lambda: True).pictures)
+
+
+def _as_generated(
+    model: Path, folder: Path, request: PictureRequest, loras: Adapters = ()
+) -> bytes:
+    """What ``strop generate --lora FILE:SCALE`` draws, with a model that it has just loaded."""
+    files = [adapters.ScaledFile(folder / f"{name}.safetensors", scale) for name, scale in loras]
+    loaded = models.load(models.find_model(str(model)), torch.float32, "cpu")
+    pipe = adapters.add_to(loaded, adapters.Additions(files), torch.float32)
+    return pictures.to_picture(sampling.draw(strop.optimize(pipe), request)).tobytes()
+
+
+def test_one_picture_has_the_bits_of_generate(
+    served: Studio, tiny_model: Path, folder: Path
+) -> None:
+    for loras in ((), (("ink", 0.8),), (("style", 0.5), ("ink", -1.0)), ()):
+        expected = _as_generated(tiny_model, folder, RED, loras)
+        assert _draw(served, RED, adapters=loras) == [expected]
+
+
+def test_adapters_of_one_batch_leave_nothing_behind(served: Studio) -> None:
+    plain = _draw(served, RED)
+    ink = _draw(served, RED, adapters=(("ink", 1.0),))
+    style = _draw(served, RED, adapters=(("style", 1.0),))
+    assert len({*plain, *ink, *style}) == 3
+    assert _draw(served, RED) == plain
+    assert _draw(served, RED, adapters=(("ink", 1.0),)) == ink
+    assert not any(strop.explain(served._pipes[False]).fallbacks)
+
+
+def test_a_batch_differs_in_last_bits_at_most(served: Studio) -> None:
+    requests = [replace(RED, seed=seed) for seed in range(4)]
+    for request, together in zip(requests, _draw(served, *requests), strict=True):
+        (alone,) = _draw(served, request)
+        pairs = zip(together, alone, strict=True)
+        assert max(abs(a - b) for a, b in pairs) <= 1, "of 255"
+
+
+def test_eager_draws_the_same_picture(served: Studio) -> None:
+    for loras in ((), (("ink", 1.0),)):
+        (ours,) = _draw(served, RED, adapters=loras)
+        (eager,) = _draw(served, RED, adapters=loras, is_eager=True)
+        assert max(abs(a - b) for a, b in zip(ours, eager, strict=True)) <= 1
+    unet = dispatchers_of(served._pipes[False])["unet"]
+    before = unet.counters.calls
+    _draw(served, RED, is_eager=True)
+    assert unet.counters.calls == before
+
+
+def test_previews_do_not_change_a_picture(served: Studio) -> None:
+    told: list[StepTold] = []
+    batch = PictureBatch([RED, replace(RED, seed=2)], previews=[1, 2])
+    made = served.draw(batch, told.append, lambda: True)
+    assert [sorted(each.previews) for each in told] == [[0], [0, 1], []]
+    assert told[0].previews[0].startswith(b"\xff\xd8")
+    assert list(made.pictures) == _draw(served, RED, replace(RED, seed=2))
+
+
+def test_a_batch_that_nobody_wants_stops_and_the_next_is_right(served: Studio) -> None:
+    (before,) = _draw(served, RED)
+    told: list[StepTold] = []
+    with pytest.raises(Stopped):
+        served.draw(PictureBatch([RED]), told.append, lambda: not told)
+    assert len(told) == 1
+    assert _draw(served, RED) == [before]
+
+
+def test_what_the_model_does_not_read_is_noted(served: Studio) -> None:
+    (note,) = served.notes(replace(RED, prompt="red " * 100))
+    assert "ignores the end" in note
+    assert not served.notes(RED)
+
+
+def test_over_http_with_the_seed_of_generate(served: Studio) -> None:
+    async def scenario() -> None:
+        async with asking(served, LIMITS) as asked:
+            body = {"prompt": RED.prompt, "seed": 1, "steps": 3, "guidance": 4.0, "size": "64x32"}
+            answer = await asked.client.post(GENERATE, json=body)
+            got = opened(answer.json()["data"][0]["b64_json"]).tobytes()
+            (own,) = _draw(served, RED)
+            assert got == own
+            more = body | {"loras": {"ink": 1.0}}
+            answer = await asked.client.post(GENERATE, json=more)
+            assert opened(answer.json()["data"][0]["b64_json"]).tobytes() != own
+            report = (await asked.client.get("/api/report")).text
+            assert "0 recompiles" in report
+
+    run(scenario)
+
+
+@pytest.mark.nightly
+def test_memory_is_flat_over_thousands_of_pictures(served: Studio) -> None:
+    import psutil
+
+    process = psutil.Process()
+    sizes = ("64x32", "32x64", "64x64", "96x64")
+
+    async def scenario() -> None:
+        async with asking(served, replace(LIMITS, keep_bytes=1 << 20)) as asked:
+            seen = []
+            for number in range(5000):
+                body = {"prompt": "a red circle", "steps": 1, "size": sizes[number % 4]}
+                loras = {"ink": (number % 7) / 7} if number % 3 == 0 else {}
+                answer = await asked.client.post(GENERATE, json={**body, "loras": loras})
+                assert answer.status_code == 200
+                if number % 500 == 499:
+                    seen.append(process.memory_info().rss)
+            assert seen[-1] - seen[1] < 24 << 20, seen
+
+    import asyncio
+
+    asyncio.run(scenario())
