@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.api import optimize_module
+from strop.diffusion.components import DenoiserAdapter
 from strop.dispatch.derived_inputs import HOISTED, TIMETABLE
 from strop.dispatch.dispatcher import Dispatcher
 from strop.runtime.derived import sources
@@ -415,3 +416,32 @@ def test_where_a_timestep_is():
     assert place_among(times[2:6], times[6]) is None
     assert place_among(times, times[3].clone()) is None
     assert place_among(times, times.view(torch.float64)[3]) is None
+
+
+class ByTime(nn.Module):
+    """Takes a timestep as a tensor without dims, as a scheduler's loop gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.time, self.words = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        scale = self.time(timestep.float().expand(4) / 10)
+        return sample * scale + self.words(encoder_hidden_states)
+
+
+def test_a_timestep_without_dims_has_no_timetable():
+    net, plain_net, loop = ByTime().eval(), ByTime().eval(), DenoiseLoop()
+    options = tiny.options(hoist=True, strict=True)
+    dispatcher = optimize_module(net, options, adapter=DenoiserAdapter(), loop=loop)
+    times, words = torch.arange(9, 0, -2), torch.randn(3, 4)
+    with torch.no_grad():
+        loop.begin(times)
+        for t in times:
+            x = torch.randn(3, 4)
+            given = {"timestep": t, "encoder_hidden_states": words}
+            torch.testing.assert_close(net(x, **given), plain_net(x, **given))
+        loop.end()
+    assert dispatcher.counters.hoisted.num_timetables == 0
+    assert dispatcher.counters.eager_calls == 0

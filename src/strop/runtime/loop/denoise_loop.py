@@ -45,8 +45,11 @@ class DenoiseLoop:
 
 
 def moment_of(timesteps: Tensor | None, timestep: Tensor, stamp: Stamp | None) -> Moment | None:
-    """None for a timestep (b,) that is not one of ``timesteps``, the same b times."""
-    if stamp is None or timesteps is None or (timestep.stride(0) and len(timestep) > 1):
+    """None for a timestep (b,) that is not one of ``timesteps``, the same b times, and for one of
+    another number of dims: there is no timetable for it."""
+    if stamp is None or timesteps is None or timestep.dim() != 1:
+        return None
+    if timestep.stride(0) and len(timestep) > 1:
         return None
     place = place_among(timesteps, timestep)
     own = None if place is None else stamp_of(stamp.loop, [timesteps])
