@@ -124,7 +124,7 @@ def measured(case: Case) -> dict[str, Any]:
         "pieces": case.pieces,
         "us": times,
         "ratio": round(times["eager"] / times["strop"], 3),
-        "ratio_p20_p80": [ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5]],
+        "rounds": {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]},
         "first_call_s": round(first_s, 2),
         "kernels": optimized.forward.counters.launches,
     }
