@@ -29,7 +29,7 @@ CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN k
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
 LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
 # Numbers added at once, a register in fp64: g++ would take two, whose end is most of a short row.
-SUM_LANES = 8
+SUM_LANES, _FLOAT_SUM = 8, ("sum", "double")
 TOGETHER = 8  # rows whose moments a COLUMN kernel adds up in registers
 
 _OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
@@ -306,9 +306,8 @@ class RowSweeps:
 
     def _only_sums(self, sweep: nest.Sweep) -> bool:
         """Say whether a sweep does little else than to add up floats."""
-        kinds = {(s.kind, total_type(s)) for s in sweep.reduces}
-        is_light = self.loops.threaded_from != HEAVY_FROM and not (sweep.stores or sweep.keeps)
-        return is_light and kinds == {("sum", "double")}
+        has_more = self.loops.threaded_from == HEAVY_FROM or sweep.stores or sweep.keeps
+        return not has_more and {(s.kind, total_type(s)) for s in sweep.reduces} == {_FLOAT_SUM}
 
 
 class ColumnReduction:
