@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.bench import environment
+from strop.wording import counted
 
 SIDE, SUMMED, ROWS_OF_TABLE = 64, 16, 1000
 DIMS = ("first", "middle", "last")
@@ -124,7 +125,7 @@ def measured(case: Case) -> dict[str, Any]:
         "pieces": case.pieces,
         "us": times,
         "ratio": round(times["eager"] / times["strop"], 3),
-        "ratio_p20_p80": [ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5]],
+        "rounds": {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]},
         "first_call_s": round(first_s, 2),
         "kernels": optimized.forward.counters.launches,
     }
@@ -143,7 +144,7 @@ def _sample(call: Callable[[], object], calls: int) -> float:
 
 
 def shown(rows: Sequence[dict[str, Any]], counts: Sequence[int]) -> Table:
-    table = Table("pieces by", "joined by", "along", *(f"{count} pieces" for count in counts))
+    table = Table("pieces by", "joined by", "along", *(counted(count, "piece") for count in counts))
     found = {(r["kind"], r["join"], r["dim"], r["pieces"]): r for r in rows}
     for kind, join, dim in dict.fromkeys(key[:3] for key in found):
         of_line = [found.get((kind, join, dim, count)) for count in counts]

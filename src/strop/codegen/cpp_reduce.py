@@ -28,9 +28,8 @@ from strop.ir.source import Scratch
 CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
 LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
-# Numbers that are added at once, as many as a register has room for in fp64: g++ would take two
-# registers, whose rest and whose sum are most of a short row (of 16: 409 us for 236).
-SUM_LANES = 8
+# Numbers added at once, a register in fp64: g++ would take two, whose end is most of a short row.
+SUM_LANES, _FLOAT_SUM = 8, ("sum", "double")
 TOGETHER = 8  # rows whose moments a COLUMN kernel adds up in registers
 
 _OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
@@ -307,9 +306,8 @@ class RowSweeps:
 
     def _only_sums(self, sweep: nest.Sweep) -> bool:
         """Say whether a sweep does little else than to add up floats."""
-        is_light = self.loops.threaded_from != HEAVY_FROM
-        sums = all(s.kind == "sum" and total_type(s) == "double" for s in sweep.reduces)
-        return is_light and sums and bool(sweep.reduces) and not (sweep.stores or sweep.keeps)
+        has_more = self.loops.threaded_from == HEAVY_FROM or sweep.stores or sweep.keeps
+        return not has_more and {(s.kind, total_type(s)) for s in sweep.reduces} == {_FLOAT_SUM}
 
 
 class ColumnReduction:
