@@ -252,7 +252,8 @@ CASES: CpuCases = (
 
 def table(files: Sequence[Path]) -> str:
     rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
-    return "".join([HEAD.format(files=", ".join(f"`{f.name}`" for f in files)),
+    names = ",\n".join(f"`{file.name}`" for file in files)
+    return "".join([HEAD.format(files=names),
                     *map(_table_row, rows), ")\n"])  # fmt: skip
 
 

@@ -18,7 +18,9 @@ from strop.ir.device import CPU, Device
 from strop.ir.source import KernelSource
 from strop.kernels import library
 from strop.kernels.attention import cpu
+from strop.kernels.attention.cpu_cases import CpuCase, times_us
 from strop.kernels.kernel import NEVER, Problem
+from strop.kernels.tuned.attention_cpu import CASES
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeFunction, NativeKernels, processor
@@ -363,7 +365,7 @@ def test_sizes_that_are_left_to_torch(shapes: tuple[tuple[int, ...], ...]) -> No
 def test_what_a_processor_runs(isa: str, dtype: torch.dtype) -> None:
     """Pairs of bf16 where they can be multiplied; an artefact has both forms for AVX-512."""
     device = replace(CPU, isa=isa)
-    q = dense((2, 8, 256, 64), dtype)
+    q = dense((2, 8, 1024, 64), dtype)
     asked = problem_of([q, q, q], causal=False, scale=None)
     choice = library.select(asked.call, asked, device)
     assert choice.kernel == "cpu_attention"
@@ -375,6 +377,30 @@ def test_what_a_processor_runs(isa: str, dtype: torch.dtype) -> None:
     assert len(known) == (2 if dtype is torch.bfloat16 and isa != "avx2" else 1)
     off = library.select(asked.call, asked, device, ("cpu_attention",))
     assert (off.kernel, off.sources) == ("sdpa", ())
+
+
+@pytest.mark.parametrize("row", CASES, ids=str)
+def test_the_faster_one_was_measured(row: CpuCase) -> None:
+    """At the sizes of a measured case, what was faster there runs."""
+    sizes = (1, row.heads, row.queries, row.head), (1, row.heads, row.keys, row.head)
+    shapes, mask = (sizes[0], sizes[1], sizes[1]), None
+    attrs = (("causal", row.is_masked), ("scale", None))
+    asked = Problem("attention", attrs, shapes, row.dtype, mask)
+    found = times_us(asked, row.isa, CASES)
+    assert found in {
+        (other.ours_us, other.torchs_us)
+        for other in CASES
+        if (other.isa, other.dtype, other.work) == (row.isa, row.dtype, row.work)
+    }
+    faster = "cpu_attention" if found[0] <= found[1] else "sdpa"
+    choice = library.select(asked.call, asked, replace(CPU, isa=row.isa))
+    assert choice.kernel == faster
+
+
+def test_small_calls_in_fp32_are_torchs() -> None:
+    for sizes in ((1, 4, 32, 64), (2, 4, 24, 32), (1, 8, 1, 64)):
+        asked = Problem("attention", tuple(PLAIN.items()), (sizes,) * 3, torch.float32)
+        assert library.select(asked.call, asked, HERE).kernel == "sdpa"
 
 
 # ---- a whole module ----------------------------------------------------------------------------

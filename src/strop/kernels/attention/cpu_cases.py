@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -53,7 +52,6 @@ def times_us(problem: Problem, isa: str, cases: CpuCases) -> tuple[float, float]
     return case.ours_us * ratio, case.torchs_us * ratio
 
 
-@lru_cache(maxsize=4096)
 def _nearest(problem: Problem, isa: str, cases: CpuCases) -> tuple[CpuCase, Sizes] | None:
     rows = [row for row in cases if (row.isa, row.dtype) == (isa, problem.dtype)]
     if not rows or any(len(shape) < 2 or 0 in shape for shape in problem.shapes):
