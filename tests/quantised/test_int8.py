@@ -227,6 +227,21 @@ def test_weights_that_are_no_codes_run_in_eager(tmp_path):
     assert module.forward.counters.eager_calls == 1
 
 
+@pytest.mark.parametrize("what", ["weight", "threshold", "device", "forward"])
+def test_a_layer_without_all_of_it_is_none(what, monkeypatch):
+    layer = net().a
+    assert int8_layers.is_int8(layer)
+    if what == "weight":
+        layer.weight = None
+    elif what == "threshold":
+        del layer.state.threshold
+    elif what == "device":
+        layer.weight.SCB = layer.weight.SCB.to("meta")
+    else:
+        monkeypatch.setattr(CodedLinear, "forward", functools.partial(CodedLinear.forward))
+    assert not int8_layers.is_int8(layer)
+
+
 @pytest.mark.parametrize("what", ["class", "layer"])
 def test_another_forward_runs_in_eager(what, tmp_path, monkeypatch):
     module = optimized(net(), tmp_path, strict=False)

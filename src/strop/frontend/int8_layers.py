@@ -28,27 +28,37 @@ from strop.ir.mixed_product import UNIT
 
 LAYERS = frozenset(("bitsandbytes.nn.modules.Linear8bitLt",))
 CODES, SCALES = "CB", "SCB"  # the library's names
+_IN_HALVES = "has_fp16_weights"
 
 
 def _source(layer: Any) -> Any:
     """Return what holds the codes and scales: as for the layer's forward, the weight if it does."""
-    return layer.state if getattr(layer.weight, CODES, None) is None else layer.weight
+    weight = layer._parameters.get("weight")
+    return layer.state if getattr(weight, CODES, None) is None else weight
 
 
 def is_int8(layer: Any) -> bool:
     """Tell whether a layer is such a linear, with a weight that has been quantised."""
-    kind: Any = type(layer)
-    if qualified(kind) not in LAYERS or layer.state.has_fp16_weights:
+    kind = type(layer)
+    if qualified(kind) not in LAYERS or not _has_own_forward(kind):
         return False
-    if qualified(kind.forward) != f"{qualified(kind)}.forward":  # it has been replaced
+    state = vars(layer.state)
+    if "threshold" not in state or state.get(_IN_HALVES, True):
         return False
-    weight, source = layer.weight, _source(layer)
-    codes, scales = getattr(source, CODES, None), getattr(source, SCALES, None)
-    if not (type(codes) is type(scales) is Tensor and codes.shape == weight.shape):
+    weight, source = layer._parameters.get("weight"), _source(layer)
+    codes: Any = getattr(source, CODES, None)
+    scales: Any = getattr(source, SCALES, None)
+    are_there = weight is not None and type(codes) is type(scales) is Tensor
+    if not are_there or codes.shape != weight.shape:
         return False
     are_known = codes.dtype is torch.int8 and scales.dtype is torch.float32
     is_one_place = codes.device == scales.device == weight.device
     return are_known and is_one_place and scales.shape == codes.shape[:1]
+
+
+def _has_own_forward(kind: Any) -> bool:
+    """Tell whether nobody has put another function in the place of a class's forward."""
+    return getattr(kind.forward, "__qualname__", "") == f"{kind.__qualname__}.forward"
 
 
 def held_places(layer: Any) -> list[tuple[str, Any, str]]:
@@ -66,7 +76,7 @@ def watched_places(layer: Any) -> list[tuple[Any, str]]:
     with them."""
     state = vars(layer.state)
     places = [(layer._parameters, "weight"), (vars(layer), "state"), (Inside(layer), "__class__")]
-    places += [(state, "threshold"), (state, "has_fp16_weights")]
+    places += [(state, "threshold"), (state, _IN_HALVES)]
     return places if _source(layer) is layer.weight else [*places, (Inside(layer.weight), CODES)]
 
 

@@ -1,4 +1,4 @@
-"""LLM.int8: what a product of codes stands for, and a product of the columns that it leaves out.
+"""Scale a product of int8 codes and multiply the columns that it leaves out, as LLM.int8 does.
 
 Values decide which columns these are, so a GPU has to: the host would wait for it. A first kernel
 gathers them, of x and of the weight, into two panels, and counts them. The second scales what it
