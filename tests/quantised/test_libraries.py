@@ -69,10 +69,9 @@ def test_quanto(name, tmp_path):
     check(module, tmp_path)
 
 
-@pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
-@pytest.mark.parametrize("name", ["nf4", "fp4"])
-def test_bitsandbytes(name, is_nested, tmp_path):
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+def in_four_bits(bitsandbytes, name, is_nested, *, packs):
+    """``packs``: whether the library puts weights into another order in the first call, as it does
+    where a CPU has AVX512 BF16."""
     module = net()
     for place in "ab":
         old = module.get_submodule(place)
@@ -81,8 +80,16 @@ def test_bitsandbytes(name, is_nested, tmp_path):
             old.in_features, old.out_features, compute_dtype=torch.float32, **how
         )
         new.load_state_dict(old.state_dict())
+        new.support_avx512bf16_for_cpu &= packs
         module._modules[place] = new.requires_grad_(False)
-    eager = check(module.to("cpu").eval(), tmp_path)
+    return module.to("cpu").eval()
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_bitsandbytes(name, is_nested, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    eager = check(module := in_four_bits(bitsandbytes, name, is_nested, packs=False), tmp_path)
     calls = strop.explain(module).calls
     assert OF_BITSANDBYTES.isdisjoint(calls) == (name == "nf4")  # fp4 is the library's
     state = module.a.weight.quant_state
@@ -91,6 +98,33 @@ def test_bitsandbytes(name, is_nested, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(module(x), eager(x), rtol=1e-4, atol=1e-4)
     assert module.forward.counters.eager_calls == 0
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+@pytest.mark.parametrize("comes_first", ["eager", "compiled"])
+def test_weights_that_bitsandbytes_packs(name, is_nested, comes_first, tmp_path):
+    """They were taken for what they had been before, and results were wrong without a word."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    module, eager = (in_four_bits(bitsandbytes, name, is_nested, packs=True) for _ in range(2))
+    if not module.a.support_avx512bf16_for_cpu:
+        pytest.skip("needs a CPU with AVX512 BF16")
+    x = torch.randn(5, 256)
+    with torch.no_grad():
+        wanted = eager(x)
+        if comes_first == "eager":
+            module(x)
+        strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+        for _ in range(3):
+            torch.testing.assert_close(module(x), wanted, rtol=1e-2, atol=1e-2)
+        assert module.forward.counters.eager_calls == (comes_first == "compiled")
+        for each in (module, eager):
+            each.state_dict()  # takes the packing back
+        wanted = eager(x)
+        for _ in range(2):
+            torch.testing.assert_close(module(x), wanted, rtol=1e-2, atol=1e-2)
+        strop.restore(module)
+        torch.testing.assert_close(module(x), wanted)
 
 
 OF_INT8 = {"strop.int_mm.default": 2, "mixed_product": 2}

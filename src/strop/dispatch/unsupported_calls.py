@@ -8,6 +8,7 @@ from torch import nn
 from strop.dispatch import hooks
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.training_mode import is_in_training
+from strop.frontend.four_bits import is_yet_to_be_packed
 from strop.frontend.layerwise_casting import is_cast_as_one
 
 
@@ -28,4 +29,6 @@ def unfit_module(state: ModuleState) -> str:
         return "a submodule has forward hooks, which compiled code would not run"
     if is_cast_as_one(state.module):
         return "layerwise casting of the whole module at once casts all weights at each call"
+    if state.make_ups and any(map(is_yet_to_be_packed, state.modules)):
+        return "bitsandbytes packs its weights for this CPU in a call of its own, once"
     return hooks.REASON if hooks.has_global_hooks() else ""

@@ -49,15 +49,19 @@ _USUAL_RULES = (
 Place = tuple[str, Any, str]  # the name of a tensor, a table and a key
 
 
+GONE = object()
+
+
 class Inside:
     """Look up the tensors in a composed one, as a table. Whatever ``torch.utils.swap_tensors`` or
-    a library puts there is found."""
+    a library puts there is found; for what it has taken away there is ``GONE``, which is not what
+    was there before."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.whole, name, GONE)
 
 
 def _memory(t: Any) -> CodesInMemory | None:

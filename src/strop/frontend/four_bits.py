@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.fx import Node as FxNode
 
 from strop.frontend.lookups import take
@@ -40,6 +41,18 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
+
+
+def is_yet_to_be_packed(part: nn.Module) -> bool:
+    """Tell whether a layer will put its weight into another order in its next call in eager: the
+    library does so once, in the forward, for its own kernel on CPUs with AVX512 BF16."""
+    if not getattr(part, "support_avx512bf16_for_cpu", False):
+        return False
+    weight = part._parameters.get("weight")
+    state = getattr(weight, "quant_state", None)
+    if weight is None or state is None or weight.device.type != "cpu":
+        return False
+    return not getattr(state, "packing_format_for_cpu", False)
 
 
 def _dequantize_4bit(

@@ -335,6 +335,7 @@ _OF_LIBRARIES = (
     "strop.int_mm.default",
     "bitsandbytes.dequantize_4bit.default",
     "bitsandbytes.dequantize_blockwise.default",
+    "bitsandbytes.gemv_4bit.default",  # of weights that it packs for CPUs with AVX512 BF16
 )
 _NAMES = frozenset((*map(str, _BY_OVERLOAD), *_OF_LIBRARIES))
 
