@@ -17,7 +17,7 @@ from strop.kernels.gemm.mixed_product import PANEL, ROW, gathered_columns, mixed
 from strop.kernels.kernel import Call
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
 from strop.testing import assert_as_accurate_as_eager
-from tests.codegen.test_triton_compile import compiled, resources
+from tests.codegen.test_triton_compile import SHARED_LIMIT, compiled, resources
 from tests.gpus import A100, H100, RTX_5090
 from tests.kernels.launching import call, launched, problem
 
@@ -169,3 +169,5 @@ def test_the_choice(given: Call, is_ours: bool) -> None:
 def test_compiles(dtype: torch.dtype, tmp_path: Path) -> None:
     for source in (gathered_columns(dtype), mixed_product(dtype, has_bias=True)):
         assert resources(compiled(source, 90), tmp_path)[1] == 0  # nothing spilled
+        for arch in (80, 120):
+            assert compiled(source, arch).shared <= SHARED_LIMIT
