@@ -264,4 +264,4 @@ def test_the_dispatcher_leaves_graphs_of_levels_to_torch() -> None:
     body, layer, shape = CASES["duals"]
     torch.compile(Net(body, layer), backend=seen)(inputs(shape)[0])
     with pytest.raises(UnsupportedError, match="_enter_dual_level"):
-        traced_graph(seen.graphs[0])
+        traced_graph(seen.graphs[0], has_blocks=False)

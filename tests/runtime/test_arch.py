@@ -167,7 +167,8 @@ def test_a_loader_refuses_what_the_gpu_cannot_stand_in_for(
     on_h100(monkeypatch)
     with pytest.raises(OptionError, match="it can stand in for arch=80, 86, 87, 89"):
         kernel_loader("cuda", 7, str(tmp_path), 1, 100)
-    assert kernel_loader("cpu", 0, str(tmp_path), 1, 100).device is CPU
+    device = kernel_loader("cpu", 0, str(tmp_path), 1, 100).device
+    assert replace(device, isa="") == CPU
 
 
 def made(shared: int) -> Callable[..., dict[KernelSource, Cubin]]:

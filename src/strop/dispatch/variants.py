@@ -513,8 +513,12 @@ class VariantStore:
 def _needed(
     program: Program, env: Mapping[str, int] | None, library: KernelLoader
 ) -> tuple[KernelSource, ...]:
-    """Return the kernels of the first call, or none where nobody knows its sizes."""
-    return () if env is None else choices.sources_at(program, env, library.device)
+    """Return the kernels of the first call, or none where nobody knows its sizes. On a CPU nobody
+    builds others behind it, so that those of further sizes are among them."""
+    if env is None:
+        return ()
+    find = choices.sources_at_magnitudes if library.device.isa else choices.sources_at
+    return find(program, env, library.device)
 
 
 def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:

@@ -18,6 +18,7 @@ from strop.runtime.loop.hoisting import written
 
 BuildOrder = Callable[[Sequence[KernelSource]], dict[KernelSource, float]]
 FACTORS = (1.5, 2, 0.5, 0.75)
+MAGNITUDES = (1, 4, 16, 64, 0.25)  # of sizes, at which other kernels may be faster
 
 
 def call_of(program: Program, step: CallStep) -> Call:
@@ -70,6 +71,14 @@ def sources_at(
     found = choices_of(program, program.at(env), sizes, device).values()
     launched = itertools.chain.from_iterable(choice.sources for choice in found)
     return tuple(dict.fromkeys((*program.sources_at(env), *launched)))
+
+
+def sources_at_magnitudes(
+    program: Program, env: Mapping[str, int], device: Device
+) -> tuple[KernelSource, ...]:
+    """Return all kernels that run at these sizes, and at much larger and smaller ones."""
+    scaled = [{n: max(round(size * f), 1) for n, size in env.items()} for f in MAGNITUDES]
+    return tuple(dict.fromkeys(s for some in scaled for s in sources_at(program, some, device)))
 
 
 def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ...]:
