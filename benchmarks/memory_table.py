@@ -23,10 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +36,7 @@ import torch
 from torch import nn
 
 import strop
+from benchmarks.new_process import measured_alone
 from benchmarks.offloading import bus_rate
 from benchmarks.quantised_schemes import SCHEMES, linears, quantise
 from strop.bench import environment, report, timer
@@ -151,20 +149,7 @@ def in_own_process(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     words = ["--one", cell.placement, cell.scheme, cell.contender, "--out", str(args.out)]
     words += ["--model", args.model, "--steps", str(args.steps), "--pictures", str(args.pictures)]
     words += ["--budget-share", str(args.budget_share), *["--tiny"] * args.tiny]
-    with tempfile.TemporaryDirectory() as folder:
-        names = ("STROP_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-        caches = {name: str(Path(folder) / name.lower()) for name in names}
-        done = subprocess.run(
-            [sys.executable, __file__, *words],
-            env=os.environ | caches,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return measured_alone(__file__, words)
 
 
 def measured(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:

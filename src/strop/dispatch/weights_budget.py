@@ -31,11 +31,11 @@ from strop.runtime.run.stream_plan import (
     Block,
     StreamPlan,
     Use,
-    aligned,
     plan_stream,
     replan,
     scattered_regions,
 )
+from strop.runtime.run.weight_layout import aligned
 from strop.runtime.run.weight_stream import Copy, Lane, StreamedBlock, Streaming, lane_for
 from strop.wording import counted
 

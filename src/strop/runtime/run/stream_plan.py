@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.errors import OptionError
-from strop.runtime.run.weight_layout import ALIGNMENT_BYTES
+from strop.runtime.run.weight_layout import aligned
 from strop.wording import counted
 
 SLOT_BYTES = 64 << 20  # a copy of so much takes the bus long enough to run at its full rate,
@@ -117,11 +117,6 @@ def replan(
     if any(_sum(taken, unit.regions) > slot_bytes for unit in units):
         return None
     return StreamPlan(frozenset(resident), slot_bytes, blocks_of(units, taken, slot_bytes))
-
-
-def aligned(size_bytes: int) -> int:
-    """Return the bytes that a region takes in a slot."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def scattered_regions(

@@ -58,6 +58,11 @@ class WeightLayout:
         )
 
 
+def aligned(size_bytes: int) -> int:
+    """Return the bytes that what lies in front of an aligned tensor takes."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def extent_bytes(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
     """Return the bytes from a tensor's first element to its last."""
     if 0 in shape:
@@ -74,7 +79,7 @@ def layout_of(tensors: Sequence[Tensor]) -> WeightLayout:
     for start, end in sorted(_span(t) for t in tensors if t.numel()):
         if not addresses or start >= behind:
             addresses.append(start)
-            starts.append(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            starts.append(aligned(size))
             behind = end
         behind = max(behind, end)
         size = starts[-1] + behind - addresses[-1]
