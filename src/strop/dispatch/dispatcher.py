@@ -448,8 +448,9 @@ class Dispatcher:
         """Run the call in eager, whose own exception comes first: it says more than that tracing
         failed."""
         is_by_row = self.state.effective.rows is not None  # of which eager knows nothing
-        is_away = self.budget is not None and self.budget.is_away()
-        if is_away or is_by_row or (self.options.strict and refusal.__cause__ is None):
+        if self.budget is not None and self.budget.is_away():
+            return self._run_eager(str(refusal), args, kwargs)  # which says why it cannot
+        if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
         try:
             result = self.eager(*args, **kwargs)
