@@ -39,7 +39,7 @@ import strop
 from benchmarks.offloading import bus_rate, rows_before
 from strop.bench import environment, report, timer
 from strop.bench.infer_contenders import DTYPES, Deadline, attempt
-from strop.bench.infer_rows import ROWS, InferRow
+from strop.bench.infer_rows import InferRow, chosen_rows
 from strop.runtime.run.layouts import bytes_of
 
 CONTENDERS = ("eager", "strop", "strop-budget", "group", "group-compile")
@@ -89,10 +89,8 @@ class Trial:
 def main() -> None:
     args = arguments()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    step = next(row for row in ROWS if row.name == STEPS[args.model])
-    trial = Trial(
-        step.tiny() if args.tiny else step, device, int(args.budget_gib * 2**30), args.samples
-    )
+    (step,) = chosen_rows([STEPS[args.model]], tiny=args.tiny)
+    trial = Trial(step, device, int(args.budget_gib * 2**30), args.samples)
     result: dict[str, Any] = {
         "kind": "weights_budget",
         "model": args.model,
