@@ -10,7 +10,7 @@ diffusers takes one block a group. "first_s" is the first call, and "timing" hol
 those behind it. "peak_bytes" is the most memory of the GPU in them, weights included, and
 "streamed_bytes" what a call copies there. Rows that stream have "bounds": the step of the same
 kind with all weights on the GPU, and the streamed bytes at "bus_gb_s", the measured rate of copies
-from pinned memory. "limit_ms" is LIMIT times the longer one, and "ratio" the median to the longer
+from pinned memory. "before_bytes" is what earlier rows have left on the GPU. "limit_ms" is LIMIT times the longer one, and "ratio" the median to the longer
 one. Under a budget, "stated_peak_bytes" is what Strop says beforehand, without the arguments.
 "distance" is the RMS error of the result to eager's, relative to its RMS.
 
@@ -135,12 +135,15 @@ def row_of(name: str, trial: Trial, clock: Deadline) -> dict[str, Any]:
 @torch.no_grad()
 def measured(name: str, trial: Trial) -> dict[str, Any]:
     device, step = trial.device, trial.step
+    row: dict[str, Any] = {"before_bytes": timer.allocated(device)}
     dtype = DTYPES[step.dtype] if device.type == "cuda" else torch.float32
     work = step.case(dtype).build(device)
     given = work.inputs(step.size, step.batch)
-    model, row = work.target, dict[str, Any]()
+    model = work.target
     row["weights_bytes"] = bytes_of([*model.parameters()])
     set_up(name, trial, model)
+    if name.startswith("group"):  # what has been fetched ahead lies on the GPU behind a call
+        row["streamed_bytes"] = grouped_bytes(model)
 
     def call() -> Tensor:
         return work.call(model, given)
@@ -151,8 +154,6 @@ def measured(name: str, trial: Trial) -> dict[str, Any]:
         row |= trial.timed(call)
         if name == "strop-budget":
             row |= stated(model, row["peak_bytes"])
-        elif name.startswith("group"):
-            row["streamed_bytes"] = grouped_bytes(model)
         if name.startswith("strop"):
             (dispatcher,) = strop.api.dispatchers_of(model).values()
             row["eager_calls"] = dispatcher.counters.eager_calls
