@@ -10,9 +10,10 @@ diffusers takes one block a group. "first_s" is the first call, and "timing" hol
 those behind it. "peak_bytes" is the most memory of the GPU in them, weights included, and
 "streamed_bytes" what a call copies there. Rows that stream have "bounds": the step of the same
 kind with all weights on the GPU, and the streamed bytes at "bus_gb_s", the measured rate of copies
-from pinned memory. "before_bytes" is what earlier rows have left on the GPU. "limit_ms" is LIMIT times the longer one, and "ratio" the median to the longer
-one. Under a budget, "stated_peak_bytes" is what Strop says beforehand, without the arguments.
-"distance" is the RMS error of the result to eager's, relative to its RMS.
+from pinned memory. "limit_ms" is LIMIT times the longer one, and "ratio" the median to the longer
+one. Under a budget, "stated_peak_bytes" is what Strop states, without the arguments.
+"before_bytes" is what earlier rows have left on the GPU. "distance" is the RMS error of the result
+to eager's, relative to its RMS; it is null where eager did not run in the same process.
 
 Rows run in one process, one after the other, each with weights of its own, made at random on the
 GPU. FILE is written after each row, and rows that it has are measured again only if they are
