@@ -53,6 +53,7 @@ class OpenSizes:
 
     def enter(self, stack: ExitStack) -> None:
         """Open sizes as long as the stack is."""
+        stack.callback(self._close)  # what Dynamo knows is for other backends too
         stack.enter_context(replaced(builder, "_automatic_dynamic", self._opening))
         stack.enter_context(replaced(convert_frame, "trace_frame", self._tried))
 
@@ -104,7 +105,8 @@ class OpenSizes:
             is_tried = self._state is _State.OPEN
             self._broken = list(log.entries) if _is_break(failure) and is_tried else []
             self._state = _State.TRIED if is_tried else _State.CONSTANT
-            self._close(_reason(failure))
+            self.reason = _reason(failure)
+            self._close()
             log.clear()
             _begin_anew(failure)
         if self._state is not _State.TRIED:
@@ -114,11 +116,10 @@ class OpenSizes:
             self.reason, self._state = "", _State.OPEN_AGAIN
             log.entries[:] = self._broken
 
-    def _close(self, reason: str) -> None:
+    def _close(self) -> None:
         for entry, known in reversed(self._opened):
             entry.size = known
         self._opened.clear()
-        self.reason = reason
 
 
 def _is_given(e: Tensor, source: Any) -> bool:
