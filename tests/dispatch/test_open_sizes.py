@@ -261,11 +261,30 @@ def test_an_operator_that_knows_no_symbols_has_constants(is_full: bool) -> None:
     assert len(FRAMES.constant) == 1
 
 
-def test_code_that_is_wrong_fails_as_ever() -> None:
-    fast = compiled(lambda x: x @ x)
+def squared(x: Tensor) -> Tensor:
+    return x @ x
+
+
+def test_a_call_that_is_wrong_fails_as_ever() -> None:
+    """It says nothing of the calls that follow."""
+    fast, count = compiled(squared), Count()
     with pytest.raises(RuntimeError):
-        check(fast, torch.relu, *rows(3))
+        fast(torch.randn(3, 4))
+    check(fast, squared, *[(torch.randn(size, size),) for size in (3, 5, 7)])
+    assert count.traces == 1
     assert not FRAMES.constant
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_tensors_of_other_layouts_are_left_to_dynamo() -> None:
+    """A nested one is refused by Dynamo, and a sparse one is no matter of sizes."""
+    doubled = compiled(lambda x: x * 2, options={"strict": False})
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    nested = torch.nested.nested_tensor(parts)
+    for found, part in zip(doubled(nested).unbind(), parts, strict=True):
+        torch.testing.assert_close(found, part * 2)
+    sparse = torch.eye(3).to_sparse()
+    torch.testing.assert_close(doubled(sparse).to_dense(), 2 * torch.eye(3))
 
 
 def test_each_training_step_is_one_trace() -> None:
@@ -295,4 +314,6 @@ def test_states_of_an_optimizer_have_constant_sizes() -> None:
         fast()
         steps[1]()
     assert count.traces == 1
+    inputs = aot.AOT_LOG.records[-1].compiled.program.inputs
+    assert not any(size.roots for given in inputs for size in given.shape)
     torch.testing.assert_close(weights, copies)

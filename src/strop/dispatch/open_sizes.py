@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, exc
@@ -30,6 +31,12 @@ _ANEW = (
     exc.UnspecializeRestartAnalysis,
     exc.CompileCollectiveRestartAnalysis,
     exc.TensorifyScalarRestartAnalysis,
+)
+# Dims that a user has said something else of.
+_MARKS = (
+    "_dynamo_static_indices",
+    "_dynamo_unbacked_indices",
+    "_dynamo_strict_unbacked_indices",
 )
 _LONGEST = 200  # of a reason that is told
 
@@ -79,8 +86,8 @@ class OpenSizes:
         known: Any = entry.size
         if not isinstance(known, tuple):
             return
-        kept = getattr(tensor, "_dynamo_static_indices", ())
-        dims = {dim for dim in symbolic_dims(tensor) if tensor.shape[dim] > 1 and dim not in kept}
+        kept = {dim for name in _MARKS for dim in getattr(tensor, name, ())}
+        dims = {dim for dim in symbolic_dims(tensor) if tensor.shape[dim] > 1} - kept
         size: Any = tuple(auto_dynamic if dim in dims else s for dim, s in enumerate(known))
         if size != known:
             self._opened.append((entry, known))
@@ -112,7 +119,9 @@ class OpenSizes:
         if self._state is not _State.TRIED:
             return
         self._state = _State.CONSTANT
-        if _is_break(failure) and _place(log.entries) == _place(self._broken):
+        if not _is_break(failure):
+            self.reason = ""  # it fails in any case, and the next call may be another one
+        elif _place(log.entries) == _place(self._broken):
             self.reason, self._state = "", _State.OPEN_AGAIN
             log.entries[:] = self._broken
 
@@ -128,6 +137,8 @@ def _is_given(e: Tensor, source: Any) -> bool:
     return (
         bool(dynamo_config.automatic_dynamic_shapes)
         and type(e) is Tensor
+        and e.layout is torch.strided
+        and not e.is_nested
         and source.guard_source is GuardSource.LOCAL
         and not isinstance(source, GradSource)
         and not hasattr(e, "_dynamo_static_input_type")
