@@ -11,7 +11,8 @@ in "-train" time a forward and its backward, and those that end in "-sizes" the 
 of six sizes in turn. "inductor" compiles the whole model; "-graph" captures one
 call of it in a hand-made CUDA graph, where there is a GPU. "dynamo_s" is Dynamo's share,
 as ``strop.explain`` says it, "traces_s" the shares of Dynamo and of Strop in each compile, and
-"second_to_first" how much longer the second one took. Weights are random, at full size.
+"second_to_first" how much longer a second one took, where there is one. Weights are random, at full
+size.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_torch_compile(dynamo: aot.AotLog, cache: str) -> None:
         for rows in (2, 3, 5, 9):
             x = torch.randn(rows, 4)
             torch.testing.assert_close(fast(x), layers(x))
-        assert len(dynamo.served) == 2, "fixed sizes, then any"
+        assert len(dynamo.served) == 1
         assert len(kernel.calls) == 8
         pattern.remove()
         torch.testing.assert_close(fast(x), layers(x))

@@ -41,18 +41,24 @@ def explain_compiled(obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if log.records or log.through_aot:
         steps = [served for served in log.served if isinstance(served, ServedSteps)]
         components.append(_log_row(log, [served.counters for served in steps], able))
-    return report_on(tuple(components), able, on_gpu, (dynamo_line(),))
+    return report_on(tuple(components), able, on_gpu, dynamo_lines())
 
 
-def dynamo_line() -> str:
-    """Say how long Dynamo has traced in this process, without Strop's part, and what each of its
-    latest traces took."""
+def dynamo_lines() -> tuple[str, ...]:
+    """Say how long Dynamo has traced in this process, without Strop's part, what each of its latest
+    traces took, and where it could not trace for all sizes."""
     clock = FRAMES.clock
     each = [f"{t.dynamo_seconds:.2f} + {t.own_seconds:.2f}" for t in clock.traces[-MOST_SHOWN:]]
+    constant = (
+        f"Dynamo takes the sizes of {name}'s arguments for constants, as a trace for all sizes"
+        f" failed: {reason}"
+        for name, reason in FRAMES.constant.items()
+    )
     return (
         f"Dynamo traced {counted(clock.num_traces, 'time')} for Strop, in"
         f" {clock.dynamo_seconds:.2f} s; Strop's part in it took {clock.own_seconds:.2f} s more"
-        f" (the latest, Dynamo + Strop: {', '.join(each)} s)"
+        f" (the latest, Dynamo + Strop: {', '.join(each)} s)",
+        *constant,
     )
 
 

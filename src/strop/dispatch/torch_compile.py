@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from strop.dispatch import dynamo
 from strop.dispatch.served_graph import GraphCall, ServedGraph
 from strop.dispatch.served_steps import ServedSteps, StepCall
-from strop.dispatch.traced_frames import TracedFrames, open_sizes
+from strop.dispatch.traced_frames import TracedFrames
 from strop.dispatch.variants import REFUSALS
 from strop.errors import OptionError, UnsupportedError
 from strop.frontend.differentiated import levels_closed
@@ -90,7 +90,6 @@ def _served(gm: GraphModule, example_inputs: Sequence[Any], options: Options) ->
         t.requires_grad for t in example_inputs if isinstance(t, Tensor)
     )
     traced, state, given = traced_graph(gm, has_blocks=not trains)
-    open_sizes(dict(zip(traced.given_sources, given, strict=True)))
     frame = InstructionTranslator.current_tx().output.root_tx
     owner = frame.f_locals.get(traced.owner)
     name = frame.f_code.co_name if owner is None else type(owner).__name__

@@ -47,8 +47,8 @@ class TracedGraph:
 
     ``shapes`` has a name for each symbolic size of the given tensors, or a multiple of one such as
     "8*d2", and the others as numbers.
-    ``sources`` and ``given_sources`` are Dynamo's names for weights and given tensors, ``owner`` is
-    the local variable of the traced frame that all weights begin with, or nothing. ``text`` is
+    ``sources`` are Dynamo's names for weights, ``owner`` is the local variable of the traced frame
+    that all of them begin with, or nothing. ``text`` is
     equal for graphs that compute the same of arguments that look the same.
     """
 
@@ -57,7 +57,6 @@ class TracedGraph:
     given: tuple[int, ...]  # places of tensors that a call brings
     shapes: tuple[tuple[str, ...], ...]
     sources: tuple[str, ...]
-    given_sources: tuple[str, ...]
     owner: str
     text: str
 
@@ -100,7 +99,6 @@ def traced_graph(
         tuple(a.place for a in given),
         shapes,
         tuple(a.source for a in state),
-        tuple(a.source for a in given),
         owners.pop() if len(owners) == 1 else "",
         _text(module, shapes),
     )
