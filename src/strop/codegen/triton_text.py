@@ -45,7 +45,6 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",
 }
-ROUNDINGS = frozenset(("round", "floor", "ceil", "trunc", "frac", "div_trunc"))
 LIMIT = 2**31
 NO_LIMIT = 2**62
 ALIGNED = 8  # elements: 16 bytes of fp16
@@ -245,10 +244,14 @@ def is_transposing(kernel: LoopKernel) -> bool:
 @lru_cache(maxsize=512)
 def rounds_to_codes(kernel: LoopKernel) -> bool:
     """Tell whether a statement rounds to whole numbers, or to eight bits."""
-    return any(
-        isinstance(s, Apply) and (s.op in ROUNDINGS or (s.op == "cast" and s.dtype in CODES))
-        for s in kernel.body + kernel.tail
-    )
+    return any(isinstance(s, Apply) and _is_rounding(s) for s in kernel.body + kernel.tail)
+
+
+def _is_rounding(stmt: Apply) -> bool:
+    if stmt.op != "cast":
+        return OPS[stmt.op].rounds
+    is_float = stmt.dtype.is_floating_point
+    return stmt.dtype in CODES or not (is_float or stmt.dtype is torch.bool)
 
 
 @dataclass

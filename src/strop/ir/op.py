@@ -127,6 +127,7 @@ class Op:
     example: tuple[float, float] = (-3.0, 3.0)  # operand range that tests draw from
     attrs: Mapping[str, Any] = field(default_factory=dict)  # attribute values that tests use
     commutes: bool = False  # its two operands may change places
+    rounds: bool = False  # to whole numbers: the last bit of an operand may decide which
     only_moves: bool = False  # it computes nothing
     has_all_once: bool = False  # a view of each element of its operand, once
     is_elementwise: bool = True  # pointwise, and at each place from the same place of its operands

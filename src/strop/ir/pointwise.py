@@ -140,6 +140,7 @@ DIVISION: tuple[Op, ...] = (
         "libdevice.trunc({0} / {1})",
         "sp::trunc({0} / {1})",
         **_mode("trunc"),
+        rounds=True,
     ),
     row(
         "div_trunc_int",
@@ -152,11 +153,17 @@ DIVISION: tuple[Op, ...] = (
 )
 
 ROUNDING: tuple[Op, ...] = (
-    row("floor", (aten.floor.default,), "tl.floor({0})", "sp::floor({0})"),
-    row("ceil", (aten.ceil.default,), "tl.ceil({0})", "sp::ceil({0})"),
-    row("trunc", (aten.trunc.default,), "libdevice.trunc({0})", "sp::trunc({0})"),
-    row("round", (aten.round.default,), "libdevice.rint({0})", "sp::round({0})"),
-    row("frac", (aten.frac.default,), "{0} - libdevice.trunc({0})", "{0} - sp::trunc({0})"),
+    row("floor", (aten.floor.default,), "tl.floor({0})", "sp::floor({0})", rounds=True),
+    row("ceil", (aten.ceil.default,), "tl.ceil({0})", "sp::ceil({0})", rounds=True),
+    row("trunc", (aten.trunc.default,), "libdevice.trunc({0})", "sp::trunc({0})", rounds=True),
+    row("round", (aten.round.default,), "libdevice.rint({0})", "sp::round({0})", rounds=True),
+    row(
+        "frac",
+        (aten.frac.default,),
+        "{0} - libdevice.trunc({0})",
+        "{0} - sp::trunc({0})",
+        rounds=True,
+    ),
     row(
         "sign",
         (aten.sign.default, aten.sgn.default),
