@@ -36,7 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.quantised_schemes import SCHEMES, linears, quantise, widen
+from benchmarks.quantised_schemes import (
+    SCHEMES,
+    Quantisation,
+    linears,
+    quantise,
+    tune_inductor,
+    widen,
+)
 from strop.bench import accuracy, environment, models, report, timer, transformer_models
 from strop.bench.models import Workload
 
@@ -216,7 +223,7 @@ def measure_here(scheme_name: str, contender: str, folder: str, args: argparse.N
     timer.give_back(device)
     weights = timer.allocated(device)
     given = workload.inputs(tiny_size if args.tiny else size, 1)
-    call = prepared(workload, contender, given)
+    call = prepared(workload, scheme, contender, given)
     begin = time.perf_counter()
     found = call().clone()
     timer.synchronise(device)
@@ -241,7 +248,9 @@ def measure_here(scheme_name: str, contender: str, folder: str, args: argparse.N
     print(json.dumps(numbers | counts_of(workload, contender)))
 
 
-def prepared(workload: Workload, contender: str, given: Mapping[str, Any]) -> timer.Call:
+def prepared(
+    workload: Workload, scheme: Quantisation, contender: str, given: Mapping[str, Any]
+) -> timer.Call:
     import strop
 
     model = workload.target
@@ -250,6 +259,7 @@ def prepared(workload: Workload, contender: str, given: Mapping[str, Any]) -> ti
     elif contender == "inductor":
         model.forward = torch.compile(model.forward, dynamic=False)
     elif contender == "inductor-tuned":
+        tune_inductor(scheme)
         mode = "max-autotune-no-cudagraphs"
         model.forward = torch.compile(model.forward, dynamic=False, mode=mode)
     elif contender != "eager":
