@@ -76,6 +76,9 @@ class Contender:
         with contextlib.suppress(ProcessLookupError):  # all of them may have ended already
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def measure(self, limit_s: float) -> dict[str, Any]:
         """Let it measure if it is ready, and return its numbers, or why there are none."""
@@ -111,16 +114,19 @@ def prepared(
     folder; ``threads`` are the compilers that Inductor may run at a time in each. All processes
     end with the block."""
     contenders: list[Contender] = []
+    listeners: list[threading.Thread] = []
     try:
         for (scheme, name), words in commands.items():
             own = folder / f"{scheme}-{name}"
             own.mkdir()
             contenders.append(_started(scheme, name, own, words(own), stages, threads))
-        _wait_for_all(contenders, limit_s)
+        listeners += _wait_for_all(contenders, limit_s)
         yield contenders
     finally:
         for each in contenders:
             each.end()
+        for listener in listeners:
+            listener.join(LOOK_S)
 
 
 def _started(
@@ -141,10 +147,14 @@ def _started(
     return Contender(scheme, name, own, process, time.monotonic(), stages)
 
 
-def _wait_for_all(contenders: Sequence[Contender], limit_s: float) -> None:
+def _wait_for_all(contenders: Sequence[Contender], limit_s: float) -> list[threading.Thread]:
+    """Return the threads that listen to processes."""
     heard: queue.Queue[tuple[Contender, str]] = queue.Queue()
-    for each in contenders:
-        threading.Thread(target=_listen, args=(each, heard), daemon=True).start()
+    listeners = [
+        threading.Thread(target=_listen, args=(each, heard), daemon=True) for each in contenders
+    ]
+    for listener in listeners:
+        listener.start()
     end = time.monotonic() + limit_s
     while any(each.is_waited_for for each in contenders):
         if (left := end - time.monotonic()) <= 0:
@@ -161,13 +171,15 @@ def _wait_for_all(contenders: Sequence[Contender], limit_s: float) -> None:
     for each in contenders:
         if each.is_waited_for:
             each.cut(limit_s, "get ready")
+    return listeners
 
 
 def _listen(contender: Contender, heard: queue.Queue[tuple[Contender, str]]) -> None:
     """Put the lines of a process into a queue, and an empty one when it has ended."""
     assert contender.process.stdout is not None
-    for line in contender.process.stdout:
-        heard.put((contender, line))
+    with contender.process.stdout as lines:
+        for line in lines:
+            heard.put((contender, line))
     heard.put((contender, ""))
 
 
