@@ -32,7 +32,8 @@ LOOK_S = 1.0  # for the stack of a process that takes too long
 
 @dataclass(slots=True)
 class Contender:
-    """Hold a process, its folder, and the seconds that its stages have taken."""
+    """Hold a process, its folder, and the seconds that its stages have taken. ``begun`` and
+    ``last`` are times of the monotonic clock: of the start, and of the last stage."""
 
     scheme: str
     name: str
@@ -40,23 +41,32 @@ class Contender:
     process: subprocess.Popen[str]
     begun: float
     stages: Sequence[str]
+    last: float
     prepare_s: dict[str, float] = field(default_factory=dict)
+    is_ready: bool = False
     failed: str = ""
     stack: list[str] = field(default_factory=list)
 
     @property
     def is_waited_for(self) -> bool:
-        return not self.failed and READY not in self.prepare_s
+        return not self.failed and not self.is_ready
 
     def reach(self, stage: str) -> None:
-        seconds = time.monotonic() - self.begun
-        self.prepare_s[stage] = round(seconds - sum(self.prepare_s.values()), 2)
-        print(f"  {self.scheme} {self.name}: {stage}, {seconds:.1f} s", file=sys.stderr, flush=True)
+        now = time.monotonic()
+        if stage == READY:
+            self.is_ready = True
+        else:
+            self.prepare_s[stage] = round(now - self.last, 2)
+        self.last = now
+        self.tell(f"{stage}, {now - self.begun:.1f} s")
 
     def fail(self, why: str) -> None:
         self.failed = why
-        print(f"  {self.scheme} {self.name}: {why}", file=sys.stderr, flush=True)
+        self.tell(why)
         self.end()
+
+    def tell(self, what: str) -> None:
+        print(f"  {self.scheme} {self.name}: {what}", file=sys.stderr, flush=True)
 
     def cut(self, limit_s: float, what: str) -> None:
         """End it, and say which stage it was in, and where its code was."""
@@ -144,7 +154,8 @@ def _started(
             start_new_session=True,
             text=True,
         )
-    return Contender(scheme, name, own, process, time.monotonic(), stages)
+    now = time.monotonic()
+    return Contender(scheme, name, own, process, now, stages, now)
 
 
 def _wait_for_all(contenders: Sequence[Contender], limit_s: float) -> list[threading.Thread]:

@@ -150,7 +150,7 @@ def _of_bitsandbytes(kind: str, linear: nn.Linear) -> nn.Module:
         device="meta",
     )
     layer.weight = bitsandbytes.nn.Params4bit(
-        linear.weight.detach().cpu(), requires_grad=False, quant_type=kind, module=layer
+        linear.weight.detach(), requires_grad=False, quant_type=kind, module=layer
     )
     layer.bias = linear.bias
     return layer.to(device).requires_grad_(False)
@@ -175,7 +175,7 @@ def _of_int8(linear: nn.Linear) -> nn.Module:
         threshold=6.0,
         device="meta",
     )
-    layer.weight = bitsandbytes.nn.Int8Params(
+    layer.weight = bitsandbytes.nn.Int8Params(  # quantised where they move from a host
         linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False
     ).to(linear.weight.device)
     layer.bias = linear.bias
