@@ -1,13 +1,20 @@
 """Time a step of a model with quantised weights: eager, Inductor and Strop, in every scheme.
 
 python benchmarks/quantised.py --out FILE [--model flux|sdxl] [--schemes bf16,torchao-int8,...]
-    [--contenders eager,inductor,strop] [--together N] [--samples N] [--tiny]
+    [--contenders eager,inductor,strop] [--together N] [--limit S] [--samples N] [--tiny]
 
 A row is a scheme of ``quantised_schemes.py``. Each of its contenders has a process with empty
 caches; those of ``--together`` rows are prepared at the same time, as compilers take one core each,
-and timed one after another. FILE is written after each row, and rows that it has are not measured
-again. A scheme whose library is missing is a row with the reason, "skipped"; "failed" is the last
-line of a contender's errors.
+and timed one after another when all are ready. Each stage is told on stderr with the seconds since
+the process began, and "prepare_s" holds what each stage took. A contender that is not ready, or has
+not measured, after ``--limit`` seconds is "failed", with its stage and the "stack" of its code.
+FILE is written after each contender, and those that it has are not measured again unless they
+failed; eager runs again beside others, whose errors are judged by it. A scheme whose library is
+missing is a row with the reason, "skipped"; "failed" is otherwise the last line of a contender's
+errors.
+
+"inductor" is ``torch.compile`` with its defaults. torchao asks for settings under which Inductor
+tries many forms of each kernel, which takes minutes: "inductor-tuned" has them, and max-autotune.
 
 "first_s" is the first call, and with it all that is compiled; "timing" holds percentiles of calls
 behind each other; "peak_bytes" is the most memory that a call has, weights included, and
@@ -21,14 +28,14 @@ PYTHONPATH=FOLDER.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +43,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.quantised_schemes import SCHEMES, linears, quantise, widen
+from benchmarks import prepared_apart
+from benchmarks.quantised_schemes import (
+    SCHEMES,
+    Quantisation,
+    linears,
+    quantise,
+    tune_inductor,
+    widen,
+)
 from strop.bench import accuracy, environment, models, report, timer, transformer_models
 from strop.bench.models import Workload
 
 CONTENDERS = ("eager", "inductor", "strop")  # and "inductor-tuned"
-READY = "ready to be timed"
+STAGES = ("imported", "built", "quantised", "first call", "built kernels")
+Key = tuple[str, str]  # a scheme and a contender
 FLUX_SLICE = transformer_models.FLUX | {"num_layers": 2, "num_single_layers": 4}
 TINY_FLUX = transformer_models.FLUX | {
     "num_layers": 1,
@@ -84,20 +100,18 @@ def main() -> None:
         "environment": environment.describe(device),
     }
     rows = rows_before(args.out, result)
-    names = [name for name in args.schemes.split(",") if name not in rows]
+    names = args.schemes.split(",")
     for name in names:
         if reason := SCHEMES[name].missing(device):
             rows[name] = {"skipped": reason}
-    wanted = [name for name in names if name not in rows]
-    for first in range(0, len(wanted), args.together):
-        for name, row in measured(wanted[first : first + args.together], args):
-            rows[name] = row
-            report.write_json({**result, "rows": rows}, args.out)
-            print(line_of(name, row), flush=True)
+            print(f"{name:21} skipped: {reason}")
+    wanted = [name for name in names if "skipped" not in rows.get(name, {})]
     report.write_json({**result, "rows": rows}, args.out)
-    for name, row in rows.items():
-        if "skipped" in row:
-            print(f"{name:21} skipped: {row['skipped']}")
+    for first in range(0, len(wanted), args.together):
+        for name, contender, found in measured(wanted[first : first + args.together], rows, args):
+            rows.setdefault(name, {"contenders": {}})["contenders"][contender] = found
+            report.write_json({**result, "rows": rows}, args.out)
+            print(line_of(name, contender, found), flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -107,6 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--together", type=int, default=2, help="rows prepared at the same time")
+    parser.add_argument("--limit", type=float, default=120, help="seconds to get ready, to measure")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="a tiny model: to try this out")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
@@ -124,99 +139,84 @@ def rows_before(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row for name, row in rows.items() if "skipped" not in row}
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """Hold the process of a contender, and the file of its result."""
-
-    scheme: str
-    contender: str
-    process: subprocess.Popen[str]
-    folder: Path
-
-    def finished(self) -> dict[str, Any]:
-        """Wait until it is ready, let it measure, and return what it found."""
-        assert self.process.stdout is not None
-        is_ready = any(line.strip() == READY for line in self.process.stdout)
-        answer, _ = self.process.communicate("now\n" if is_ready else None)
-        if self.process.returncode:
-            return {"failed": (self.folder / "errors").read_text().strip().splitlines()[-1:]}
-        found: dict[str, Any] = json.loads(answer.splitlines()[-1])
-        return found
+def left_of(names: Sequence[str], rows: Mapping[str, Any], args: argparse.Namespace) -> list[Key]:
+    """Return the schemes and contenders to measure, eager first: errors are judged by it."""
+    left: list[Key] = []
+    for name in names:
+        before = rows.get(name, {"contenders": {}})["contenders"]
+        asked = sorted(args.contenders.split(","), key=lambda contender: contender != "eager")
+        new = [each for each in asked if "failed" in before.get(each, {"failed": "not yet"})]
+        left += [(name, each) for each in asked if each in new or (new and each == "eager")]
+    return left
 
 
-def measured(names: Sequence[str], args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield each of these rows, prepared together."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = [
-            start(name, contender, Path(folder), args)
-            for name in names
-            for contender in args.contenders.split(",")
-        ]
-        try:
-            for name in names:
-                own = [each for each in started if each.scheme == name]
-                yield name, judged(own, {each.contender: each.finished() for each in own})
-        finally:
-            for each in started:
-                each.process.kill()
-                each.process.wait()
+def measured(
+    names: Sequence[str], rows: Mapping[str, Any], args: argparse.Namespace
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield what each contender of these rows found; they are prepared together."""
+    left = left_of(names, rows, args)
+    commands = {each: partial(words_of, *each, args=args) for each in left}
+    compilers = sum(contender != "eager" for _, contender in left)
+    threads = max(1, (os.cpu_count() or 1) // max(1, compilers))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        prepared_apart.prepared(commands, Path(folder), STAGES, args.limit, threads) as started,
+    ):
+        judges: dict[str, Any] = {}
+        for each in started:
+            found = each.measure(args.limit)
+            kept = each.folder / "result.pt"
+            if "failed" not in found and kept.is_file():
+                results = torch.load(kept)
+                if each.name == "eager":
+                    judges[each.scheme] = results
+                if judge := judges.get(each.scheme):
+                    found["error"] = accuracy.judge(
+                        results["found"], judge["found"], judge["exact"]
+                    )
+            yield each.scheme, each.name, found
 
 
-def start(scheme: str, contender: str, folder: Path, args: argparse.Namespace) -> Started:
-    own = folder / f"{scheme}-{contender}"
-    own.mkdir()
-    names = ("STROP_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    words = ["--one", scheme, contender, str(own), "--out", str(args.out), "--model", args.model]
-    words += ["--samples", str(args.samples), *["--tiny"] * args.tiny]
-    with (own / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, __file__, *words],
-            env=os.environ | {name: str(own / name.lower()) for name in names},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    return Started(scheme, contender, process, own)
+def words_of(scheme: str, contender: str, folder: Path, args: argparse.Namespace) -> list[str]:
+    words = ["--one", scheme, contender, str(folder), "--out", str(args.out)]
+    words += ["--model", args.model, "--samples", str(args.samples), *["--tiny"] * args.tiny]
+    return [sys.executable, __file__, *words]
 
 
-def judged(started: Sequence[Started], found: dict[str, Any]) -> dict[str, Any]:
-    """Add to each contender's numbers the error of its result."""
-    kept = {each.contender: each.folder / "result.pt" for each in started}
-    results = {name: torch.load(path) for name, path in kept.items() if path.is_file()}
-    if "exact" in results.get("eager", {}):
-        eager, exact = results["eager"]["found"], results["eager"]["exact"]
-        for name, tensors in results.items():
-            if "failed" not in found[name]:
-                found[name]["error"] = accuracy.judge(tensors["found"], eager, exact)
-    return {"contenders": found}
-
-
-def line_of(name: str, row: Mapping[str, Any]) -> str:
-    parts = []
-    for contender, found in row["contenders"].items():
-        if "failed" in found:
-            parts.append(f"{contender} failed: {found['failed']}")
-            continue
-        peak = (found["peak_bytes"] or 0) / 2**20
-        rms = found.get("error", {}).get("rms", float("nan"))
-        numbers = f"{found['timing']['p50_ms']:.2f} ms, {peak:.0f} MiB, first {found['first_s']} s"
-        parts.append(f"{contender} {numbers}, error {rms:.2e}")
-    return f"{name:21} " + "; ".join(parts)
+def line_of(name: str, contender: str, found: Mapping[str, Any]) -> str:
+    begin = f"{name:21} {contender:14} "
+    if "failed" in found:
+        return f"{begin}failed: {found['failed']}"
+    peak = (found["peak_bytes"] or 0) / 2**20
+    rms = found.get("error", {}).get("rms", float("nan"))
+    numbers = f"{found['timing']['p50_ms']:.2f} ms, {peak:.0f} MiB, first {found['first_s']} s"
+    return f"{begin}{numbers}, error {rms:.2e}"
 
 
 def measure_here(scheme_name: str, contender: str, folder: str, args: argparse.Namespace) -> None:
-    """Prepare a contender, say so, wait to be asked, and print what was measured."""
+    """Prepare a contender, stage by stage, wait to be asked, and answer what was measured."""
+    prepared_apart.show_stack_when_asked()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scheme = SCHEMES[scheme_name]
+    for package in (
+        "diffusers.models.modeling_utils",
+        *scheme.needs,
+        *["strop"] * (contender == "strop"),
+    ):
+        importlib.import_module(package)
+    prepared_apart.reached("imported")
     full, tiny, size, tiny_size = MODELS[args.model]
     workload = (tiny if args.tiny else full)(device, torch.bfloat16)
+    timer.synchronise(device)
+    prepared_apart.reached("built")
     names = list(linears(workload.target))
     quantise(workload.target, scheme, names)
     timer.give_back(device)
+    timer.synchronise(device)
     weights = timer.allocated(device)
+    prepared_apart.reached("quantised")
     given = workload.inputs(tiny_size if args.tiny else size, 1)
-    call = prepared(workload, contender, given)
+    call = called(workload, scheme, contender, given)
     begin = time.perf_counter()
     found = call().clone()
     timer.synchronise(device)
@@ -225,23 +225,27 @@ def measure_here(scheme_name: str, contender: str, folder: str, args: argparse.N
         "weights_bytes": weights,
         "num_linears": len(names),
     }
+    prepared_apart.reached("first call")
     wait_for_builds(workload, contender)
-    print(READY, flush=True)
-    sys.stdin.readline()
+    prepared_apart.reached("built kernels")
+    prepared_apart.wait_for_turn()
     timings = timer.time_calls({"": call}, device, samples=args.samples, inner=2)
     numbers["timing"] = timings[""].to_dict()
     timer.forget_peak(device)
     call()
     timer.synchronise(device)
     numbers["peak_bytes"] = timer.peak(device) or None
+    numbers |= counts_of(workload, contender)
     kept = {"found": found.cpu()}
     if contender == "eager":
         kept["exact"] = exact_of(workload, scheme, names, given).cpu()
     torch.save(kept, Path(folder) / "result.pt")
-    print(json.dumps(numbers | counts_of(workload, contender)))
+    prepared_apart.answer(Path(folder), numbers)
 
 
-def prepared(workload: Workload, contender: str, given: Mapping[str, Any]) -> timer.Call:
+def called(
+    workload: Workload, scheme: Quantisation, contender: str, given: Mapping[str, Any]
+) -> timer.Call:
     import strop
 
     model = workload.target
@@ -250,6 +254,7 @@ def prepared(workload: Workload, contender: str, given: Mapping[str, Any]) -> ti
     elif contender == "inductor":
         model.forward = torch.compile(model.forward, dynamic=False)
     elif contender == "inductor-tuned":
+        tune_inductor(scheme)
         mode = "max-autotune-no-cudagraphs"
         model.forward = torch.compile(model.forward, dynamic=False, mode=mode)
     elif contender != "eager":

@@ -74,11 +74,22 @@ class ScaledFp8(nn.Module):
 
 
 def _of_torchao(name: str, linear: nn.Linear, **how: Any) -> nn.Module:
+    """Quantise, and leave Inductor's settings of the process as they are: see ``tune_inductor``."""
     from torchao import quantization
 
     inside = nn.Sequential(linear)
-    quantization.quantize_(inside, getattr(quantization, name)(**how))
+    config = getattr(quantization, name)(**how, set_inductor_config=False)
+    quantization.quantize_(inside, config)
     return inside[0]
+
+
+def tune_inductor(scheme: Quantisation) -> None:
+    """Set what torchao's ``quantize_`` sets in the process unless it is told not to. Inductor then
+    compiles each of its kernels some 10 to 40 times in the first call, one after the other."""
+    if "torchao" in scheme.needs:
+        from torchao.quantization.utils import recommended_inductor_config_setter
+
+        recommended_inductor_config_setter()
 
 
 def _blocks_of_q8_0(weight: Tensor) -> Tensor:
@@ -139,7 +150,7 @@ def _of_bitsandbytes(kind: str, linear: nn.Linear) -> nn.Module:
         device="meta",
     )
     layer.weight = bitsandbytes.nn.Params4bit(
-        linear.weight.detach().cpu(), requires_grad=False, quant_type=kind, module=layer
+        linear.weight.detach(), requires_grad=False, quant_type=kind, module=layer
     )
     layer.bias = linear.bias
     return layer.to(device).requires_grad_(False)
@@ -164,7 +175,7 @@ def _of_int8(linear: nn.Linear) -> nn.Module:
         threshold=6.0,
         device="meta",
     )
-    layer.weight = bitsandbytes.nn.Int8Params(
+    layer.weight = bitsandbytes.nn.Int8Params(  # quantised where they move from a host
         linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False
     ).to(linear.weight.device)
     layer.bias = linear.bias
@@ -221,7 +232,7 @@ def linears(model: nn.Module) -> Iterator[str]:
 def quantise(model: nn.Module, scheme: Quantisation, names: list[str]) -> None:
     for name in names:
         linear: Any = model.get_submodule(name)
-        model.set_submodule(name, scheme.made(linear))
+        model.set_submodule(name, scheme.made(linear).eval())  # libraries make layers that train
 
 
 def widen(model: nn.Module, scheme: Quantisation, names: list[str]) -> None:
