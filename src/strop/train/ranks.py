@@ -172,7 +172,7 @@ class Channel:
         """Say who waited, in which step, and for whom, where others do not answer."""
         try:
             yield
-        except StropError:
+        except (StropError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # DistError and its kinds among them
             reason = str(error).strip().split("\n", 1)[0]
