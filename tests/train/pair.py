@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from strop.train import given_settings
 from strop.train.loop import Outcome, TrainingLoop
-from strop.train.places import Place
+from strop.train.places import GroupPlace
 from strop.train.ranks import Ranks, open_channel
 from strop.train.session import prepare_session
 from tests.train import trainer
@@ -28,7 +28,7 @@ def _work(rank: int, meeting: str, device: str, timeout_s: int, end: Connection)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    ranks = open_channel(Place(rank, COUNT, rank, f"file://{meeting}"), device, timeout_s)
+    ranks = open_channel(GroupPlace(rank, COUNT, rank, f"file://{meeting}"), device, timeout_s)
     while (asked := end.recv()) is not None:
         try:
             end.send(asked(ranks))

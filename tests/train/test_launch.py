@@ -14,8 +14,8 @@ import torch
 
 from strop.errors import OptionError, TrainingError
 from strop.train import launch
-from strop.train.places import Place, place_in
-from strop.train.share import Share
+from strop.train.places import GroupPlace, place_in
+from strop.train.share import BatchShare
 
 TORCHRUN = {
     "RANK": "3",
@@ -37,17 +37,17 @@ SRUN = {
 @pytest.mark.parametrize(
     ("given", "place"),
     [
-        ({}, Place()),
-        (TORCHRUN, Place(3, 4, 1, "tcp://node7:29500")),
-        (TORCHRUN | SRUN, Place(3, 4, 1, "tcp://node7:29500")),
-        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, Place()),
-        (SRUN, Place(1, 2, 1, "tcp://127.0.0.1:21007")),
-        (SRUN | {"MASTER_ADDR": "n", "MASTER_PORT": "1"}, Place(1, 2, 1, "tcp://n:1")),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, Place()),
-        ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, Place()),  # a batch script
+        ({}, GroupPlace()),
+        (TORCHRUN, GroupPlace(3, 4, 1, "tcp://node7:29500")),
+        (TORCHRUN | SRUN, GroupPlace(3, 4, 1, "tcp://node7:29500")),
+        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, GroupPlace()),
+        (SRUN, GroupPlace(1, 2, 1, "tcp://127.0.0.1:21007")),
+        (SRUN | {"MASTER_ADDR": "n", "MASTER_PORT": "1"}, GroupPlace(1, 2, 1, "tcp://n:1")),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, GroupPlace()),
+        ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, GroupPlace()),  # a batch script
     ],
 )
-def test_a_launcher_is_recognised(given: dict[str, str], place: Place) -> None:
+def test_a_launcher_is_recognised(given: dict[str, str], place: GroupPlace) -> None:
     assert place_in(given) == place
 
 
@@ -72,7 +72,7 @@ def test_half_a_group_is_refused(given: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize("total", [1, 2, 4, 7])
 def test_shares_make_up_the_batch(total: int, count: int, blocks: int) -> None:
     rows = torch.arange(total * blocks, dtype=torch.float64)
-    shares = [Share.of(total, rank, count, blocks) for rank in range(count)]
+    shares = [BatchShare.of(total, rank, count, blocks) for rank in range(count)]
     found: list[float] = []
     for share in shares:
         own = share.rows(rows)

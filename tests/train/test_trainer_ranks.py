@@ -471,12 +471,12 @@ def test_two_gpus_are_one_of_twice_the_batch(
 
 
 def test_a_group_that_contradicts_a_flag_is_refused() -> None:
-    from strop.train.places import Place
+    from strop.train.places import GroupPlace
     from strop.train.ranks import joined
 
     made = given_settings.make("lora", {"model": "sprites", "num_processes": 3})
     with (
         pytest.raises(OptionError, match="--num_processes 3 in a group of 2 processes"),
-        joined(made, Place(0, 2, 0, "tcp://127.0.0.1:1")),
+        joined(made, GroupPlace(0, 2, 0, "tcp://127.0.0.1:1")),
     ):
         pass

@@ -16,7 +16,7 @@ from strop.cli.mistakes import CommandError, reported, require_diffusion, tell, 
 from strop.errors import OptionError, UnsupportedError
 from strop.train import given_settings, launch, unbuilt_flags
 from strop.train import settings as knobs
-from strop.train.places import Place, place_of_this_process
+from strop.train.places import GroupPlace, place_of_this_process
 from strop.train.setting import TASKS
 from strop.wording import counted
 
@@ -187,7 +187,7 @@ def _run(settings: knobs.Settings) -> None:
     _train(settings, place)
 
 
-def _train(settings: knobs.Settings, place: Place) -> None:
+def _train(settings: knobs.Settings, place: GroupPlace) -> None:
     """Train as the process that this one is among its group; rank 0 tells the user."""
     before = CoreUse.now()
     import torch

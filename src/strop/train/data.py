@@ -20,7 +20,7 @@ from torch import Tensor
 from strop.train.draws import generator
 from strop.train.folders import Picture, open_rgb
 from strop.train.settings import Settings
-from strop.train.share import Share
+from strop.train.share import BatchShare
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Batch:
     pictures: Tensor
     are_moments: bool
     text: Tensor
-    share: Share
+    share: BatchShare
 
     def __len__(self) -> int:
         return len(self.text)
@@ -147,7 +147,9 @@ class FolderSource:
         chosen = [i % len(self.instances) for i in places]
         if self.classes:  # numbered after the instances
             chosen += [len(self.instances) + i % len(self.classes) for i in places]
-        share = Share.of(len(places), self.rank, settings.num_processes, 1 + bool(self.classes))
+        share = BatchShare.of(
+            len(places), self.rank, settings.num_processes, 1 + bool(self.classes)
+        )
         source = generator(settings.seed, "pictures", number)
         drawn = share.rows(torch.rand(share.drawn, 4, generator=source)).tolist()
         crops, own = [self._crop(row) for row in drawn], share.pick(chosen)
@@ -201,7 +203,7 @@ class SpritesSource:
         source = generator(self.settings.seed, "pictures", number, self.device)
         width, height = BUCKETS[number % len(BUCKETS)]
         settings = self.settings
-        share = Share.of(settings.whole_batch_size, self.rank, settings.num_processes)
+        share = BatchShare.of(settings.whole_batch_size, self.rank, settings.num_processes)
         scenes = specs.draw_training_specs(share.total, source)
         placed = draw.place(scenes, width, height, source).map(share.rows)
         drawn = torch.rand(share.total, 1, device=self.device, generator=source)

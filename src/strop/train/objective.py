@@ -14,7 +14,7 @@ from strop.train.data import Batch
 from strop.train.draws import generator, seed_of
 from strop.train.model import DiffusionModel, FlowModel, NoiseModel
 from strop.train.settings import Settings
-from strop.train.share import Share
+from strop.train.share import BatchShare
 
 
 def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
@@ -73,7 +73,7 @@ class Draws:
     """Draw for all rows of a batch, and return those of a share."""
 
     source: torch.Generator
-    share: Share
+    share: BatchShare
 
     def normal(self, *shape: int) -> Tensor:
         """Return a tensor of this shape for each row of the share."""

@@ -17,7 +17,7 @@ _SLURM_PORTS = (20_000, 20_000)  # the first, and how many: jobs that share a ma
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlace:
     """Say where a process stands in its group, and where that meets (tcp://host:port)."""
 
     rank: int = 0
@@ -26,12 +26,12 @@ class Place:
     address: str = ""
 
 
-def place_of_this_process() -> Place:
+def place_of_this_process() -> GroupPlace:
     """Return the place that the environment gives; a process alone is rank 0 of 1."""
     return place_in(os.environ)  # noqa: TID251 (launchers have no other way to tell)
 
 
-def place_in(given: Mapping[str, str]) -> Place:
+def place_in(given: Mapping[str, str]) -> GroupPlace:
     """Return the place that these variables give. Raises OptionError if they contradict each
     other, or if one is missing."""
     if "RANK" in given and "WORLD_SIZE" in given:
@@ -40,15 +40,15 @@ def place_in(given: Mapping[str, str]) -> Place:
         tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
         names = ("SLURM_PROCID", tasks, "SLURM_LOCALID")
     else:
-        return Place()
+        return GroupPlace()
     count = _number(given, names[1])
     if count == 1:
-        return Place()
+        return GroupPlace()
     rank = _number(given, names[0])
     if not 0 <= rank < count:
         raise OptionError(f"{names[0]} is {rank} and {names[1]} is {count}: ranks count from 0")
     local = _number(given, names[2]) if names[2] in given else rank
-    return Place(rank, count, local, f"tcp://{_host(given)}:{_port(given)}")
+    return GroupPlace(rank, count, local, f"tcp://{_host(given)}:{_port(given)}")
 
 
 def _host(given: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from strop.errors import OptionError, StropError, TrainingError
 from strop.train.flat_gradients import FlatGradients
-from strop.train.places import Place
+from strop.train.places import GroupPlace
 from strop.train.settings import Settings
 from strop.wording import counted
 
@@ -201,7 +201,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def open_channel(place: Place, device: str, timeout_s: int) -> Ranks:
+def open_channel(place: GroupPlace, device: str, timeout_s: int) -> Ranks:
     """Meet the group. On "cuda" it speaks over NCCL, on "cpu" over gloo. Raises LostRanksError
     where the others do not come."""
     is_on_gpu = device == "cuda"
@@ -218,8 +218,8 @@ def open_channel(place: Place, device: str, timeout_s: int) -> Ranks:
     except RuntimeError as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise LostRanksError(
-            f"rank {place.rank} did not find all {place.count} processes at {place.address} within "
-            f"{timeout_s} s (--rank_timeout): {reason}"
+            f"rank {place.rank} did not find all {counted(place.count, 'process')} at "
+            f"{place.address} within {timeout_s} s (--rank_timeout): {reason}"
         ) from error
     store = torch.distributed.distributed_c10d._get_default_store()
     channel = Channel(place.rank, place.count, store, hosts, timeout_s)
@@ -227,7 +227,7 @@ def open_channel(place: Place, device: str, timeout_s: int) -> Ranks:
 
 
 @contextmanager
-def joined(settings: Settings, place: Place) -> Iterator[Ranks]:
+def joined(settings: Settings, place: GroupPlace) -> Iterator[Ranks]:
     """Join the group that this process has a place in, and leave it together with the others.
 
     Raises OptionError where ``--num_processes`` says otherwise, or where a rank has no GPU.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShare:
     """Hold rows ``start`` to ``end`` of a batch of ``total``, and the same of a further block: the
     class pictures lie behind the instances.
 
@@ -30,13 +30,13 @@ class Share:
     blocks: int = 1
 
     @staticmethod
-    def of(total: int, rank: int = 0, count: int = 1, blocks: int = 1) -> Share:
+    def of(total: int, rank: int = 0, count: int = 1, blocks: int = 1) -> BatchShare:
         """Return the rows of a rank; their numbers differ by one at most. A rank that would have
         none takes the first one with weight 0, so that all ranks do the same in the same order."""
         start, end = total * rank // count, total * (rank + 1) // count
         if start == end:
-            return Share(0, 1, total, 0.0, blocks)
-        return Share(start, end, total, (end - start) * count / total, blocks)
+            return BatchShare(0, 1, total, 0.0, blocks)
+        return BatchShare(start, end, total, (end - start) * count / total, blocks)
 
     def __len__(self) -> int:
         return self.end - self.start
