@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strop.errors import OptionError, TrainingError
-from strop.train import GradScaler, checkpoint, given_settings
+from strop.train import GradScaler, checkpoint, flat_gradients, given_settings
 from strop.train.loop import Outcome, TrainingLoop
 from strop.train.optimizers import FusedAdamW
 from strop.train.ranks import LostRanksError, Ranks
@@ -267,6 +267,41 @@ def test_a_gradient_that_is_not_finite_stops_the_step_of_all(pair: Pair) -> None
     assert scale == 2.0
     assert weights == pytest.approx([0.9 - 0.1 * 0.01] * 6, abs=1e-4)  # one step, not two
     assert norm == pytest.approx(2.0 * 8**0.5)  # of the mean of gradients 1 and 3
+
+
+def _averaged(ranks: Ranks) -> list[Any]:
+    """Gradients of two types and of a channels-last weight, in buckets of two or three; one has
+    none, and later another one."""
+    flat_gradients.BUCKET_BYTES = 64
+    shapes = [(3,), (2, 3, 2, 2), (5, 1), (), (7,), (4, 4)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    parameters[1].data = parameters[1].data.to(memory_format=torch.channels_last)
+    parameters[2].data = parameters[2].data.double()
+    found: list[Any] = []
+    for idle in (0, 0, 4):
+        for place, parameter in enumerate(parameters):
+            values = torch.arange(parameter.numel()).reshape(parameter.shape) * (
+                1.0 + 2 * ranks.rank
+            )
+            parameter.grad = None if place == idle else values.to(parameter.dtype)
+        ranks.average(parameters)
+        grads = [p.grad for p in parameters]
+        found.append([None if g is None else g.flatten().tolist() for g in grads])
+        assert grads[1] is not None
+        assert grads[1].stride() == parameters[1].stride()
+        assert all(g is None or g.data_ptr() % 16 == 0 for g in grads)
+    return [found, len(ranks.channel._flat._buckets)]  # type: ignore[union-attr]
+
+
+def test_gradients_are_averaged_in_buckets(pair: Pair) -> None:
+    first, second = pair.run(_averaged)
+    assert first == second
+    rows, buckets = first
+    sizes = (3, 12 * 2, 5, 1, 7, 16)
+    whole = [[2.0 * i for i in range(size)] for size in sizes]
+    for idle, row in zip((0, 0, 4), rows, strict=True):
+        assert row == [None if place == idle else values for place, values in enumerate(whole)]
+    assert buckets > 2
 
 
 def _agreements(ranks: Ranks) -> list[Any]:
