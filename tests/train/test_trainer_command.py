@@ -283,13 +283,25 @@ def test_pictures_below_the_resolution_and_bad_files(
     assert invoke(*words, "--resolution", 48, "--allow_upscaling").exit_code == 0
 
 
-def test_several_processes_are_refused(
+def test_several_processes_are_started_with_the_same_words(
     invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
-    result = invoke("text-to-image", "--model", "sprites", "--max_train_steps", 1)
+    started: list[object] = []
+
+    def start(words: list[str], count: int) -> int:
+        started.extend([words[1:], count])
+        return 143
+
+    words = ["text-to-image", "--model", "sprites", "--num_processes", 3]
+    monkeypatch.setattr("sys.argv", ["strop", "train", *words])
+    monkeypatch.setattr("strop.train.launch.launch", start)
+    assert invoke(*words).exit_code == 143
+    assert started == [["-m", "strop", "train", *words], 3]
+    monkeypatch.setenv("RANK", "0")  # in a process that was started
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = invoke(*words)
     assert result.exit_code == 1
-    assert "start 'strop train' alone" in said(result)
+    assert "MASTER_ADDR is not set" in said(result)
 
 
 def test_the_model_is_not_overwritten(tiny_model: Path, pictures: Path) -> None:

@@ -21,7 +21,7 @@ from strop.models.sprites.settings import TINY_DIT
 from strop.train import flow, given_settings
 from strop.train.draws import generator
 from strop.train.learner import Learner
-from strop.train.objective import Objective
+from strop.train.objective import Draws, Objective
 from strop.train.session import Session
 from tests.e2e.tiny import cache_dir
 from tests.train import trainer
@@ -69,7 +69,7 @@ def test_the_network_sees_and_predicts_what_flow_matching_says(
     loss = objective(batch, NUMBER)
 
     source = generator(made.settings.seed, "noise", NUMBER)
-    latents = objective._latents(batch, source)
+    latents = objective._latents(batch, Draws(source, batch.share))
     noise = torch.randn(latents.shape, generator=source)
     pack, height, width = flow.tokens_of, *latents.shape[2:]
     seen, pipe = network.seen, made.model.pipeline
@@ -329,6 +329,7 @@ def test_latents_are_shifted_as_the_autoencoder_says(tiny_dit: Path, tmp_path: P
     for shift, scale in ((0.0, 1.0), (None, 1.0), (0.25, 0.5)):
         made.model.vae.register_to_config(shift_factor=shift, scaling_factor=scale)
         objective = Objective(made.settings, made.model, Recorded())
-        found.append(objective._latents(batch, generator(0, "noise", NUMBER)))
+        draws = Draws(generator(0, "noise", NUMBER), batch.share)
+        found.append(objective._latents(batch, draws))
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[2], (found[0] - 0.25) * 0.5)

@@ -406,7 +406,7 @@ def test_class_pictures_are_drawn_once(
     }
     made = trainer.session("dreambooth", **values, num_class_images=3, output_dir=tmp_path / "1")
     batch = made.source.batch(0)
-    assert (len(batch), batch.num_instances) == (4, 2)
+    assert (len(batch), len(batch.share)) == (4, 2)
     first = {path.name: path.read_bytes() for path in (tmp_path / "class").iterdir()}
     assert sorted(first) == [f"class-{n:05d}.png" for n in range(3)]
     trainer.session("dreambooth", **values, num_class_images=5, output_dir=tmp_path / "2")

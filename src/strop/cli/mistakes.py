@@ -27,10 +27,14 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except (StropError, OSError) as error:
-            errors().print(f"[bold red]error:[/] {plain(str(error))}")
+            tell(error)
             raise typer.Exit(1) from error
 
     return run
+
+
+def tell(error: Exception) -> None:
+    errors().print(f"[bold red]error:[/] {plain(str(error))}")
 
 
 def warn(text: str) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.help_screen import App
-from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+from strop.cli.mistakes import CommandError, reported, require_diffusion, tell, warn
 from strop.errors import OptionError, UnsupportedError
-from strop.train import given_settings, unbuilt_flags
+from strop.train import given_settings, launch, unbuilt_flags
 from strop.train import settings as knobs
+from strop.train.places import GroupPlace, place_of_this_process
 from strop.train.setting import TASKS
 from strop.wording import counted
+
+if TYPE_CHECKING:
+    from strop.cli.training_screen import Quiet, Screen
+    from strop.train.loop import Outcome
+    from strop.train.ranks import Ranks
 
 EXAMPLES = {
     "text-to-image": """[bold]Examples[/]
@@ -159,8 +166,9 @@ def _settings(task: str, given: dict[str, Any]) -> knobs.Settings:
         made = given_settings.make(task, values)
     except (OptionError, UnsupportedError) as error:
         raise typer.BadParameter(str(error)) from error
-    for text in (*given_settings.needless(values), *given_settings.idle(made)):
-        warn(text)
+    if not place_of_this_process().rank:
+        for text in (*given_settings.needless(values), *given_settings.idle(made)):
+            warn(text)
     return made
 
 
@@ -172,31 +180,51 @@ def _spelt(file: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def _run(settings: knobs.Settings) -> None:
+    place = place_of_this_process()
+    if place.count == 1 and settings.num_processes > 1:
+        words = [sys.executable, "-m", "strop", *sys.argv[1:]]
+        raise typer.Exit(launch.launch(words, settings.num_processes))
+    _train(settings, place)
+
+
+def _train(settings: knobs.Settings, place: GroupPlace) -> None:
+    """Train as the process that this one is among its group; rank 0 tells the user."""
     before = CoreUse.now()
     import torch
 
     from strop.cli import models
-    from strop.cli.training_screen import Screen
-    from strop.train.loop import TrainingLoop
-    from strop.train.session import prepare_session
+    from strop.cli.training_screen import Quiet, Screen
+    from strop.train.ranks import LostRanksError, joined
 
     models.quieten()
-    if not settings.threads and use_free_cores(before):
+    is_alone = place.count == 1
+    if is_alone and not settings.threads and use_free_cores(before):
         count = counted(torch.get_num_threads(), "CPU thread")
         warn(f"other programs keep cores busy: {count} (--threads)")
-    with Screen() as screen:
-        try:
-            session = prepare_session(settings, screen.stage, screen.warn)
-            screen.session(session)
-            outcome = TrainingLoop(session, screen).run()
-        except torch.OutOfMemoryError as error:
-            raise CommandError(
-                "the GPU has too little memory; lower --train_batch_size and raise "
-                "--gradient_accumulation_steps, or add --gradient_checkpointing"
-            ) from error
+    screen = Quiet() if place.rank else Screen()
+    try:
+        with screen, joined(settings, place) as ranks:
+            outcome = _train_as(settings, ranks, screen)
+    except torch.OutOfMemoryError as error:
+        raise CommandError(
+            "the GPU has too little memory; lower --train_batch_size and raise "
+            "--gradient_accumulation_steps, or add --gradient_checkpointing"
+        ) from error
+    except LostRanksError as error:
+        tell(error)
+        raise typer.Exit(launch.LOST) from error
     screen.result(settings, outcome)
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + outcome.stopped_by)
+
+
+def _train_as(settings: knobs.Settings, ranks: Ranks, screen: Screen | Quiet) -> Outcome:
+    from strop.train.loop import TrainingLoop
+    from strop.train.session import prepare_session
+
+    session = prepare_session(settings, screen.stage, screen.warn, ranks)
+    screen.session(session)
+    return TrainingLoop(session, screen).run()
 
 
 for _task in TASKS:

@@ -65,9 +65,11 @@ class Screen:
         """Show what is about to be trained."""
         settings = session.settings
         count = sum(p.numel() for p in session.learner.parameters)
-        batch = settings.train_batch_size * settings.gradient_accumulation_steps
+        batch = settings.whole_batch_size * settings.gradient_accumulation_steps
+        ranks = session.ranks.count
+        where = f" in each of {ranks} processes" if ranks > 1 else ""
         text = (
-            f"training {counted(count, 'weight', ',')} on {session.model.device},"
+            f"training {counted(count, 'weight', ',')} on {session.model.device}{where},"
             f" {counted(batch, 'picture')} a step, steps {session.step} to {session.total}"
         )
         self._bar.console.print(text, markup=False)
@@ -86,3 +88,27 @@ class Screen:
             )
         else:
             screen.print("stopped before the first step; nothing is saved", markup=False)
+
+
+class Quiet:
+    """Shows nothing: rank 0 speaks for the others."""
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def stage(self, text: str, done: int, total: int) -> None: ...
+
+    def step(self, last: Metrics, total: int, eta_s: float) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def session(self, session: Session) -> None: ...
+
+    def result(self, settings: Settings, outcome: Outcome) -> None: ...

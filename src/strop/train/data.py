@@ -20,17 +20,19 @@ from torch import Tensor
 from strop.train.draws import generator
 from strop.train.folders import Picture, open_rgb
 from strop.train.settings import Settings
+from strop.train.share import BatchShare
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold a batch. ``pictures``: RGB from -1 to 1, or moments of latents. ``text``: token ids, or
-    what the text encoder makes of them. The first ``num_instances`` rows are not of the class."""
+    """Hold a rank's rows of a batch. ``pictures``: RGB from -1 to 1, or moments of latents.
+    ``text``: token ids, or what the text encoder makes of them. The first ``len(share)`` rows are
+    not of the class."""
 
     pictures: Tensor
     are_moments: bool
     text: Tensor
-    num_instances: int
+    share: BatchShare
 
     def __len__(self) -> int:
         return len(self.text)
@@ -112,10 +114,11 @@ class FolderSource:
     captions: Captions
     moments: Moments | None = None
     digest: str = ""
+    rank: int = 0
 
     @property
     def batches_per_epoch(self) -> int:
-        return math.ceil(self._length / self.settings.train_batch_size)
+        return math.ceil(self._length / self.settings.whole_batch_size)
 
     @property
     def _length(self) -> int:
@@ -138,20 +141,24 @@ class FolderSource:
 
     def batch(self, number: int) -> Batch:
         epoch, place = divmod(number, self.batches_per_epoch)
-        size = self.settings.train_batch_size
+        settings = self.settings
+        size = settings.whole_batch_size
         places = self.order(epoch)[place * size : (place + 1) * size]
         chosen = [i % len(self.instances) for i in places]
         if self.classes:  # numbered after the instances
             chosen += [len(self.instances) + i % len(self.classes) for i in places]
-        source = generator(self.settings.seed, "pictures", number)
-        drawn = torch.rand(len(chosen), 4, generator=source).tolist()
-        crops = [self._crop(row) for row in drawn]
-        pictures = [self._picture(i, crop) for i, crop in zip(chosen, crops, strict=True)]
-        source = generator(self.settings.seed, "captions", number)
-        which = torch.rand(len(chosen), generator=source).tolist()
-        text = [self._row(i, row[3], n) for i, row, n in zip(chosen, drawn, which, strict=True)]
+        share = BatchShare.of(
+            len(places), self.rank, settings.num_processes, 1 + bool(self.classes)
+        )
+        source = generator(settings.seed, "pictures", number)
+        drawn = share.rows(torch.rand(share.drawn, 4, generator=source)).tolist()
+        crops, own = [self._crop(row) for row in drawn], share.pick(chosen)
+        pictures = [self._picture(i, crop) for i, crop in zip(own, crops, strict=True)]
+        source = generator(settings.seed, "captions", number)
+        which = share.rows(torch.rand(share.drawn, generator=source)).tolist()
+        text = [self._row(i, row[3], n) for i, row, n in zip(own, drawn, which, strict=True)]
         rows = self.captions.table[torch.tensor(text)]
-        return Batch(torch.stack(pictures), self.moments is not None, rows, len(places))
+        return Batch(torch.stack(pictures), self.moments is not None, rows, share)
 
     def _crop(self, drawn: Sequence[float]) -> Crop:
         mirrored = self.settings.random_flip and drawn[2] < 0.5
@@ -179,10 +186,12 @@ class SpritesSource:
     batches_per_epoch = None
     digest = "sprites"
 
-    def __init__(self, settings: Settings, tokenizer: object, device: torch.device) -> None:
+    def __init__(
+        self, settings: Settings, tokenizer: object, device: torch.device, rank: int = 0
+    ) -> None:
         from strop.models.sprites import network
 
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.rank = settings, device, rank
         self.tables = network.tables(tokenizer, device)
         empty = tokenizer("", padding="max_length", max_length=self.tables.length)  # type: ignore[operator]
         self.empty = torch.tensor(empty.input_ids, device=device)
@@ -193,13 +202,16 @@ class SpritesSource:
 
         source = generator(self.settings.seed, "pictures", number, self.device)
         width, height = BUCKETS[number % len(BUCKETS)]
-        count = self.settings.train_batch_size
-        scenes = specs.draw_training_specs(count, source)
-        pictures = draw.pictures(scenes, width, height, source) * 2 - 1
+        settings = self.settings
+        share = BatchShare.of(settings.whole_batch_size, self.rank, settings.num_processes)
+        scenes = specs.draw_training_specs(share.total, source)
+        placed = draw.place(scenes, width, height, source).map(share.rows)
+        drawn = torch.rand(share.total, 1, device=self.device, generator=source)
+        scenes = share.rows(scenes)
+        pictures = draw.render(scenes, placed, width, height) * 2 - 1
         ids = specs.token_rows(scenes, self.tables)
-        drawn = torch.rand(count, 1, device=self.device, generator=source)
-        ids = torch.where(drawn < self.settings.proportion_empty_prompts, self.empty, ids)
-        return Batch(pictures, False, ids, count)
+        is_empty = share.rows(drawn) < settings.proportion_empty_prompts
+        return Batch(pictures, False, torch.where(is_empty, self.empty, ids), share)
 
 
 class Reader:

@@ -36,8 +36,8 @@ class Hold:
         except Timeout:
             held = TrainingError(
                 f"{output} is where another training writes: {_holder(output)}. Wait until it ends,"
-                " or choose another --output_dir. ('strop train' runs as one process: start it once"
-                " for each output folder.)"
+                " or choose another --output_dir. (Processes train together only where torchrun,"
+                " srun or --num_processes has started them as one group.)"
             )
             raise held from None
         except NotImplementedError:

@@ -21,7 +21,7 @@ from strop.errors import TrainingError
 from strop.train import checkpoint, drawing, files, outputs
 from strop.train.data import Reader
 from strop.train.learner import Learner
-from strop.train.metrics import Journal, Metrics
+from strop.train.metrics import Journal, Metrics, NoJournal
 from strop.train.objective import Objective
 from strop.train.schedules import learning_rate
 from strop.train.session import Session
@@ -89,7 +89,10 @@ class TrainingLoop:
     def __init__(self, session: Session, watch: Watch) -> None:
         self.session, self.watch, self.settings = session, watch, session.settings
         self.learner: Learner = session.learner
-        self.objective = Objective(session.settings, session.model, session.unet)
+        self.ranks = session.ranks
+        self.objective = Objective(
+            session.settings, session.model, session.unet, session.ranks.rank
+        )
         self.step = self.saved = session.step
         self.total = session.total
         self.stop = Stop()
@@ -106,7 +109,8 @@ class TrainingLoop:
             ):
                 return self._run()
         finally:
-            self.session.hold.release()
+            if self.session.hold is not None:
+                self.session.hold.release()
 
     def _run(self) -> Outcome:
         size = self.settings.gradient_accumulation_steps
@@ -115,7 +119,8 @@ class TrainingLoop:
         reader = Reader(
             self.session.source, first, last, self.settings.dataloader_num_workers, pins=on_gpu
         )
-        self.journal = Journal(self.settings, self.step)
+        is_first = self.ranks.is_first
+        self.journal = Journal(self.settings, self.step) if is_first else NoJournal()
         try:
             if self.step == 0:
                 self._validate()
@@ -124,9 +129,9 @@ class TrainingLoop:
             while self.step < self.total and self._one(reader):
                 self._after_step()
             self._report()
-            if self.stop.by is not None:
+            if by := self._told_to_stop():
                 self._save()
-                return Outcome(self.step, self.total, self.stop.by)
+                return Outcome(self.step, self.total, by)
             self._finish()
         finally:
             reader.close()
@@ -136,22 +141,28 @@ class TrainingLoop:
     def _one(self, reader: Reader) -> bool:
         """Run a step of the optimizer. A signal in its middle takes it back; then returns False."""
         size, losses = self.settings.gradient_accumulation_steps, []
+        self.ranks.at(self.step + 1)
         for part in range(size):
-            if self.stop.by is not None:
+            if self._told_to_stop():
                 self.learner.forget_gradients()
                 return False
             batch = reader.next()
             loss = self.objective(batch, self.step * size + part)
             self.learner.backward(loss / size)
             losses.append(loss.detach())
-            self._window.images += len(batch)
+            self._window.images += batch.share.drawn
+        self.ranks.average(self.learner.parameters)
         rate = learning_rate(self.settings, self.step, self.total)
         self.learner.step(rate)
         self.step += 1
-        self._window.losses.append(torch.stack(losses).mean())
+        self._window.losses.append(self.ranks.mean(torch.stack(losses).mean()))
         self._window.norms.append(self.learner.norm.clone())
         self._window.rates.append(rate)
         return True
+
+    def _told_to_stop(self) -> int:
+        """Return the number of the signal that a rank has got, the same on all; 0 for none."""
+        return self.ranks.most(self.stop.by or 0)
 
     def _after_step(self) -> None:
         if time.monotonic() - self._window.start > _REPORT_S:
@@ -205,17 +216,25 @@ class TrainingLoop:
         """Save a checkpoint of this step, unless it is there."""
         if self.step == self.saved:
             return
+        self.ranks.check_same(f"weights after step {self.step}", self.learner.fingerprint)
+        self.ranks.alone(self._write_checkpoint)
+        self.saved = self.step
+        self._window.start = time.monotonic()
+
+    def _write_checkpoint(self) -> None:
         self.watch.stage("saving a checkpoint", self.step, self.total)
         state = {**self.session.state(), **self.learner.numbers()}
         checkpoint.save(self.settings.output, self.step, self.learner.tensors(), state)
         checkpoint.prune(self.settings.output, self.settings.checkpoints_total_limit)
-        self.saved = self.step
-        self._window.start = time.monotonic()
 
     def _validate(self) -> None:
-        settings = self.settings
-        if not settings.validation_prompt:
+        if not self.settings.validation_prompt:
             return
+        self.ranks.alone(self._draw_validation)
+        self._window.start = time.monotonic()
+
+    def _draw_validation(self) -> None:
+        settings = self.settings
         self.watch.stage("drawing validation pictures", self.step, self.total)
         path = settings.output / "validation" / f"step-{self.step:06d}.png"
         style = drawing.style_of(settings, self.session.side)
@@ -224,10 +243,13 @@ class TrainingLoop:
             page = drawing.validate(settings, self.session.model, style, path)
         self.learner.train()
         self.journal.picture(numpy.asarray(page), self.step)
-        self._window.start = time.monotonic()
 
     def _finish(self) -> None:
         self._validate()
+        self.ranks.check_same("weights at the end", self.learner.fingerprint)
+        self.ranks.alone(self._write_model)
+
+    def _write_model(self) -> None:
         self.watch.stage("saving the model", self.step, self.total)
         self.learner.train(False)
         with self.learner.averaged():

@@ -62,6 +62,16 @@ class Journal:
             self._board.close()
 
 
+class NoJournal:
+    """Writes nothing: that is for ranks other than 0."""
+
+    def write(self, rows: list[Metrics]) -> None: ...
+
+    def picture(self, pixels: Any, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def check_available(settings: Settings) -> None:
     """Raise OptionError if TensorBoard is wanted and not installed."""
     if settings.report_to == "tensorboard":

@@ -14,6 +14,7 @@ from strop.train.data import Batch
 from strop.train.draws import generator, seed_of
 from strop.train.model import DiffusionModel, FlowModel, NoiseModel
 from strop.train.settings import Settings
+from strop.train.share import BatchShare
 
 
 def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
@@ -67,31 +68,54 @@ class Noised:
     added: Tensor
 
 
-class Objective:
-    """Compute the loss of a batch with its number; ``unet`` is what runs in the place of the
-    model's."""
+@dataclass(frozen=True)
+class Draws:
+    """Draw for all rows of a batch, and return those of a share."""
 
-    def __init__(self, settings: Settings, model: DiffusionModel, unet: nn.Module) -> None:
+    source: torch.Generator
+    share: BatchShare
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return a tensor of this shape for each row of the share."""
+        size, device = (self.share.drawn, *shape), self.source.device
+        return self.share.rows(torch.randn(size, device=device, generator=self.source))
+
+    def integers(self, end: int) -> Tensor:
+        """Return a number from 0 on and below ``end`` for each row of the share."""
+        size, device = (self.share.drawn,), self.source.device
+        return self.share.rows(torch.randint(end, size, device=device, generator=self.source))
+
+
+class Objective:
+    """Compute a rank's part of the loss of a batch with its number; ``unet`` is what runs in the
+    place of the model's. The average of the parts is the loss."""
+
+    def __init__(
+        self, settings: Settings, model: DiffusionModel, unet: nn.Module, rank: int = 0
+    ) -> None:
         self.settings, self.model, self.unet = settings, model, unet
+        self._dropout = f"dropout of rank {rank}" if rank else "dropout"
 
     def __call__(self, batch: Batch, number: int) -> Tensor:
-        settings, model = self.settings, self.model
+        settings, model, share = self.settings, self.model, batch.share
         source = generator(settings.seed, "noise", number, model.device)
-        torch.manual_seed(seed_of(settings.seed, "dropout", number))  # of the modules
-        latents = self._latents(batch, source)
-        noised = Noised(latents, *self._noises(latents, source))
+        torch.manual_seed(seed_of(settings.seed, self._dropout, number))  # of the modules
+        draws = Draws(source, share)
+        latents = self._latents(batch, draws)
+        noised = Noised(latents, *self._noises(latents, draws))
         if isinstance(model, FlowModel):
-            rows = self._flow_errors(model, noised, batch.text, source)
+            rows = self._flow_errors(model, noised, batch.text, draws)
         else:
             assert isinstance(model, NoiseModel)
-            rows = self._noise_errors(model, noised, batch.text, source)
-        return joined(rows, batch.num_instances, settings.prior_loss_weight)
+            rows = self._noise_errors(model, noised, batch.text, draws)
+        loss = joined(rows, len(share), settings.prior_loss_weight)
+        return loss if share.weight == 1.0 else loss * share.weight
 
     def _noise_errors(
-        self, model: NoiseModel, noised: Noised, text: Tensor, source: torch.Generator
+        self, model: NoiseModel, noised: Noised, text: Tensor, draws: Draws
     ) -> Tensor:
         count, latents = len(model.signal), noised.latents
-        times = torch.randint(count, (len(latents),), device=model.device, generator=source)
+        times = draws.integers(count)
         signal = model.signal[times]
         keep = signal.sqrt()[:, None, None, None]
         lose = (1.0 - signal).sqrt()[:, None, None, None]
@@ -105,12 +129,11 @@ class Objective:
             rows = rows * snr_weights(signal, self.settings.snr_gamma, model.prediction)
         return rows
 
-    def _flow_errors(
-        self, model: FlowModel, noised: Noised, text: Tensor, source: torch.Generator
-    ) -> Tensor:
+    def _flow_errors(self, model: FlowModel, noised: Noised, text: Tensor, draws: Draws) -> Tensor:
         """Compare with the velocity, which leads on a straight way from the latents to noise."""
         latents = noised.latents
-        times = flow.draw_times(self.settings.weighting_scheme, len(latents), source)
+        drawn = flow.draw_times(self.settings.weighting_scheme, draws.share.drawn, draws.source)
+        times = draws.share.rows(drawn)
         share = times[:, None, None, None]
         mixed = (1.0 - share) * latents + share * noised.added
         inputs = flow.inputs_of(model, mixed, times, text)
@@ -120,24 +143,24 @@ class Objective:
         rows: Tensor = (guess.float() - wanted).square().mean(dim=(1, 2))
         return rows
 
-    def _noises(self, latents: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _noises(self, latents: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return the noise that is to be predicted, and what the latents get."""
-        settings, device = self.settings, latents.device
-        noise = torch.randn(latents.shape, device=device, generator=source)
+        settings, shape = self.settings, latents.shape[1:]
+        noise = draws.normal(*shape)
         if settings.noise_offset:
-            shift = torch.randn(*latents.shape[:2], 1, 1, device=device, generator=source)
+            shift = draws.normal(shape[0], 1, 1)
             noise = noise + settings.noise_offset * shift
         if not settings.input_perturbation:
             return noise, noise
-        more = torch.randn(latents.shape, device=device, generator=source)
+        more = draws.normal(*shape)
         return noise, noise + settings.input_perturbation * more
 
-    def _latents(self, batch: Batch, source: torch.Generator) -> Tensor:
+    def _latents(self, batch: Batch, draws: Draws) -> Tensor:
         """Draw latents from the encoder's distribution, as diffusers does."""
         found = batch.pictures.to(self.model.device, non_blocking=True)
         moments = found if batch.are_moments else models.moments_of(self.model, found)
         mean, log_variance = moments.chunk(2, dim=1)
-        noise = torch.randn(mean.shape, device=mean.device, generator=source)
+        noise = draws.normal(*mean.shape[1:])
         latents = mean + noise * (0.5 * log_variance.clamp(-30.0, 20.0)).exp()
         config = self.model.vae.config
         if config.shift_factor:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from strop.errors import OptionError, TrainingError, UnsupportedError
+from strop.errors import OptionError, TrainingError
 from strop.train import caches, checkpoint, drawing, files, loading, lora, metrics
 from strop.train import model as models
 from strop.train.compiled import prepare
@@ -21,6 +22,7 @@ from strop.train.folders import Folder, check_files, check_sizes, read_captioned
 from strop.train.learner import Learner
 from strop.train.lock import Hold
 from strop.train.model import DiffusionModel, FlowModel
+from strop.train.ranks import ALONE, Ranks
 from strop.train.settings import Settings
 from strop.wording import counted
 
@@ -40,7 +42,8 @@ class Session:
     unet: nn.Module
     step: int
     total: int
-    hold: Hold  # of the output folder, until the loop has ended
+    hold: Hold | None  # of the output folder, until the loop has ended; rank 0 has it
+    ranks: Ranks = ALONE
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -52,15 +55,19 @@ class Session:
             "settings": self.settings.fixed,
             "data": self.source.digest,
             "total": self.total,
+            "ranks": self.ranks.count,
             "host": _host(self.model.device),
         }
 
 
-def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn) -> Session:
+def prepare_session(
+    settings: Settings, on_progress: caches.Progress, warn: Warn, ranks: Ranks = ALONE
+) -> Session:
     """Check, load, cache, resume. What a user can get wrong is looked at before the slow parts.
 
     Raises a StropError that says what was got, where, and what to do.
     """
+    settings = replace(settings, num_processes=ranks.count)
     device = _device(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -69,11 +76,12 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
     _check_places(settings)
     folder = _read_folder(settings, on_progress, warn)
     _make_output(settings.output)
-    hold = Hold(settings.output, warn)
+    hold = ranks.alone(lambda: Hold(settings.output, warn))
     try:
-        return _prepare(settings, device, folder, hold, on_progress, warn)
+        return _prepare(settings, device, folder, hold, ranks, on_progress, warn)
     except BaseException:
-        hold.release()
+        if hold is not None:
+            hold.release()
         raise
 
 
@@ -81,7 +89,8 @@ def _prepare(
     settings: Settings,
     device: torch.device,
     folder: Folder | None,
-    hold: Hold,
+    hold: Hold | None,
+    ranks: Ranks,
     on_progress: caches.Progress,
     warn: Warn,
 ) -> Session:
@@ -90,12 +99,15 @@ def _prepare(
     model = loading.load(settings, device)
     _warn_of_attention(settings, model, warn)
     side = models.resolution_of(settings, model)
-    source = _source(settings, model, side, folder, on_progress, warn)
+    source = _source(settings, model, side, folder, ranks, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
     learner = _learner(settings, model)
     step = 0 if found is None else _resume(settings, found, source, learner, total, warn)
-    files.sweep(settings.output)
+    ranks.check_same("settings", lambda: settings.fixed)
+    ranks.check_same("pictures, steps and first step", lambda: (source.digest, total, step))
+    ranks.check_same("weights", learner.fingerprint)
+    ranks.alone(lambda: files.sweep(settings.output))
     return Session(
         settings,
         model,
@@ -106,6 +118,7 @@ def _prepare(
         step,
         total,
         hold,
+        ranks,
     )
 
 
@@ -121,11 +134,6 @@ def _warn_of_attention(settings: Settings, model: DiffusionModel, warn: Warn) ->
 
 def _device(settings: Settings) -> torch.device:
     is_there = torch.cuda.is_available()
-    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
-        raise UnsupportedError(
-            "torchrun and 'accelerate launch' on several GPUs start processes that would all train "
-            "the same; start 'strop train' alone"
-        )
     if settings.device == "cuda" and not is_there:
         raise OptionError("--device cuda: torch finds no GPU; use --device cpu")
     device = torch.device("cpu")
@@ -199,15 +207,17 @@ def _source(
     model: DiffusionModel,
     side: int,
     folder: Folder | None,
+    ranks: Ranks,
     on_progress: caches.Progress,
     warn: Warn,
 ) -> Source:
     if folder is None:
-        return SpritesSource(settings, model.tokenizer, model.device)
+        return SpritesSource(settings, model.tokenizer, model.device, ranks.rank)
     found = [folder]
     if settings.with_prior_preservation:
         style = drawing.style_of(settings, side)
-        found.append(drawing.class_pictures(settings, model, style, on_progress))
+        drawn = partial(drawing.class_pictures, settings, model, style, on_progress)
+        found.append(ranks.first(drawn))
         _judge(settings, found[-1], warn)
     for item in found:
         if not settings.allow_upscaling:
@@ -217,13 +227,17 @@ def _source(
     where = own if settings.cache_dir else settings.output / "cache"
     captions: Captions = caches.captions_of(model, pictures)
     if settings.pre_compute_text_embeddings:
-        captions = caches.cache_embeddings(where, model, captions, on_progress)
+        encoded = partial(caches.cache_embeddings, where, model, captions, on_progress)
+        captions = ranks.first(encoded)
     moments = None
     if settings.cache_latents:
-        moments = caches.cache_moments(where, model, pictures, side, settings, on_progress)
+        stored = partial(caches.cache_moments, where, model, pictures, side, settings, on_progress)
+        moments = ranks.first(stored)
     digest = digest_of(side, *(item.digest for item in found))
     classes = found[1].pictures if len(found) > 1 else ()
-    return FolderSource(settings, side, folder.pictures, classes, captions, moments, digest)
+    return FolderSource(
+        settings, side, folder.pictures, classes, captions, moments, digest, ranks.rank
+    )
 
 
 def _warn_of_cut_captions(model: DiffusionModel, folder: Folder | None, warn: Warn) -> None:
@@ -298,7 +312,9 @@ def _resume(
 ) -> int:
     tensors, state = checkpoint.load(folder)
     defaults = {knob.name: knob.default for knob in fields(Settings)}  # it may know fewer settings
-    checkpoint.check_same(folder, defaults | state["settings"], settings.fixed)
+    ranks_then: int = state.get("ranks", 1)
+    fixed_then = _of_all_ranks(defaults | state["settings"], ranks_then)
+    checkpoint.check_same(folder, fixed_then, _of_all_ranks(settings.fixed, settings.num_processes))
     if state["data"] != source.digest:
         raise OptionError(
             f"{folder} belongs to a training on other pictures or captions; put "
@@ -319,12 +335,21 @@ def _resume(
         for name, value in host.items()
         if state["host"].get(name) != value
     ]
+    if ranks_then != settings.num_processes:
+        now = counted(settings.num_processes, "process")
+        odd.append(f"{counted(ranks_then, 'process')} then, {now} now")
     if total != state["total"] and not settings.lr_scheduler.startswith("constant"):
         then = counted(state["total"], "step")
         odd.append(f"{then} then, {total} now, which changes the learning rate")
     if odd:
         warn(f"this continues {folder.name}, but not to the bit: {'; '.join(odd)}")
     return step
+
+
+def _of_all_ranks(fixed: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return settings that compare over another number of ranks: what counts is the whole batch."""
+    rest = {name: value for name, value in fixed.items() if name != "train_batch_size"}
+    return {**rest, "train_batch_size of all ranks together": fixed["train_batch_size"] * ranks}
 
 
 def _host(device: torch.device) -> dict[str, Any]:

@@ -166,8 +166,13 @@ class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
 
     @property
     def rate(self) -> float:
-        scale = self.gradient_accumulation_steps * self.train_batch_size if self.scale_lr else 1
+        scale = self.gradient_accumulation_steps * self.whole_batch_size if self.scale_lr else 1
         return self.learning_rate * scale
+
+    @property
+    def whole_batch_size(self) -> int:
+        """Return the pictures of a batch over all processes."""
+        return self.train_batch_size * self.num_processes
 
     @property
     def output(self) -> Path:

@@ -24,7 +24,7 @@ class TrainingSettings:
         16,
         int,
         "Training",
-        "Put this many pictures into a batch.",
+        "Put this many pictures into a batch of each process.",
         least=1,
         fixed=True,
         per_task={"dreambooth": 4},
@@ -64,7 +64,7 @@ class TrainingSettings:
         False,
         bool,
         "Training",
-        "Multiply the learning rate by batch size and accumulation steps.",
+        "Multiply the learning rate by batch size, accumulation steps and processes.",
         fixed=True,
     )
     lr_scheduler: str = setting(
@@ -212,4 +212,18 @@ class TrainingSettings:
         "Training",
         "Train on this device; auto takes a GPU if there is one.",
         choices=("auto", "cpu", "cuda"),
+    )
+    num_processes: int = setting(
+        1,
+        int,
+        "Training",
+        "Start this many processes on this machine, one on each GPU, and train one model with all.",
+        least=1,
+    )
+    rank_timeout: int = setting(
+        600,
+        int,
+        "Training",
+        "End a training on several processes when one waits this many seconds for another.",
+        least=1,
     )

@@ -16,7 +16,7 @@ UNBUILT: dict[str, str] = {
     "hub_model_id": _UPLOADS,
     "hub_token": _UPLOADS,
     "image_column": "pictures are those that file_name names in metadata.jsonl; leave it out",
-    "local_rank": "one process trains on one device; leave it out",
+    "local_rank": "launchers set LOCAL_RANK in the environment; leave it out",
     "non_ema_revision": _FOLDERS,
     "offload_ema": "averages stay on the device; leave it out",
     "offset_noise": "write --noise_offset 0.1, which is the same",

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -139,6 +140,10 @@ class Geometry:
     radius: Tensor
     paint: Tensor
     backdrop: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the scenes that ``change`` takes from each tensor."""
+        return type(self)(**{name: change(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
