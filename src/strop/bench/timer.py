@@ -241,7 +241,7 @@ def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Replay a CUDA graph. It reads what ``call`` holds, so that lives as long."""
+    """This replays a CUDA graph, which reads what ``call`` holds: that lives as long."""
 
     graph: torch.cuda.CUDAGraph
     result: Any
