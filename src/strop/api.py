@@ -120,7 +120,8 @@ def optimize_module(
     if train:  # Dynamo takes its time to import
         from strop.dispatch.training import TrainingDispatcher as kind
     dispatcher = kind(module, options, **how)
-    setattr(module, place_for(module), dispatcher)
+    holder, name = place_for(module)
+    setattr(holder, name, dispatcher)
     return dispatcher
 
 

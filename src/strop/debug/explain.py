@@ -189,9 +189,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
 
 def _place_text(dispatcher: Dispatcher) -> str:
     """Say how weights get to the device, or nothing where they stay there."""
-    if dispatcher.budget is not None:
-        return str(dispatcher.budget)
-    return offload_text(dispatcher.component)
+    return str(dispatcher.hosted) or offload_text(dispatcher.component)
 
 
 def trained_launches(log: AotLog) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 
 from strop.frontend.layerwise_casting import cast_of, refusal
 from strop.frontend.module_parts import has_other_forward
+from strop.frontend.moving_hooks import moving_hooks
 
 # Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
 COMPILED = ("layerwise_casting", "peft_autocast_disable")
@@ -127,11 +128,14 @@ def whole_offload(module: nn.Module) -> Any:
     return next((hook for hook in hooks if type(hook).__name__ == "CpuOffload"), None)
 
 
-def place_for(module: nn.Module) -> str:
-    """Return the attribute in which a dispatcher stands: inside of the hook that takes all of a
-    module to the GPU, or else in the place of its forward."""
-    is_inside = whole_offload(module) is not None and "_old_forward" in vars(module)
-    return "_old_forward" if is_inside else "forward"
+def place_for(module: nn.Module) -> tuple[Any, str]:
+    """Return the object and its attribute in which a dispatcher stands: inside of hooks that take
+    weights to the GPU, or else in the place of the module's forward."""
+    hooks = moving_hooks(module)
+    if hooks and "_hf_hook" not in vars(module):
+        return hooks[0].fn_ref, "forward"
+    is_inside = bool(hooks) or whole_offload(module) is not None
+    return module, "_old_forward" if is_inside and "_old_forward" in vars(module) else "forward"
 
 
 def _accelerate_hooks(module: nn.Module) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from strop.dispatch.features import OFFLOADED, is_offloaded, whole_offload
 from strop.dispatch.offloaded_weights import OffloadedWeights, WeightReader
+from strop.frontend.moving_hooks import moving_hooks
 
 DEVICES = ("cuda",)  # types of devices that weights are taken to; tests add another
 _KNOWN: WeakKeyDictionary[nn.Module, OffloadedWeights] = WeakKeyDictionary()
@@ -19,7 +20,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, OffloadedWeights] = WeakKeyDictionary()
 
 def refusal(module: nn.Module, reader: WeightReader) -> str:
     """Say why calls of a module run in eager while it is offloaded, or nothing."""
-    if is_offloaded(module):
+    if is_offloaded(module) and not moving_hooks(module):
         reader.forget_weights()  # which would keep the memory that is to be free
         return OFFLOADED
     follow(module, reader)
