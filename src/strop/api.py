@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import OptionError
 from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern

@@ -28,8 +28,9 @@ from strop.debug.report import (
 )
 from strop.debug.steps import step_rows
 from strop.dispatch.derived_inputs import ServedModule, derived_inputs
-from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.model_offload import offload_text
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.unfolded_layers import unfolded_layers

@@ -23,7 +23,8 @@ from strop.diffusion.offloading import HOOKS, QUICK, search_quickly
 from strop.diffusion.optimised import is_claimed, new_record, record_of
 from strop.diffusion.parts import COMPONENTS, DENOISERS, compiled_modules
 from strop.diffusion.pictures import NAME, convert_on_device
-from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
 from strop.dispatch.known_bindings import KnownBindings, StateBinding
+from strop.dispatch.known_dispatchers import ALL, have_others_rest
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.prepared_calls import PreparedCalls
@@ -64,13 +64,6 @@ def _plain_forward(module: nn.Module) -> Any:
 
 
 _AS_IT_IS, _NO_RESULT = contextlib.nullcontext(), object()
-_ALL: WeakSet[Dispatcher] = WeakSet()
-
-
-def dispatcher_of(module: nn.Module) -> Dispatcher | None:
-    """Return the dispatcher that serves a module, though somebody may have put other functions
-    around it since, or None."""
-    return next((d for d in list(_ALL) if d.module is module and not d.has_left), None)
 
 
 class Dispatcher:
@@ -95,6 +88,7 @@ class Dispatcher:
         are those of other modules of the same structure."""
         self.module, self.options = module, options
         self.component = component or module
+        model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.name = name or type(module).__name__
         holder, place = place_for(module)
         self._eager: Callable[..., Any] | None = getattr(holder, place)
@@ -145,7 +139,7 @@ class Dispatcher:
         self._prepared, self._refused = PreparedCalls(), RefusedCalls()
         self._checked_loop = 0
         registry.watch(self._forget_programs)
-        _ALL.add(self)
+        ALL.add(self)
         model_offload.follow(self.component, self)
 
     def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,10 +152,6 @@ class Dispatcher:
     def eager(self) -> Callable[..., Any]:
         """Return the forward that the module has without us."""
         return self._eager or _plain_forward(self.module)
-
-    @eager.setter
-    def eager(self, forward: Callable[..., Any]) -> None:
-        self._eager = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
@@ -189,6 +179,7 @@ class Dispatcher:
         reason = self._unfit()
         if reason:
             return self._run_eager(reason, args, kwargs)
+        have_others_rest(self)
         flight = Flight(self._in_flight, self._lock)
         try:
             with self._lock:
@@ -410,7 +401,8 @@ class Dispatcher:
             return reason
         if self._replaced:
             return self._replaced
-        return model_offload.refusal(self.component, self) or unfit_module(self.state)
+        budget_bytes = self.options.weights_budget_bytes
+        return model_offload.refusal(self.component, self, budget_bytes) or unfit_module(self.state)
 
     def forget_weights(self) -> None:
         """Keep nothing that refers to the weights where they are: they are about to be moved."""
@@ -427,6 +419,16 @@ class Dispatcher:
         with self._lock:
             self._in_flight.wait()
             yield
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a call of some thread is being served."""
+        return self._lock.is_held
+
+    def rest(self) -> None:
+        """Have weights that are streamed lie on the host until the next call."""
+        with self.held():
+            self.hosted.rest(self.forget_weights)
 
     def take_rows(self, rows: RowAdapters | None) -> None:
         """Have rows of a batch take adapters of their own from the next call on, or no longer."""
@@ -465,9 +467,8 @@ class Dispatcher:
     ) -> Any:
         """Run the call in eager, whose own exception comes first: it says more than that tracing
         failed."""
-        is_by_row = self.state.effective.rows is not None  # of which eager knows nothing
-        is_away = self.hosted.is_away()
-        if is_away or is_by_row or (self.options.strict and refusal.__cause__ is None):
+        is_alone = self.hosted.is_away() or self.state.effective.rows is not None  # none in eager
+        if is_alone or (self.options.strict and refusal.__cause__ is None):
             raise refusal
         try:
             result = self._run_plainly(args, kwargs)

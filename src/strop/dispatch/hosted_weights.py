@@ -117,6 +117,17 @@ class HostedWeights:
         if self.taken is not None:
             self.taken.let_go()
 
+    def may_rest(self) -> bool:
+        """Tell whether there is memory of a GPU that hooks of parts would not have between
+        calls."""
+        return self.taken is not None and self.budget is not None and self.budget.held_bytes > 0
+
+    def rest(self, forget: Callable[[], object]) -> None:
+        """Give it back until the next call. ``forget`` has everybody let go of the weights."""
+        if self.budget is not None and self.may_rest():
+            with torch.inference_mode(False), torch.no_grad():
+                self.budget.rest(forget)
+
     def release(self) -> None:
         """Have the hooks of parts move weights from here on, if we did."""
         taken, self.taken = self.taken, None

@@ -121,6 +121,8 @@ class WeightsBudget:
             budget = own if self._stretches else f"{budget}; {own}"
         if self._plan is None:
             return f"weights: {budget}, of which no call was served yet"
+        if not self.held_bytes:
+            return f"weights: all on the host, until the next call ({budget})"
         kept, on = f"{self._resident_bytes / 1e6:.2f} MB stay", f"on {self._state.place}"
         if not self._plan.blocks:
             return f"weights: {kept} {on}, all of them ({budget})"
@@ -333,6 +335,19 @@ class WeightsBudget:
         if slot_bytes:
             self._slots = device_memory(2 * slot_bytes, self._state.place)
             self._lane = lane_for(self._slots)
+
+    def rest(self, forget: Callable[[], object]) -> None:
+        """Take all weights to pinned memory of the host, and let go of the slots, until the next
+        call. ``forget`` has everybody let go of the weights."""
+        regions = Regions(self._state.tensors, ())  # it holds pieces that weights are parts of
+        forget()
+        self._take_home([region for region in regions.all if self._is_resident(region)])
+        self._let_go(regions)
+        self._slots = self._lane = None
+        self._resident_bytes = 0
+        self._state.merged.add([whole for region in regions.all for whole in region.wholes])
+        if self._state.place is not None and self._state.place.type == "cuda":
+            torch.cuda.empty_cache()  # what weights have left is for everybody
 
     def give_back(self) -> None:
         """Take all weights to where they were given, and let go of the slots."""
