@@ -28,8 +28,8 @@ def by_leaf(pipe: Any) -> None:
 
 
 def sequential(pipe: Any) -> None:
-    """Do as ``enable_sequential_cpu_offload`` does, which takes weights to "cpu:0": there accelerate
-    puts tensors in the places of Parameters, and fails."""
+    """Do as ``enable_sequential_cpu_offload`` does, which takes weights to "cpu:0": for that
+    accelerate puts tensors in the places of Parameters, and fails."""
     for name in PARTS:
         cpu_offload(getattr(pipe, name), CPU)
 

@@ -4,7 +4,9 @@ afterwards."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from tests.budgeted import LANES, CountedMemory, lend_memory
 from tests.dispatch.test_low_rank import activate, add
 from tests.dispatch.test_weights_budget import (
     CLOSE,
+    WIDTH,
     WRITES,
     Block,
     X,
@@ -301,3 +304,248 @@ def test_other_functions_in_front_are_not_left_out(memory: CountedMemory) -> Non
     expected = net(X)
     strop.optimize(net, options=tiny.options())
     torch.testing.assert_close(net(X), expected, **CLOSE)
+
+
+class Stream:
+    """It stands for a stream of a GPU, which a CPU does not have."""
+
+    def synchronize(self) -> None:
+        """Do nothing, as copies are made at once."""
+
+    def stream(self, stream: Any) -> Any:
+        """Stand for the module of a backend."""
+        return nullcontext()
+
+    def current_stream(self) -> Any:
+        return self
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have diffusers take a CPU for a backend that has streams, and copies for pinned memory."""
+    monkeypatch.setattr(group_offloading, "TorchDeviceBackend", lambda device: Stream())
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor.clone())
+
+
+def offload_with_stream(net: Any, kind: str, *, saves_memory: bool) -> None:
+    config = group_offloading.GroupOffloadingConfig(
+        CPU,
+        CPU,
+        group_offloading.GroupOffloadingType(f"{kind}_level"),
+        non_blocking=True,
+        record_stream=False,
+        low_cpu_mem_usage=saves_memory,
+        num_blocks_per_group=1,
+        stream=Stream(),
+    )
+    group_offloading._apply_group_offloading(net, config)
+
+
+@pytest.mark.parametrize("order", ["optimize first", "offload first"])
+@pytest.mark.parametrize("saves_memory", [False, True])
+@pytest.mark.parametrize("kind", ["block", "leaf"])
+def test_groups_with_a_stream(
+    memory: CountedMemory, streams: None, kind: str, saves_memory: bool, order: str
+) -> None:
+    net, twin = plain(Chain), plain(Chain)
+    if order == "offload first":
+        offload_with_stream(net, kind, saves_memory=saves_memory)
+        check(net, twin)  # diffusers learns the order
+    strop.optimize(net, options=tiny.options())
+    check(net, twin)
+    if order == "optimize first":
+        offload_with_stream(net, kind, saves_memory=saves_memory)
+    for number in range(3):
+        check(net, twin)
+        for each in (net, twin):
+            each.layers[number].weight.mul_(0.5)
+            each.layers[-1].weight.data = each.layers[-1].weight.data * 0.5
+    (dispatcher,) = strop.api.dispatchers_of(net).values()
+    assert dispatcher.counters.eager_calls == 0
+    assert 0 < memory.most <= dispatcher.budget._most_bytes
+    groups = dispatcher.hosted.taken.groups
+    assert not any(group.cpu_param_dict for group in groups), "no second copy"
+    net.requires_grad_(True)  # in eager
+    for _ in range(2):
+        torch.testing.assert_close(net(X), twin(X), **CLOSE)
+    assert dispatcher.counters.eager_calls == 2
+    assert memory.now == 0
+    net.requires_grad_(False)
+    check(net, twin)
+    strop.restore(net)
+    for _ in range(3):
+        check(net, twin)
+    for each in (net, twin):
+        each.layers[2].weight.mul_(0.5)
+    check(net, twin)
+
+
+class Chain(nn.Module):
+    """Layers in a list, and two beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_that_is_called_by_itself(memory: CountedMemory, kind: str) -> None:
+    net, twin = compiled(kind, "optimize first"), plain()
+    for number in range(3):
+        check(net, twin)
+        part, own = net.blocks[number], twin.blocks[number]
+        torch.testing.assert_close(part(X), own(X), **CLOSE)
+        torch.testing.assert_close(part(X), own(X), **CLOSE)
+        for each in (net, twin):
+            each.blocks[number].register_buffer("some", torch.ones(2))
+    for each in (net, twin) if kind != "sequential" else ():
+        each.blocks[0].k.weight.mul_(0.5)
+    check(net, twin)
+    (dispatcher,) = strop.api.dispatchers_of(net).values()
+    assert dispatcher.counters.eager_calls == 0
+    assert memory.now > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_take_turns(memory: CountedMemory, kind: str) -> None:
+    net, twin = compiled(kind, "offload first"), plain()
+    given = [torch.randn(3, WIDTH, generator=torch.manual_seed(n)) for n in range(4)]
+    expected, wrong = [twin(x) for x in given], list[int]()
+
+    def work(number: int) -> None:
+        for _ in range(10):
+            if not torch.allclose(net(given[number]), expected[number], **CLOSE):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", ["block", "leaf"])
+def test_two_models_share_weights(memory: CountedMemory, kind: str) -> None:
+    nets, twins = [plain(), plain()], [plain(), plain()]
+    for one, other in (nets, twins):
+        other.blocks[0].q.weight = one.blocks[1].q.weight
+        other.last.weight = one.last.weight
+    for net in nets:
+        strop.optimize(offload(net, kind), options=tiny.options(strict=True))
+    for _ in range(3):
+        for net, twin in zip(nets, twins, strict=True):
+            check(net, twin)
+        for one, _other in (nets, twins):
+            one.blocks[1].q.weight.mul_(0.5)
+            one.last.weight.data.mul_(0.5)
+    strop.restore(nets[0])
+    for net, twin in zip(nets, twins, strict=True):
+        check(net, twin)
+    strop.restore(nets[1])
+    assert memory.now == 0
+    for net, twin in zip(nets, twins, strict=True):
+        check(net, twin)
+
+
+def test_weights_that_no_hook_moves_keep_their_place(memory: CountedMemory) -> None:
+    net, twin = plain(), plain()
+    apply_group_offloading(net.blocks, CPU, CPU, "leaf_level")
+    strop.optimize(net, options=tiny.options(strict=True))
+    check(net, twin)
+    budget = budget_of(net)
+    assert {id(t) for t, _ in budget._elsewhere.values()} == {
+        id(net.first.weight),
+        id(net.first.bias),
+        id(net.last.bias),
+        id(net.scale),
+    }
+    strop.restore(net)
+    check(net, twin)
+
+
+def test_a_layer_of_an_offloaded_model_is_left_alone(memory: CountedMemory) -> None:
+    net = offload(plain(), "block")
+    strop.optimize(net.blocks[1], options=tiny.options())
+    check(net, plain())
+    check(net, plain())
+    (dispatcher,) = strop.api.dispatchers_of(net.blocks[1]).values()
+    (reason,) = dispatcher.counters.fallbacks
+    assert reason == "group offloading is on, and this is one of a larger model's groups"
+
+
+@pytest.mark.parametrize("change", ["load", "assign", "cast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts(memory: CountedMemory, kind: str, change: str) -> None:
+    net, twin = compiled(kind, "offload first"), plain()
+    check(net, twin)
+    found, expected = net.state_dict(), twin.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    state = {name: value * 0.5 for name, value in expected.items()}
+    for each in (net, twin):
+        if change == "cast":
+            each.double()
+            each.float()
+        else:
+            each.load_state_dict(state, assign=change == "assign")
+    check(net, twin)
+    strop.restore(net)
+    check(net, twin)
+    end_offload(net, kind)
+    check(net, twin)
+
+
+def test_check_is_refused(memory: CountedMemory) -> None:
+    net = compiled("leaf", "offload first", strict=False, check=True)
+    check(net, plain())
+    (dispatcher,) = strop.api.dispatchers_of(net).values()
+    (reason,) = dispatcher.counters.fallbacks
+    assert "check=True" in reason
+
+
+class Giving(nn.Module):
+    """It gives back a weight, which may lie on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.linear.weight[:2]
+
+
+def test_a_weight_that_is_given_back_runs_in_eager(memory: CountedMemory, moves: Moves) -> None:
+    """With sequential offloading torch fails to copy such a weight to the caller."""
+    net, twin = offload(plain(Giving), "leaf"), offload(plain(Giving), "leaf")
+    strop.optimize(net, options=tiny.options())
+    for number in range(2):
+        before = moves.count
+        results, expected = net(X), twin(X)
+        torch.testing.assert_close(results[0], expected[0], **CLOSE)
+        assert results[1].device == expected[1].device
+        assert moves.count > before, number
+    (dispatcher,) = strop.api.dispatchers_of(net).values()
+    (reason,) = dispatcher.counters.fallbacks
+    assert "gives back a weight" in reason
+
+
+def test_training_is_not_offloaded(memory: CountedMemory) -> None:
+    net = plain()
+    offload(net, "leaf")
+    strop.optimize(net, train=True, options=tiny.options())
+    torch.testing.assert_close(net(X), plain()(X), **CLOSE)
+    (dispatcher,) = strop.api.dispatchers_of(net).values()
+    assert memory.most == 0
+    reasons = {**dispatcher.traced_by_torch, **dispatcher.counters.fallbacks}
+    assert any("nothing stands here" in reason for reason in reasons), reasons

@@ -521,8 +521,8 @@ class Dispatcher:
         looks = self.state.bound_to()
         # often nothing is another: diffusers notes with which scale adapters were fused
         if looks != before.looks:
-            if self.budget is None:  # whose memory is not kept for earlier weights
-                self._known.add(before)
+            # under a budget no memory is kept for earlier weights
+            self._known.add(before, is_kept=self.budget is None)
             self._known.prune(self.state)
             self._entries = self._known.take(looks)
             for entry in self._entries.values():
