@@ -11,7 +11,10 @@ import torch
 from accelerate import cpu_offload
 
 import strop
+from strop.dispatch import model_offload
+from strop.errors import OptionError
 from tests.budgeted import CountedMemory, lend_memory
+from tests.diffusion.test_lora_roads import ROADS, assert_close, draw, pipes
 from tests.diffusion.test_model_offload import picture
 from tests.e2e import tiny
 
@@ -70,3 +73,46 @@ def test_pictures(way: str, order: str, place: str, monkeypatch: pytest.MonkeyPa
     assert memory.now == 0
     assert not strop.api.dispatchers_of(pipe)
     torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["by block", "by leaf", "sequential"])
+def test_loras_of_an_offloaded_pipeline(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = lend_memory(monkeypatch)
+    eager, fast = pipes(tmp_path)
+    WAYS[way](fast)
+    fast.enable_sequential_cpu_offload = lambda: sequential(fast)  # loaders do so at the end
+    assert_close(draw(fast), draw(eager))
+    for name, road in ROADS.items():
+        given = [road(pipe) or {} for pipe in (eager, fast)]
+        assert_close(draw(fast, **given[1]), draw(eager, **given[0]), name)
+    served = strop.api.dispatchers_of(fast)
+    assert {d.counters.eager_calls for d in served.values()} == {0}
+    assert "are streamed there in each call" in str(strop.explain(fast))
+    strop.restore(fast)
+    if way != "sequential":  # loaders take a copy to "cpu", which is none here
+        assert memory.now == 0
+    assert_close(draw(fast), draw(eager))
+
+
+@pytest.mark.parametrize("order", ["optimize first", "offload first"])
+def test_model_offload_beside_a_budget_is_refused(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lend_memory(monkeypatch)
+    monkeypatch.setattr(model_offload, "DEVICES", ("cpu",))
+    expected, pipe = picture(tiny.pipeline()), tiny.pipeline()
+    options = tiny.options(weights_budget_bytes=600_000)
+    if order == "offload first":
+        pipe.enable_model_cpu_offload(device="cpu")
+        with pytest.raises(OptionError, match="enable_model_cpu_offload takes all of the model"):
+            strop.optimize(pipe, options=options)
+        return
+    strop.optimize(pipe, options=options)
+    torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=1e-4)
+    pipe.enable_model_cpu_offload(device="cpu")
+    with pytest.raises(OptionError, match="enable_model_cpu_offload takes all of the model"):
+        picture(pipe)
+    pipe.remove_all_hooks()
+    torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=1e-4)

@@ -356,6 +356,8 @@ class WeightsBudget:
             if self._home is not None:
                 for region in Regions(self._state.tensors, ()).all:
                     home = self._home_of(region)
+                    if region.device.type == "meta":  # newer hooks have the weights
+                        continue
                     if self._is_resident(region) or region.device != home:
                         region.move(torch.empty(region.size_bytes, dtype=torch.uint8, device=home))
         self._host, self._device, self._home = [], [], None
