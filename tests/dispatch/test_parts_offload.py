@@ -549,3 +549,14 @@ def test_training_is_not_offloaded(memory: CountedMemory) -> None:
     assert memory.most == 0
     reasons = {**dispatcher.traced_by_torch, **dispatcher.counters.fallbacks}
     assert any("nothing stands here" in reason for reason in reasons), reasons
+
+
+def test_gradients_stay_wanted(memory: CountedMemory) -> None:
+    net = compiled("sequential", "offload first", strict=False)
+    check(net, plain())
+    net.requires_grad_(True)
+    net(X)
+    assert all(w.requires_grad and w.is_meta for w in net.parameters())
+    net.requires_grad_(False)
+    check(net, plain())
+    assert not any(w.requires_grad for w in net.parameters())

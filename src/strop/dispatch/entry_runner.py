@@ -260,9 +260,8 @@ class EntryRunner:
         if self.budget is None or not self.budget.serves():
             return place(program, self._state.tensors)
         forget = partial(self._have_forgotten, entry)
-        placed = self.budget.put(program, self._order(entry), forget)
         self._hosted.let_go()
-        return placed
+        return self.budget.put(program, self._order(entry), forget)
 
     def _have_forgotten(self, entry: Entry) -> None:
         if (forget_others := self._forget_others()) is not None:

@@ -17,13 +17,14 @@ from strop.frontend.moving_hooks import moving_hooks
 
 # Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
 COMPILED = ("layerwise_casting", "peft_autocast_disable")
+_ALONE = "of a layer with another hook beside it: leave one of the two out"
 _CACHE = "disable_cache() of the model ends it"
 HOOKS: tuple[tuple[str, str, str], ...] = (
     ("layerwise_casting", "layerwise casting", "load the model in the type that it computes in"),
     ("peft_autocast_disable", "layerwise casting", "load the model in one type"),
-    ("group_offloading", "group offloading", "move the model to its device with .to() instead"),
-    ("lazy_prefetch", "group offloading", "move the model to its device with .to() instead"),
-    ("layer_execution", "group offloading", "move the model to its device with .to() instead"),
+    ("group_offloading", "group offloading", _ALONE),
+    ("lazy_prefetch", "group offloading", _ALONE),
+    ("layer_execution", "group offloading", _ALONE),
     ("pyramid_attention_broadcast", "Pyramid Attention Broadcast", _CACHE),
     ("faster_cache", "FasterCache", _CACHE),
     ("fbc", "First Block Cache", _CACHE),
@@ -37,8 +38,8 @@ HOOKS: tuple[tuple[str, str, str], ...] = (
     ("tp_", "tensor parallelism", "run the model on one device"),
 )
 OFFLOADED = (
-    "offloading by accelerate takes the weights of each layer to another device between calls:"
-    " pipe.enable_model_cpu_offload() takes all of a model, which is compiled"
+    "offloading by accelerate takes weights to another device and back, of a layer with another"
+    " hook beside it: leave one of the two out"
 )
 PACKAGES = {
     "accelerate": ("a hook of accelerate", "accelerate.hooks.remove_hook_from_module removes it"),

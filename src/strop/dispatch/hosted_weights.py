@@ -113,7 +113,7 @@ class HostedWeights:
         return f"{self.taken.name}: {reason}" if reason else ""
 
     def let_go(self) -> None:
-        """Keep no second copy of weights that have been put in their places."""
+        """Keep no second copy of weights that are about to be put in their places."""
         if self.taken is not None:
             self.taken.let_go()
 
@@ -158,6 +158,9 @@ class HostedWeights:
             )
 
     def __str__(self) -> str:
-        if self.budget is not None:
+        if self.budget is not None and not self.is_released:
             return str(self.budget)
-        return f"weights: {self.taken.name} does nothing meanwhile" if self.taken else ""
+        if self.taken is not None:
+            return f"weights: {self.taken.name} does nothing meanwhile"
+        offload = self._state.offload
+        return f"weights: {offload.name} moves them" if offload is not None else ""

@@ -42,7 +42,7 @@ class PartsOffload(Protocol):
         """Tell whether a Parameter no longer holds its weight, as somebody has called a part."""
 
     def let_go(self) -> None:
-        """Keep no copy of weights, as these lie where programs read them."""
+        """Keep no copy of weights, as these are about to lie where programs read them."""
 
     def give_back(self) -> None:
         """Have the hooks do what they did, with weights that lie on the host."""

@@ -185,7 +185,7 @@ def _held(value: Tensor, empty: Tensor) -> Tensor:
 
 def _empty_like(own: Tensor, before: Any) -> Any:
     if before is not None and (before.shape, before.dtype) == (own.shape, own.dtype):
-        return before
+        return before.requires_grad_(own.requires_grad)
     empty = torch.empty_like(own, device="meta")
     if isinstance(own, nn.Parameter):
         return nn.Parameter(empty, requires_grad=own.requires_grad)

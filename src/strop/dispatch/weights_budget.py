@@ -27,7 +27,7 @@ from strop.errors import OptionError
 from strop.ir.program import InputSpec, Program
 from strop.options import Options
 from strop.runtime.run.layouts import bytes_of
-from strop.runtime.run.pinned_memory import pinned
+from strop.runtime.run.pinned_memory import give_back_cached, pinned
 from strop.runtime.run.run_order import RunOrder
 from strop.runtime.run.stream_plan import (
     Block,
@@ -284,6 +284,8 @@ class WeightsBudget:
         self._hold_slots(plan.slot_bytes)
         if leaves and self._state.place.type == "cuda":
             torch.cuda.empty_cache()  # what weights have left is for everybody
+        if going and self._state.place.type == "cuda":
+            give_back_cached()  # libraries may have pinned them, too
         for number in sorted(plan.resident):
             region = regions.all[number]
             if not self._is_resident(region) and not region.is_fixed:
@@ -327,6 +329,11 @@ class WeightsBudget:
             start += size
         self._host.append(piece)
 
+    def _wait(self) -> None:
+        """Wait until no stream reads weights any more, which are about to leave the device."""
+        if self._state.place is not None and self._state.place.type == "cuda":
+            torch.cuda.synchronize(self._state.place)
+
     def _hold_slots(self, slot_bytes: int) -> None:
         assert self._state.place is not None
         if self._slots is not None and self._slots.numel() == 2 * slot_bytes:
@@ -341,6 +348,7 @@ class WeightsBudget:
         call. ``forget`` has everybody let go of the weights."""
         regions = Regions(self._state.tensors, ())  # it holds pieces that weights are parts of
         forget()
+        self._wait()
         self._take_home([region for region in regions.all if self._is_resident(region)])
         self._let_go(regions)
         self._slots = self._lane = None
@@ -351,6 +359,7 @@ class WeightsBudget:
 
     def give_back(self) -> None:
         """Take all weights to where they were given, and let go of the slots."""
+        self._wait()
         self._slots = self._lane = self._plan = None
         with torch.inference_mode(False), torch.no_grad():
             if self._home is not None:
