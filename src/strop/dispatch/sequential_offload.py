@@ -25,7 +25,7 @@ _MAP = "accelerate.utils.offload.PrefixedDataset"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One weight: ``table[name]`` has a tensor without memory, and ``map[key]`` the weight."""
+    """This is one weight: ``table[name]`` has a tensor without memory, and ``map[key]`` it."""
 
     hook: Any
     part: nn.Module
