@@ -1,16 +1,19 @@
 """All tests that need a GPU, in several processes that share it: minutes, not an hour.
 
 python benchmarks/gpu_tests.py [--jobs 10] [--seconds 400] [--only tests/kernels ...]
+    [--logs FOLDER]
 
-Wants torch, diffusers and pytest, no plugin of it. Tests go to processes in chunks of a file; the
-trainer's have the workspace of cuBLAS that makes sums repeatable. Prints a line for each process,
-then what failed and why, or in which test it was cut off. Exits with 1 if anything failed, was cut
-off, or did not run.
+Wants torch, diffusers and pytest, no plugin of it. A process takes a chunk of a file's tests
+whenever it is done with one; those of the trainer have processes of their own, with the workspace
+of cuBLAS that makes sums repeatable. Tests with the marker "alone", which time something, run
+before all others, in one process. Prints a line for each process, then what failed and why, and
+what was cut off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import subprocess
@@ -19,69 +22,78 @@ import tempfile
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 INI = """[pytest]
 addopts = --import-mode=importlib -p no:cacheprovider
 markers =
     gpu: needs an NVIDIA GPU
+    alone: times something on a GPU, which no other process may use meanwhile
     slow: more than ten seconds on two cores
     nightly: takes too long for every change
 """
-CHUNK = 15  # tests of a file that stay in one process, which has imported and compiled for them
+CHUNK = 10  # tests of a file that stay in one process, which has compiled for them
 TRAIN = "tests/train/"
-OF_TRAIN = 2  # tests elsewhere that take as long as one of the trainer
-SUMMARY = re.compile(r"\d+ (?:passed|failed|skipped|error).* in [\d.]+s")
+OF_TRAIN = 2.2  # tests elsewhere that take as long as one of the trainer
+SHARED, ALONE = "gpu and not alone", "gpu and alone"
+REASONS = 40  # lines of a process that say why tests failed
 RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
 
 
-@dataclass
-class Job:
-    """Tests of one process."""
+@dataclass(frozen=True)
+class Worker:
+    """A process, where its output goes, and the count of begun chunks that it shares: while that
+    is held here, the process can open it."""
 
-    is_of_trainer: bool
-    tests: list[str] = field(default_factory=list)
+    log: Path
+    process: Any
+    begun: Any
+
+    def end(self, seconds: float) -> None:
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def results(self) -> dict[str, str]:
+        """Return how each test went that came to an end."""
+        return dict(RESULT.findall(self.log.read_text(errors="replace")))
 
 
-def pytest(ini: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-c", str(ini), f"--rootdir={ROOT}", "-q", *words]
+def pytest_words(ini: Path, marks: str, *words: str) -> list[str]:
+    return ["-c", str(ini), f"--rootdir={ROOT}", "-q", "-m", marks, *words]
 
 
-def collected(ini: Path, only: Sequence[str]) -> dict[str, list[str]]:
+def collected(ini: Path, marks: str, only: Sequence[str]) -> dict[str, list[str]]:
     """By file."""
-    command = pytest(ini, "-m", "gpu", "--collect-only", *only)
+    words = pytest_words(ini, marks, "--collect-only", *only)
+    command = [sys.executable, "-m", "pytest", *words]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     found = defaultdict[str, list[str]](list)
     for line in text.splitlines():
         if "::" in line and not line.startswith(("ERROR", "FAILED")):
             found[line.split("::")[0]].append(line)
-    if not found or "error" in text.splitlines()[-1]:
+    if "error" in text.splitlines()[-1]:
         sys.exit(f"tests could not be collected:\n{text[-3000:]}")
     return found
 
 
-def shared(found: dict[str, list[str]], count: int) -> list[Job]:
-    """Chunks of files, the largest first, each to who has least."""
-    work = {
-        kind: sum(len(t) for f, t in found.items() if f.startswith(TRAIN) is kind)
-        for kind in (True, False)
-    }
-    work[True] *= OF_TRAIN
-    of_trainer = round(count * work[True] / sum(work.values()))
-    of_trainer = min(max(of_trainer, bool(work[True])), count - bool(work[False]))
-    jobs = [Job(number < of_trainer) for number in range(count)]
-    chunks = [
-        (file, tests[n : n + CHUNK])
-        for file, tests in found.items()
-        for n in range(0, len(tests), CHUNK)
-    ]
-    for file, chunk in sorted(chunks, key=lambda each: -len(each[1])):
-        mine = [job for job in jobs if job.is_of_trainer is file.startswith(TRAIN)]
-        min(mine, key=lambda job: len(job.tests)).tests += chunk
-    return [job for job in jobs if job.tests]
+def chunks_of(found: dict[str, list[str]]) -> list[list[str]]:
+    """Return chunks of files, the largest first."""
+    chunks = [tests[n : n + CHUNK] for tests in found.values() for n in range(0, len(tests), CHUNK)]
+    return sorted(chunks, key=len, reverse=True)
+
+
+def processes_for(of_trainer: int, others: int, count: int) -> tuple[int, int]:
+    """Divide processes among tests of the trainer and others. A kind that has any gets one."""
+    work = of_trainer * OF_TRAIN
+    mine = round(count * work / (work + others))
+    mine = min(max(mine, bool(of_trainer)), max(count - bool(others), 1))
+    return mine, max(count - mine, int(bool(others)))
 
 
 def entry_points(folder: Path) -> str:
@@ -98,39 +110,94 @@ def entry_points(folder: Path) -> str:
     return str(folder)
 
 
-def begun(job: Job, ini: Path, log: Path, path: str) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (path, env.get("PYTHONPATH"))))
-    if job.is_of_trainer:
-        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            pytest(ini, "-m", "gpu", "-rfE", "-vv", *job.tests),
-            cwd=ROOT,
-            env=env,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+def run_chunks(
+    chunks: Sequence[Sequence[str]],
+    begun: Any,
+    ini: Path,
+    marks: str,
+    log: Path,
+    env: dict[str, str],
+) -> None:
+    """Run chunks of tests until all are begun, whose count is shared; exit with 1 if one was not
+    green."""
+    os.environ.update(env)
+    with log.open("wb", buffering=0) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    import pytest
+
+    code = 0
+    while True:
+        with begun.get_lock():
+            number, begun.value = begun.value, begun.value + 1
+        if number >= len(chunks):
+            sys.exit(code)
+        code |= bool(pytest.main(pytest_words(ini, marks, "-rfE", "-vv", *chunks[number])))
 
 
-def told(number: int, job: Job, log: Path, code: int) -> tuple[int, int]:
-    """How many of its tests are green, and how many skipped themselves, having said how it went."""
-    text = log.read_text(errors="replace")
-    summary, results = SUMMARY.findall(text), dict(RESULT.findall(text))
-    how = summary[-1] if summary else f"cut off in {_first_without(results, job)}"
-    print(f"{number:3}  {len(job.tests):4} tests  exit {code:4}  {how}", flush=True)
-    if code:
-        marks = ("FAILED", "ERROR", "E  ")
-        print("\n".join([line[:200] for line in text.splitlines() if line.startswith(marks)][:20]))
-    passed, skipped = (
-        sum(result == kind for result in results.values()) for kind in ("PASSED", "SKIPPED")
+def with_marker(only: Sequence[str]) -> list[str]:
+    """Return the files in which a test has the marker "alone"."""
+    places = [ROOT / each.split("::")[0] for each in only]
+    files = [
+        file
+        for place in places
+        for file in (sorted(place.rglob("test_*.py")) if place.is_dir() else [place])
+    ]
+    return [str(file.relative_to(ROOT)) for file in files if "mark.alone" in file.read_text()]
+
+
+def started(
+    name: str,
+    chunks: Sequence[Sequence[str]],
+    count: int,
+    ini: Path,
+    logs: Path,
+    marks: str = SHARED,
+    env: dict[str, str] | None = None,
+) -> list[Worker]:
+    """Start processes that divide chunks of tests among themselves."""
+    context = multiprocessing.get_context("spawn")
+    begun, workers = context.Value("i", 0), []
+    for n in range(count):
+        log = logs / f"{name}{n}.txt"
+        log.touch()
+        words = (chunks, begun, ini, marks, log, env or {})
+        process = context.Process(target=run_chunks, args=words)
+        process.start()
+        workers.append(Worker(log, process, begun))
+    return workers
+
+
+def all_started(found: dict[str, list[str]], count: int, ini: Path, logs: Path) -> list[Worker]:
+    """Start processes for the tests of the trainer, and for all others."""
+    of_trainer, others = (
+        chunks_of({file: found[file] for file in found if file.startswith(TRAIN) is kind})
+        for kind in (True, False)
     )
-    return passed, skipped
+    mine, rest = processes_for(sum(map(len, of_trainer)), sum(map(len, others)), count)
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return [
+        *started("trainer", of_trainer, mine, ini, logs, env=env),
+        *started("others", others, rest, ini, logs),
+    ]
 
 
-def _first_without(results: Mapping[str, str], job: Job) -> str:
-    """Return the test that has no result though all before it have."""
-    return next((test for test in job.tests if test not in results), "nothing")
+def told(worker: Worker, asked: set[str]) -> None:
+    """Print how a process went, what failed in it and why."""
+    results, code = worker.results(), worker.process.exitcode
+    counts = {kind: list(results.values()).count(kind) for kind in sorted({*results.values()})}
+    how = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items())
+    print(f"{worker.log.stem:10} exit {code:4}  {how}", flush=True)
+    text = worker.log.read_text(errors="replace")
+    lines = text.splitlines()
+    if code < 0:
+        begun = [line.split(" ")[0] for line in lines if line.startswith("tests/")]
+        lost = [test for test in begun if test in asked and test not in results]
+        print(f"  cut off in {lost[-1] if lost else 'nothing'}")
+    reasons = [line[:200] for line in lines if line.startswith("E  ")]
+    failed = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    for line in (*failed, *reasons[:REASONS]):
+        print(f"  {line}")
 
 
 def main() -> None:
@@ -140,29 +207,54 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10, help="processes")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which all are ended")
     parser.add_argument("--only", nargs="+", default=["tests"], help="files or folders of tests")
+    parser.add_argument("--logs", type=Path, help="folder for the whole output")
     args = parser.parse_args()
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         start, ini = time.monotonic(), Path(folder) / "pytest.ini"
         ini.write_text(INI)
-        jobs = shared(collected(ini, args.only), args.jobs)
-        logs = [Path(folder) / f"{number}.txt" for number in range(len(jobs))]
-        path = entry_points(Path(folder))
-        running = [begun(job, ini, log, path) for job, log in zip(jobs, logs, strict=True)]
-        for process in running:
-            try:
-                process.wait(max(args.seconds - (time.monotonic() - start), 1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        codes = [process.returncode for process in running]
-        each = zip(range(len(jobs)), jobs, logs, codes, strict=True)
-        passed, skipped = map(sum, zip(*(told(*one) for one in each), strict=True))
-    count, took = sum(len(job.tests) for job in jobs), time.monotonic() - start
+        logs = args.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        found = collected(ini, SHARED, args.only)
+        files = with_marker(args.only)
+        alone = collected(ini, ALONE, files) if files else {}
+        tests = {test for each in (*found.values(), *alone.values()) for test in each}
+        if not tests:
+            sys.exit(f"there is no test with the marker gpu in {', '.join(args.only)}")
+        paths = [entry_points(Path(folder)), str(ROOT)]
+        sys.path[:0] = paths
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, before)))
+        os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+        workers: list[Worker] = []
+        for begin in (
+            lambda: started("alone", chunks_of(alone), 1 if alone else 0, ini, logs, ALONE),
+            lambda: all_started(found, args.jobs, ini, logs),
+        ):
+            begun = begin()
+            for worker in begun:
+                worker.end(max(args.seconds - (time.monotonic() - start), 1))
+            workers += begun
+        for worker in workers:
+            told(worker, tests)
+        results = {test: how for worker in workers for test, how in worker.results().items()}
+        codes = [worker.process.exitcode for worker in workers]
+    summary(tests, results, time.monotonic() - start)
+    sys.exit(len(results) < len(tests) or any(codes))
+
+
+def summary(tests: set[str], results: dict[str, str], seconds: float) -> None:
+    """Print what was not green, and counts of all."""
+    for test in sorted(tests - {*results}):
+        print(f"did not end: {test}")
+    for test, how in sorted(results.items()):
+        if how in ("FAILED", "ERROR"):
+            print(f"{how.lower()}: {test}")
+    passed, skipped = (list(results.values()).count(how) for how in ("PASSED", "SKIPPED"))
     print(
-        f"{passed} green, {skipped} skipped, {count - passed - skipped} not green, of {count} "
-        f"in {len(jobs)} processes, {took:.0f} s"
+        f"{passed} green, {skipped} skipped, {len(tests) - passed - skipped} not green,"
+        f" of {len(tests)}, {seconds:.0f} s"
     )
-    sys.exit(passed + skipped < count or any(codes))
 
 
 if __name__ == "__main__":

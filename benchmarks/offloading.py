@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from strop.bench.wait_models import MODELS
 
 CONTENDERS = ("eager", "strop")
 LIMIT = 1.20  # what model offload may cost, of a resident picture
+SAME = ("kind", "model", "steps", "is_tiny")  # in a file that rows are added to
 COPIED_BYTES = 1 << 30  # to measure the rate of the bus
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         "environment": environment.describe(device),
         "bus_gb_s": bus_rate(device),
     }
-    rows, clock = rows_before(args.out, result), Deadline.of(60 * args.minutes)
+    rows, clock = rows_before(args.out, result, SAME), Deadline.of(60 * args.minutes)
     for name in args.contenders.split(","):
         if clock.left() <= 0:
             rows[name] = {"skipped": "time was over"}
@@ -77,12 +78,12 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def rows_before(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows of an earlier run of the same pictures."""
+def rows_before(path: Path, result: dict[str, Any], same: Sequence[str]) -> dict[str, Any]:
+    """Return the rows of an earlier run whose result has the ``same`` in these places."""
     if not path.is_file():
         return {}
     before: dict[str, Any] = json.loads(path.read_text())
-    if any(before.get(key) != result[key] for key in ("kind", "model", "steps", "is_tiny")):
+    if any(before.get(key) != result[key] for key in same):
         raise SystemExit(f"{path} has results of something else")
     return dict(before["rows"])
 

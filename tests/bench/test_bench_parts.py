@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,16 @@ def test_calls_take_turns() -> None:
     order.clear()
     timer.time_calls(calls, CPU, samples=1, inner={"a": 1, "b": 3}, warmup=0)
     assert "".join(order) == "abbb"
+
+
+def test_each_call_comes_behind_each_other() -> None:
+    """What a call leaves behind, heat or a cache, meets all alike."""
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    timer.time_calls(calls, CPU, samples=12, inner=1, warmup=0)
+    pairs = Counter(f"{one}{two}" for one, two in itertools.pairwise(order) if one != two)
+    assert set(pairs) == {"ab", "ba", "bc", "cb", "ca", "ac"}
+    assert max(pairs.values()) - min(pairs.values()) <= 2
 
 
 def test_a_call_that_captures_again_is_timed_like_others() -> None:

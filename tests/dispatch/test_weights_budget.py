@@ -111,6 +111,10 @@ def test_calls_within_a_budget(memory: CountedMemory, share: float) -> None:
     kept, streamed = budget._resident_bytes, plan.streamed_bytes
     assert f"weights: {kept / 1e6:.2f} MB stay on cpu" in report
     assert f"weights_budget_bytes={int(share * size_of(net))}" in report
+    assert budget.streamed_bytes == streamed
+    assert budget.peak_bytes == budget.held_bytes + budget.working_bytes
+    assert budget.working_bytes >= WIDTH * X.shape[0] * X.element_size()
+    assert f"a call takes {budget.peak_bytes / 1e6:.2f} MB at its peak" in report
     if share < 1:
         assert f"{streamed / 1e6:.2f} MB are streamed there in each call, in" in report
         assert f"{len(plan.blocks)} blocks through 2 slots of" in report

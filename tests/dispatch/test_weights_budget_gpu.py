@@ -127,6 +127,7 @@ def test_streams_take_turns() -> None:
     assert all(map(torch.equal, results, expected))
 
 
+@pytest.mark.alone
 def test_copies_run_beside_what_is_computed() -> None:
     net, x = budgeted(model(), 0.4), inputs(6144)
     resident = strop.optimize(model().to("cuda"), options=tiny.options(cuda_graphs=False))

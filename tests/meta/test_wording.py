@@ -20,8 +20,6 @@ NOUN = re.compile(r" (?:[a-z]+ )?[a-z]*[a-rt-z]s\b")  # not "pass"
 OTHERS = {
     "codegen/triton_column.py: {num_cols} cols",  # a size, which may be symbolic
     "models/sprites/learner.py: {len(source)} tensors",  # of a model; this part imports nothing
-    "gpu_tests.py: {len(job.tests)} tests",  # a column, in a script that runs without Strop
-    "gpu_tests.py: {len(jobs)} processes",
 }
 
 

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+CUBLAS_BYTES = 32 << 20  # workspace of cuBLAS on Hopper, on the stream that a graph is captured on
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,7 @@ def test_replays_find_the_columns_anew(tmp_path):
 
 
 def test_no_weight_is_dequantised(tmp_path):
-    count, width = 8, 2048
+    count, width = 8, 4096
     torch.manual_seed(0)
     layers = [CodedLinear(width, width, bias=False) for _ in range(count)]
     stack = on_gpu(nn.Sequential(*layers).eval().requires_grad_(False))
@@ -100,7 +101,9 @@ def test_no_weight_is_dequantised(tmp_path):
     for _ in range(3):
         stack(x)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < width * width * 2  # a weight in halves
+    in_halves = width * width * 2
+    more = torch.cuda.max_memory_allocated() - before
+    assert more < CUBLAS_BYTES + in_halves, "eight weights in halves are eight times as much"
 
 
 def test_the_library(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from strop.ir.loops import (
     outs_of,
     with_sizes,
 )
-from strop.ir.ops import OPS, compute_dtype
+from strop.ir.ops import CODES, OPS, compute_dtype
 from strop.ir.source import is_within
 
 TYPES: Mapping[torch.dtype, str] = {
@@ -45,6 +45,7 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",
 }
+ROUNDINGS = frozenset(("round", "floor", "ceil", "trunc", "frac", "div_trunc"))
 LIMIT = 2**31
 NO_LIMIT = 2**62
 ALIGNED = 8  # elements: 16 bytes of fp16
@@ -241,6 +242,15 @@ def is_transposing(kernel: LoopKernel) -> bool:
     return False
 
 
+@lru_cache(maxsize=512)
+def rounds_to_codes(kernel: LoopKernel) -> bool:
+    """Tell whether a statement rounds to whole numbers, or to eight bits."""
+    return any(
+        isinstance(s, Apply) and (s.op in ROUNDINGS or (s.op == "cast" and s.dtype in CODES))
+        for s in kernel.body + kernel.tail
+    )
+
+
 @dataclass
 class Printer:
     """Prints the statements of one kernel, a tile at a time."""
@@ -254,9 +264,11 @@ class Printer:
 
     @property
     def is_exact(self) -> bool:
-        """Tell whether fp32 leaves the kernel: half types hide what a division loses, and a kernel
-        that moves twice as many bytes has time for a better one."""
-        return any(p.is_output and p.dtype is torch.float32 for p in self.kernel.params)
+        """Tell whether fp32 leaves the kernel, or it rounds to few values. Half types hide what a
+        division loses, and a kernel that moves twice as many bytes has time for a better one. What
+        lies between two codes goes to the other one by the last bit of a quotient."""
+        leaves_in_fp32 = any(p.is_output and p.dtype is torch.float32 for p in self.kernel.params)
+        return leaves_in_fp32 or rounds_to_codes(self.kernel)
 
     def quotient(self, total: str, count: str, dtype: torch.dtype) -> str:
         """Return a reduction's sum over the number of its terms, which is an integer."""

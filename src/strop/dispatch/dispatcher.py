@@ -100,7 +100,7 @@ class Dispatcher:
         self._replaced = "" if is_own else replacement_before(module)
         self.has_left = False  # then whoever still calls it gets what the module does without us
         self.on_leave: Callable[[], object] | None = None  # is called then
-        self.counters = Counters()
+        self.counters, self._checked_loop = Counters(), 0
         cpu_fast_path.reserve_entrance(module)
         self._lock, self._in_flight = FairLock(), RunsInFlight()
         self.state = ModuleState(
@@ -137,7 +137,6 @@ class Dispatcher:
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused = PreparedCalls(), RefusedCalls()
-        self._checked_loop = 0
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)
@@ -467,8 +466,9 @@ class Dispatcher:
     ) -> Any:
         """Run the call in eager, whose own exception comes first: it says more than that tracing
         failed."""
-        is_alone = self.hosted.is_away() or self.state.effective.rows is not None  # none in eager
-        if is_alone or (self.options.strict and refusal.__cause__ is None):
+        self.hosted.refuse(str(refusal))  # where eager could not run it either
+        is_by_row = self.state.effective.rows is not None  # of which it knows nothing
+        if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
         try:
             result = self._run_plainly(args, kwargs)

@@ -232,7 +232,7 @@ class EntryRunner:
         streaming = None
         if self._has_budget and self.budget is not None:
             state, streaming = self.budget.bind(program, self._order(entry), entry.placed)
-        return Bound(
+        bound = Bound(
             program,
             entry.env,
             state,
@@ -244,6 +244,9 @@ class EntryRunner:
             plans=entry.variant.plans,
             streaming=streaming,
         )
+        if self.budget is not None:
+            self.budget.working_bytes = max(self.budget.working_bytes, bound.working_bytes)
+        return bound
 
     @property
     def budget(self) -> WeightsBudget | None:

@@ -78,6 +78,7 @@ class WeightsBudget:
         self._host: list[Tensor] = []  # pinned pieces that regions lie in
         self._device: list[Tensor] = []  # where that is a CPU too: what stands for its memory
         self._resident_bytes = 0  # as planned last
+        self.working_bytes = 0  # that the program bound so far that needs the most takes in a run
         self._scattered = set[int]()  # ids of weights that some program reads at several places
         self._slots: Tensor | None = None
         self._lane: Lane | None = None
@@ -125,18 +126,35 @@ class WeightsBudget:
             return f"weights: all on the host, until the next call ({budget})"
         kept, on = f"{self._resident_bytes / 1e6:.2f} MB stay", f"on {self._state.place}"
         if not self._plan.blocks:
-            return f"weights: {kept} {on}, all of them ({budget})"
+            return f"weights: {kept} {on}, all of them ({budget}); {self._peak_text()}"
         streamed, slot = self._plan.streamed_bytes / 1e6, self._plan.slot_bytes / 1e6
         return (
             f"weights: {kept} {on}, {streamed:.2f} MB are streamed there in each call, in"
             f" {counted(len(self._plan.blocks), 'block')} through 2 slots of {slot:.2f} MB"
-            f" ({budget}); without CUDA graphs, and nothing is hoisted out of loops"
+            f" ({budget}); {self._peak_text()}; without CUDA graphs, and nothing is hoisted out of"
+            " loops"
         )
+
+    def _peak_text(self) -> str:
+        working = f"{self.working_bytes / 1e6:.2f} MB of working memory"
+        return f"a call takes {self.peak_bytes / 1e6:.2f} MB at its peak, with {working}"
 
     @property
     def held_bytes(self) -> int:
         """Return the memory of the device that weights and slots take."""
         return self._resident_bytes + (self._slots.numel() if self._slots is not None else 0)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Return what the program that was bound last copies to the device in each call."""
+        return self._plan.streamed_bytes if self._plan is not None else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the memory of the device that calls take at their peak: weights that stay, slots,
+        and working memory of the largest program. Arguments and what libraries keep are beside
+        it."""
+        return self.held_bytes + self.working_bytes
 
     # placing
 
@@ -371,7 +389,7 @@ class WeightsBudget:
                         region.move(torch.empty(region.size_bytes, dtype=torch.uint8, device=home))
         self._host, self._device, self._home = [], [], None
         self._elsewhere.clear()
-        self._resident_bytes = 0
+        self._resident_bytes = self.working_bytes = 0
 
     # binding
 

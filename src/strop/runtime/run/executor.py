@@ -114,6 +114,12 @@ class Bound:
     # memory
 
     @property
+    def working_bytes(self) -> int:
+        """Return the memory that a run takes beside arguments and weights: that of its values, of
+        those that library calls allocate, and of what outlives it."""
+        return self.arena_bytes + self.call_bytes + self.kept_bytes
+
+    @property
     def is_large(self) -> bool:
         """Say whether it has memory of its own, for the time of a run."""
         return self.program.device == "cuda" and self.arena_bytes > KEPT_BYTES
