@@ -8,8 +8,6 @@ that is nothing but kernels on a CPU, the second call of a shape goes the short 
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +24,7 @@ from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
-from strop.dispatch.features import place_for, replacement_before, take_out
+from strop.dispatch.features import take_out
 from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
@@ -34,6 +32,7 @@ from strop.dispatch.known_bindings import KnownBindings, StateBinding
 from strop.dispatch.known_dispatchers import ALL, have_others_rest
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.plain_forward import ForwardStandIn
 from strop.dispatch.prepared_calls import PreparedCalls
 from strop.dispatch.refused_calls import RefusedCalls
 from strop.dispatch.signature import (
@@ -57,17 +56,11 @@ from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run.fair_turns import FairLock
 from strop.runtime.run.library_calls import drawing_by
 
-
-def _plain_forward(module: nn.Module) -> Any:
-    """Return the forward of the module's class, bound to the module."""
-    return types.MethodType(type(module).forward, module)
-
-
 _AS_IT_IS, _NO_RESULT = contextlib.nullcontext(), object()
 
 
-class Dispatcher:
-    """This stands in for ``module.forward``."""
+class Dispatcher(ForwardStandIn):
+    """This stands in for ``module.forward``, and runs programs in its place."""
 
     folds_adapters = True  # layers with adapters run as plain ones do
     streams = True  # weights that have a budget
@@ -86,18 +79,10 @@ class Dispatcher:
     ) -> None:
         """``component`` is what the module is a part of, which hooks move as a whole. ``variants``
         are those of other modules of the same structure."""
-        self.module, self.options = module, options
-        self.component = component or module
+        super().__init__(module, name or type(module).__name__)
+        self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
-        self.name = name or type(module).__name__
-        holder, place = place_for(module)
-        self._eager: Callable[..., Any] | None = getattr(holder, place)
-        self._before = vars(holder).get(place)  # in whose place this one will be
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        is_own = getattr(self._eager, "__func__", None) is type(module).forward
-        if is_own:  # whatever function that is at a call
-            self._eager = None
-        self._replaced = "" if is_own else replacement_before(module)
         self.has_left = False  # then whoever still calls it gets what the module does without us
         self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters, self._checked_loop = Counters(), 0
@@ -140,17 +125,6 @@ class Dispatcher:
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)
-
-    def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run as without us. Dynamo traces this, and does not know how to make a method."""
-        if self._eager is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self._eager(*args, **kwargs)
-
-    @property
-    def eager(self) -> Callable[..., Any]:
-        """Return the forward that the module has without us."""
-        return self._eager or _plain_forward(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
@@ -381,18 +355,6 @@ class Dispatcher:
         except BaseException:
             self._checked_loop = 0  # nobody has looked at the module
             raise
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # a copy is a plain module
-        return copy.deepcopy(self.eager, memo)
-
-    def __reduce__(self) -> Any:  # so is one that was pickled
-        if self._replaced:
-            raise TypeError(f"{self.name}: {self._replaced}, and cannot be pickled")
-        return _plain_forward, (self.module,)
-
-    @property
-    def __code__(self) -> Any:  # torch.export asks for it
-        return self.eager.__code__
 
     def _unfit(self) -> str:
         """Say why this call cannot be served by an inference program, or nothing."""
