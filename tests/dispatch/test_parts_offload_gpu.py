@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from diffusers.hooks import apply_group_offloading
+from accelerate.hooks import remove_hook_from_module
+from diffusers.hooks import HookRegistry, apply_group_offloading
 from torch import Tensor, nn
 
 import strop
@@ -50,6 +51,7 @@ def groups(**how: Any) -> Callable[[Any], None]:
     return lambda net: apply_group_offloading(net, torch.device("cuda"), **how)
 
 
+MOVING = ("group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker")
 BLOCKS = {"offload_type": "block_level", "num_blocks_per_group": 1}
 WAYS: dict[str, Callable[[Any], None]] = {
     "blocks": groups(offload_type="block_level", num_blocks_per_group=2),
@@ -245,3 +247,25 @@ def test_no_slower_than_the_library() -> None:
         times[name] = begin.elapsed_time(end) / 5
     print(", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items()))
     assert times["strop"] < times["diffusers"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_is_moved_when_the_hooks_are_gone(way: str) -> None:
+    net, x = plain(), inputs(64)
+    WAYS[way](net)
+    strop.optimize(net, options=tiny.options(strict=True))
+    expected = net(x)
+    if way == "sequential":
+        remove_hook_from_module(net, recurse=True)
+    else:
+        registry = HookRegistry.check_if_exists_or_initialize(net)
+        for name in MOVING:
+            registry.remove_hook(name, recurse=True)
+    net.to("cuda")
+    for _ in range(3):
+        torch.testing.assert_close(net(x), expected, **CLOSE)
+    assert {w.device.type for w in net.parameters()} == {"cuda"}
+    assert dispatcher_in(net).budget is None
+    assert dispatcher_in(net).counters.eager_calls == 0
+    strop.restore(net)
+    torch.testing.assert_close(net(x), expected, **CLOSE)

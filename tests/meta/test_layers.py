@@ -89,6 +89,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.adapter",
         "dispatch.changing",
         "dispatch.dispatcher",
+        "dispatch.features",
         "dispatch.known_dispatchers",
         "dispatch.gc_pause",
         "dispatch.model_offload",

@@ -64,6 +64,8 @@ class HostedWeights:
             return True
         if known is None and found is None:
             return self._follow_call(tensors)
+        if found is None and self.budget is not None and self._lie_with(tensors):
+            self.budget.forget()  # the hooks are gone, and the call is for a GPU that has all
         self.release()
         if self.budget is not None:
             self.budget.give_back()
@@ -77,6 +79,11 @@ class HostedWeights:
     def _woken(self) -> None:
         if (wake := self._wake()) is not None:
             wake()
+
+    def _lie_with(self, given: Sequence[Tensor] | None) -> bool:
+        """Tell whether all weights lie on the GPU on which the arguments of a call are."""
+        devices = {tensor.device for tensor in (*self._state.tensors, *(given or ()))}
+        return bool(given) and len(devices) == 1 and next(iter(devices)).type != "cpu"
 
     def _follow_call(self, tensors: Sequence[Tensor] | None) -> bool:
         if self.budget is None or tensors is None:

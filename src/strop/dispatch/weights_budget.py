@@ -75,6 +75,7 @@ class WeightsBudget:
         self._most_bytes = budget_bytes  # as planned last
         self._home: torch.device | None = None  # where the weights were given,
         self._elsewhere: dict[int, tuple[Tensor, torch.device]] = {}  # but for these, by their ids
+        self._places: dict[int, torch.device] = {}  # where they were put, by their ids
         self._host: list[Tensor] = []  # pinned pieces that regions lie in
         self._device: list[Tensor] = []  # where that is a CPU too: what stands for its memory
         self._resident_bytes = 0  # as planned last
@@ -170,12 +171,14 @@ class WeightsBudget:
         self._unite(program.inputs)
         placed = self._found(program, order)
         if self._is_settled(placed):
+            self._places = {id(t): t.device for t in self._state.tensors}
             return [*placed.state]
         before_move()
         self._state.release_pieces()
         plan, regions, uses = self._planned(placed), placed.regions, placed.uses
         del placed  # what it holds would keep memory that weights leave
         self._move(regions, plan, uses)
+        self._places = {id(t): t.device for t in self._state.tensors}
         return [*self._found(program, order).state]
 
     def misfit(self, program: Program) -> str:
@@ -371,14 +374,17 @@ class WeightsBudget:
         self._let_go(regions)
         self._slots = self._lane = None
         self._resident_bytes = 0
+        self._places = {id(t): t.device for t in self._state.tensors}
         self._state.merged.add([whole for region in regions.all for whole in region.wholes])
         if self._state.place is not None and self._state.place.type == "cuda":
             torch.cuda.empty_cache()  # what weights have left is for everybody
 
     def give_back(self) -> None:
         """Take all weights to where they were given, and let go of the slots."""
+        if self._were_moved():
+            self.forget()
+            return
         self._wait()
-        self._slots = self._lane = self._plan = None
         with torch.inference_mode(False), torch.no_grad():
             if self._home is not None:
                 for region in Regions(self._state.tensors, ()).all:
@@ -387,9 +393,22 @@ class WeightsBudget:
                         continue
                     if self._is_resident(region) or region.device != home:
                         region.move(torch.empty(region.size_bytes, dtype=torch.uint8, device=home))
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave all weights where they are, and let go of the slots."""
+        self._slots = self._lane = self._plan = None
         self._host, self._device, self._home = [], [], None
         self._elsewhere.clear()
+        self._places.clear()
         self._resident_bytes = self.working_bytes = 0
+
+    def _were_moved(self) -> bool:
+        """Tell whether somebody has taken all weights to one device since, where some were not:
+        there they are wanted."""
+        tensors = self._state.tensors
+        is_one = len({tensor.device for tensor in tensors}) == 1
+        return is_one and any(self._places.get(id(t), t.device) != t.device for t in tensors)
 
     # binding
 

@@ -79,8 +79,9 @@ def plan_stream(
     taken = {n: aligned(size) for n, size in sizes.items()}
     read = dict.fromkeys(n for use in uses for n in use.regions)
     whole_bytes = _sum(taken, {*read, *here})
+    all_here = StreamPlan(frozenset({*read, *here}), 0, ())
     if whole_bytes <= budget_bytes and read.keys().isdisjoint(away):
-        return StreamPlan(frozenset({*read, *here}), 0, ())
+        return all_here
     scattered = scattered_regions(uses, taken, here)
     if lost := scattered & set(away):
         raise OptionError(
@@ -93,6 +94,8 @@ def plan_stream(
     slot, forced = _forced(units, taken, away)
     least = _sum(taken, fixed) + forced + 2 * slot
     if least > budget_bytes and stretches:
+        if whole_bytes <= least and read.keys().isdisjoint(away):
+            return all_here
         budget_bytes = least
     if least > budget_bytes:
         raise OptionError(
