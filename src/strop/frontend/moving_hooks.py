@@ -71,7 +71,8 @@ def _of_accelerate(module: nn.Module) -> tuple[Any, ...]:
     if getattr(forward.func, "__module__", "") != "accelerate.hooks":
         return ()
     hooks = tuple(hook.hooks) if qualified(type(hook)) == _SEQUENCE else (hook,)
-    is_known = all(qualified(type(hook)) == ALIGN and not hook.no_grad for hook in hooks)
+    is_known = all(qualified(type(one)) == ALIGN and not one.no_grad for one in hooks)
+    is_known &= not hook.no_grad
     return hooks[::-1] if is_known and _is_inmost(own.get("_old_forward"), module) else ()
 
 
