@@ -100,6 +100,21 @@ def test_each_call_comes_behind_each_other() -> None:
     assert max(pairs.values()) - min(pairs.values()) <= 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_graph_keeps_what_it_reads() -> None:
+    """Nobody else holds the arguments of a call that a hand-made graph was captured from: other
+    tensors came to lie where they had been."""
+
+    def graph_of(x: torch.Tensor) -> timer.Call:
+        return timer.captured(lambda: x * 2)
+
+    replay = graph_of(torch.ones(1 << 20, device="cuda"))
+    others = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(8)]
+    assert replay().mean().item() == 2
+    assert len(others) == 8
+
+
 def test_a_call_that_captures_again_is_timed_like_others() -> None:
     """A graph whose working memory has grown since is captured again by the next call; what that
     takes does not say how many calls make a sample."""

@@ -122,6 +122,25 @@ def test_nothing_is_timed_beside_compilers(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == ["wait", "turns"]
 
 
+@pytest.mark.parametrize("factor", [2.0, float("nan")])
+def test_a_contender_with_a_wrong_result_has_failed(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = infer_measure.take_turns
+
+    def turns(calls: dict[str, Any], *given: Any) -> Any:
+        right = calls["eager"]
+        calls["eager"] = lambda: right() * factor
+        return usual(calls, *given)
+
+    monkeypatch.setattr(infer_measure, "take_turns", turns)
+    rows = chosen_rows(["P1"], tiny=True)
+    (result,) = infer.run(rows, replace(TINY, peers=("eager",)), is_apart=False)
+    assert result["contenders"]["strop"]["rms"] < 1e-2
+    assert "of its size off" in result["contenders"]["eager"]["failed"]
+    assert "of its size off" in str(infer_report.rows_of([result]))
+
+
 @pytest.mark.parametrize("wanted", [1, 3])
 def test_a_sample_has_as_many_calls_as_were_asked_for(wanted: int) -> None:
     (row,) = chosen_rows(["P1"], tiny=True)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import strop
 from strop.dispatch import model_offload, offloaded_weights
-from strop.dispatch.offloaded_weights import OffloadedWeights, sums_of
+from strop.dispatch.offloaded_weights import OffloadedWeights
+from strop.runtime.run import flat_copy
+from strop.runtime.run.flat_copy import ROW_BYTES, FlatCopy, FlatSums
 from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of eight in another order
@@ -226,10 +228,57 @@ def test_nothing_keeps_the_memory_of_a_model_on_the_host(monkeypatch: pytest.Mon
 
 
 def test_sums_see_what_plain_sums_do_not() -> None:
-    flat = torch.randint(0, 255, (4 * offloaded_weights.ROW_BYTES,), dtype=torch.uint8)
-    known = sums_of(flat)
+    flat = torch.randint(0, 255, (4 * ROW_BYTES,), dtype=torch.uint8)
+    known = FlatSums.of(flat)
     numbers = flat.view(torch.int64)
     numbers[[0, 5000]] = numbers[[5000, 0]]
-    assert not offloaded_weights._are_equal(known, sums_of(flat))
+    assert not known.equal(FlatSums.of(flat))
     numbers[[0, 5000]] = numbers[[5000, 0]]
-    assert offloaded_weights._are_equal(known, sums_of(flat))
+    assert known.equal(FlatSums.of(flat))
+
+
+def test_a_copy_in_chunks_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_copy, "CHUNK_BYTES", ROW_BYTES)
+    host = torch.randint(0, 255, (3 * ROW_BYTES,), dtype=torch.uint8)
+    memory = StandingMemory(CPU)
+    copy = FlatCopy(host, memory)
+    copy.go_on(2 * ROW_BYTES - 1)
+    assert copy.copied_bytes == ROW_BYTES, "whole chunks"
+    copy.go_on(ROW_BYTES)
+    assert copy.copied_bytes == memory.tensor.numel() == ROW_BYTES
+    flat, sums = copy.finish()
+    assert torch.equal(flat, host)
+    assert sums.equal(FlatSums.of(host))
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_model_comes_while_the_one_before_is_still_there(
+    write: bool, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much of it is copied as both have room for; what is written meanwhile is seen."""
+    monkeypatch.setattr(flat_copy, "CHUNK_BYTES", ROW_BYTES)
+    monkeypatch.setattr(offloaded_weights, "SPARE", 1.0)
+    begun: list[int] = []
+    usual = FlatCopy.go_on
+
+    def go_on(copy: FlatCopy, end_bytes: int) -> None:
+        usual(copy, end_bytes)
+        begun.append(copy.copied_bytes)
+
+    one, two = (strop.optimize(plain(), options=tiny.options(strict=True)) for _ in range(2))
+    _, first = cpu_offload_with_hook(one, "cpu")
+    _, second = cpu_offload_with_hook(two, "cpu", prev_module_hook=first)
+    twin = plain()
+    for _ in range(4):
+        check(one, plain())
+        monkeypatch.setattr(FlatCopy, "go_on", go_on)
+        if write:
+            for net in (two, twin):
+                net.v.weight.data.mul_(0.5)
+        check(two, twin)
+        monkeypatch.setattr(FlatCopy, "go_on", usual)
+        second.offload()
+    size = ROW_BYTES  # of either
+    # begun beside the first one, and nothing is left for the rest
+    expected = [size, size] if memory == "stays" else [size]
+    assert begun[-len(expected) :] == expected

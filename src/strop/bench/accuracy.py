@@ -115,6 +115,13 @@ def worst(
     return {"psnr_to_eager_db": min(min(psnr_db(found, eager), 200.0) for found in results)}
 
 
+def rms_error(found: Tensor, exact: Tensor) -> float:
+    """Return the RMS error of a result, relative to the RMS of the exact one; nan if some of it
+    is."""
+    wide = exact.double()
+    return _errors(found, wide, wide.square().mean().sqrt().item())[0]
+
+
 def _errors(found: Tensor, exact: Tensor, scale: float) -> tuple[float, float]:
     difference = (found.double() - exact).abs() / max(scale, 1e-30)
     return difference.square().mean().sqrt().item(), difference.max().item()

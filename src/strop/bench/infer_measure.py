@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from strop.bench import accuracy, environment, peers, timer
 from strop.bench import compile as compile_bench
 from strop.bench.cases import BenchCase
@@ -33,6 +35,7 @@ from strop.debug.explain import explain
 PROFILE_S = 10.0
 TURNS_S = 45.0  # for timing and profiles, which no slow peer's compile may use up
 LOAD_CALLS = 8  # in a row while the GPU is looked at
+WRONG = 0.3  # of a result's size: half types lose less in any model here
 MAX_TOP = 20  # kernels of a profile that are kept
 MEMORY_PEERS = ("eager", "eager-naive")
 
@@ -87,6 +90,7 @@ def _measure(
     if "strop" in calls:
         result["counts"] = explain(group.target).summary()
         result["error"] = _error(outputs)
+    known = outputs.get("references")
     outputs.clear()
     if calls and row.kind != "memory":
         group.wait()
@@ -94,6 +98,8 @@ def _measure(
         times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
         for name, timing in times.items():
             result["contenders"][name] |= timing
+        if known:
+            _check(calls, known[1], result["contenders"])
         if row.kind == "step" and plan.where.type == "cuda":
             for name, call in calls.items():
                 result["contenders"][name]["load"] = environment.gpu_load(
@@ -101,6 +107,17 @@ def _measure(
                 )
         result["timing_s"] = round(before - clock.left(), 2)
     return calls
+
+
+def _check(calls: Mapping[str, timer.Call], exact: Tensor, contenders: dict[str, Found]) -> None:
+    """Note how far from the exact result each is that was timed, relative to its size; say of those
+    that have another one that they failed. Wrong numbers may even be faster: NaN take less power,
+    and the clock rises."""
+    for name, call in calls.items():
+        off = accuracy.rms_error(call(), exact)
+        contenders[name]["rms"] = off
+        if not off <= WRONG:
+            contenders[name]["failed"] = f"its result is {off:.2g} of its size off"
 
 
 def _terms(name: str, case: BenchCase, plan: Plan, clock: Deadline) -> tuple[str, float]:

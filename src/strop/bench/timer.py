@@ -239,6 +239,19 @@ def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[s
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Replay a CUDA graph. It reads what ``call`` holds, so that lives as long."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+    call: Call
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
 def captured(call: Call, warmup: int = 3) -> Call:
     """Capture ``call`` as a hand-made CUDA graph over its own static arguments; the new call
     replays it."""
@@ -251,9 +264,4 @@ def captured(call: Call, warmup: int = 3) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         result = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
+    return Replay(graph, result, call)

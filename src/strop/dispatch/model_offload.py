@@ -119,10 +119,13 @@ class _Loading(_Offloading):
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         from accelerate.utils import send_to_device
 
-        earlier = self.hook.prev_module_hook
+        earlier, is_ours = self.hook.prev_module_hook, module is self.weights.module
         if hasattr(earlier, "offload") and _may_be_loaded(earlier.model):
+            before = known_offload(earlier.model)
+            if is_ours and before is not None:
+                self.weights.begin(before)
             earlier.offload()
-        if module is not self.weights.module or not self.weights.load():
+        if not is_ours or not self.weights.load():
             return type(self.hook).pre_forward(self.hook, module, *args, **kwargs)
         device = self.weights.device
         return send_to_device(args, device), send_to_device(kwargs, device)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from strop.dispatch.placed_weights import note_wholes, wholes_among
 from strop.frontend.composed_tensors import is_composed
+from strop.runtime.run.flat_copy import ROW_BYTES, FlatCopy, FlatSums
 from strop.runtime.run.growing_memory import GrowingMemory, memory_on
 from strop.runtime.run.pinned_memory import pinned
 from strop.runtime.run.weight_layout import WeightLayout, layout_of
 
-ROW_BYTES = 8 * 4096  # of the matrix of whole numbers that sums are taken of
+SPARE = 0.05  # of the larger of two models, which both may take more while one follows the other
 
 
 class WeightReader(Protocol):
@@ -46,7 +47,8 @@ class OffloadedWeights:
         self._memory: GrowingMemory | None = None
         self._flat: Tensor | None = None  # on the GPU, while the weights are there
         self._wholes: list[Tensor] = []  # pieces that weights are parts of, where these are
-        self._sums: tuple[Tensor, Tensor] | None = None  # of it, as it came
+        self._sums: FlatSums | None = None  # of it, as it came
+        self._begun: FlatCopy | None = None  # to the GPU, while the model before is still there
 
     @property
     def size_bytes(self) -> int:
@@ -61,6 +63,18 @@ class OffloadedWeights:
             f" copied to the host {self.num_copied_back}x"
         )
 
+    def begin(self, before: OffloadedWeights) -> None:
+        """Queue copies of weights to the GPU while a model that was there ``before`` may still run:
+        as much as both have room for in what the larger one takes, and ``SPARE`` of that."""
+        memory = self._memory
+        if memory is None or not memory.stays or before._flat is None or self._is_loaded():
+            return
+        room = int((1 + SPARE) * max(self.size_bytes, before.size_bytes)) - before.size_bytes
+        with torch.inference_mode(False), torch.no_grad():
+            if self._is_here(movable(self.module), self._host):
+                self._begun = FlatCopy(self._host, memory)
+                self._begun.go_on(room)
+
     def load(self) -> bool:
         """Take the weights to the GPU. False: that is to be done in another way, as they are not
         those that were offloaded: so it is the first time, when programs are yet to say how they
@@ -70,6 +84,7 @@ class OffloadedWeights:
         with torch.inference_mode(False), torch.no_grad():
             tensors = movable(self.module)
             if not tensors or not self._is_here(tensors, self._host):
+                self._stop()
                 return False
             self._load(tensors)
         return True
@@ -91,9 +106,9 @@ class OffloadedWeights:
                 self._take(tensors)
                 self._put(tensors, self._host)
             else:
-                now = sums_of(flat)
+                now = FlatSums.of(flat)
                 self._put(tensors, self._host)  # while the GPU is still at work
-                if not _are_equal(self._sums, now):
+                if self._sums is None or not now.equal(self._sums):
                     self._host.copy_(flat)
                     self.num_copied_back += 1
             self._release()
@@ -136,11 +151,16 @@ class OffloadedWeights:
 
     def _load(self, tensors: Sequence[Tensor]) -> None:
         memory = self._memory = self._memory or memory_on(self.device)
-        memory.grow(self._host.numel())
-        self._flat = flat = memory.tensor[: self._host.numel()]
-        flat.copy_(self._host, non_blocking=True)
-        self._sums = sums_of(flat)
-        self._put(tensors, flat)
+        copy = self._begun or FlatCopy(self._host, memory)
+        self._begun = None
+        self._flat, self._sums = copy.finish()
+        self._put(tensors, self._flat)
+
+    def _stop(self) -> None:
+        """Leave a copy that was begun."""
+        if self._begun is not None:
+            self._begun.memory.rest()
+            self._begun = None
 
     def _put(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
         assert self._layout is not None
@@ -192,14 +212,3 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and tensor.grad is None
     )
-
-
-def sums_of(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums over the rows and the columns of a matrix of whole numbers, which is what the
-    bytes are read as. Whoever changes one number changes two of the sums."""
-    numbers = flat.view(torch.int64).view(-1, ROW_BYTES // 8)
-    return numbers.sum(0), numbers.sum(1)
-
-
-def _are_equal(known: tuple[Tensor, Tensor] | None, now: tuple[Tensor, Tensor]) -> bool:
-    return known is not None and all(map(torch.equal, known, now))

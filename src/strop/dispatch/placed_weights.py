@@ -7,6 +7,7 @@ weight with rows of zeros behind it (``passes.aligned_linear``), a piece of one 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakValueDictionary
@@ -187,11 +188,14 @@ def wholes_among(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def note_wholes(wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Say of weights that have been moved together which pieces they are parts of."""
-    spans = [(w, w.data_ptr(), w.data_ptr() + w.nbytes) for w in wholes]
+    spans = sorted(((w.data_ptr(), w) for w in wholes), key=lambda span: span[0])
+    starts = [start for start, _ in spans]
     for tensor in tensors:
-        for whole, start, end in spans:
-            if start <= tensor.data_ptr() < end:
-                _WHOLES[whole.device, tensor.data_ptr()] = whole
+        address = tensor.data_ptr()
+        place = bisect_right(starts, address) - 1
+        if place >= 0 and address < starts[place] + spans[place][1].nbytes:
+            whole = spans[place][1]
+            _WHOLES[whole.device, address] = whole
 
 
 def _rows(spec: InputSpec, parts: Sequence[Tensor]) -> int:
