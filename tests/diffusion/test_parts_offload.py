@@ -117,3 +117,15 @@ def test_model_offload_beside_a_budget_is_refused(
         picture(pipe)
     pipe.remove_all_hooks()
     torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["by leaf", "sequential"])
+def test_a_pipeline_that_is_optimised_again_stays_as_it_is(way: str) -> None:
+    expected, pipe = picture(tiny.pipeline()), tiny.pipeline()
+    strop.optimize(pipe, options=tiny.options(strict=True))
+    WAYS[way](pipe)
+    picture(pipe)
+    before = strop.api.dispatchers_of(pipe)
+    strop.optimize(pipe, options=tiny.options(strict=True))
+    assert strop.api.dispatchers_of(pipe) == before
+    torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=1e-4)
