@@ -254,17 +254,27 @@ def test_adapters_are_computed_beside(memory: CountedMemory) -> None:
         check(net, twin)
 
 
-def test_copies_are_diffusers_own(memory: CountedMemory, moves: Moves) -> None:
-    net = compiled("block", "optimize first")
-    check(net, plain())
+def copied(net: Any) -> Any:
+    """Return a copy, or None where there can be none: groups of diffusers hold a Python module."""
     try:
-        twin = copy.deepcopy(net)
+        return copy.deepcopy(net)
     except TypeError:
-        return
-    before = moves.count
-    check(twin, plain())
-    assert moves.count > before
-    assert not strop.api.dispatchers_of(twin)
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_are_the_librarys_own(memory: CountedMemory, moves: Moves, kind: str) -> None:
+    net = compiled(kind, "optimize first")
+    check(net, plain())
+    twin, alone = copied(net), copied(offload(plain(), kind))
+    assert (twin is None) == (alone is None)
+    assert kind != "sequential" or twin is not None
+    for _ in range(2) if twin is not None else ():
+        before = moves.count
+        check(twin, plain())
+        assert moves.count > before
+        assert not strop.api.dispatchers_of(twin)
+        net.first.weight.mul_(0.5)
 
 
 def test_groups_on_disk_are_diffusers(memory: CountedMemory, tmp_path: Any) -> None:

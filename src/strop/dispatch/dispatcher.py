@@ -474,6 +474,7 @@ class Dispatcher(ForwardStandIn):
         not what programs are bound to, nor what they were bound to before. ``given`` are the
         arguments of the call that asks for it."""
         self._in_flight.wait()
+        self.forget_copies()
         before = StateBinding.of(self.state, self._entries)
         self.state.scan()
         if self.hosted.follow(given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,17 @@ class ForwardStandIn:
     def eager(self) -> Callable[..., Any]:
         """Return the forward that the module has without us."""
         return self._eager or _plain_forward(self.module)
+
+    def forget_copies(self) -> None:
+        """Take out of what libraries have put around us what ``functools.update_wrapper`` has copied
+        there: our attributes, which keep memory, and cannot be copied with the module."""
+        around, forward = list[Any](), vars(self.module).get("forward")
+        while isinstance(forward, functools.partial | types.FunctionType):
+            around += [vars(forward)] if isinstance(forward, functools.partial) else []
+            forward = vars(forward).get("__wrapped__")
+        for table in around if forward is self else ():
+            for name in table.keys() & vars(self).keys():
+                del table[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # a copy is a plain module
         return copy.deepcopy(self.eager, memo)
