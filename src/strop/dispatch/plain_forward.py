@@ -43,8 +43,8 @@ class ForwardStandIn:
         return self._eager or _plain_forward(self.module)
 
     def forget_copies(self) -> None:
-        """Take out of what libraries have put around us what ``functools.update_wrapper`` has copied
-        there: our attributes, which keep memory, and cannot be copied with the module."""
+        """Take our attributes out of what libraries have put around us, where
+        ``functools.update_wrapper`` has copied them: they keep memory, and cannot be copied."""
         around, forward = list[Any](), vars(self.module).get("forward")
         while isinstance(forward, functools.partial | types.FunctionType):
             around += [vars(forward)] if isinstance(forward, functools.partial) else []
