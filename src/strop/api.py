@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import OptionError
 from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern
@@ -120,7 +121,8 @@ def optimize_module(
     if train:  # Dynamo takes its time to import
         from strop.dispatch.training import TrainingDispatcher as kind
     dispatcher = kind(module, options, **how)
-    setattr(module, place_for(module), dispatcher)
+    holder, name = place_for(module)
+    setattr(holder, name, dispatcher)
     return dispatcher
 
 

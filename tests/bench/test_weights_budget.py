@@ -23,12 +23,12 @@ ROOT = Path(__file__).parents[2]
 def test_tiny_steps(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     script = [sys.executable, str(ROOT / "benchmarks/weights_budget.py"), "--out", str(out)]
-    for names in ("eager,strop", "strop-budget,group"):
+    for names in ("eager,strop", "strop-budget,group,strop-group"):
         few = ["--tiny", "--samples", "2", "--contenders", names]
         subprocess.run([*script, *few], check=True, timeout=300)
     result = json.loads(out.read_text())
     assert result["kind"] == "weights_budget"
-    assert {*result["rows"]} == {"eager", "strop", "strop-budget", "group"}
+    assert {*result["rows"]} == {"eager", "strop", "strop-budget", "group", "strop-group"}
     for row in result["rows"].values():
         assert len(row["samples_ms"]) == 2
         assert row["weights_bytes"] > 0
@@ -56,6 +56,14 @@ def test_what_is_stated(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["held_bytes"] <= trial.budget_bytes
     assert 0 < row["streamed_bytes"] < row["weights_bytes"] <= row["streamed_bytes"] + counted.most
     assert row["stated_peak_bytes"] > row["held_bytes"]
+    counted.most = counted.now
+    row = weights_budget.row_of("strop-group", trial, clock)
+    assert "failed" not in row, row
+    assert row["distance"] < 1e-4
+    assert row["eager_calls"] == 0
+    assert 0 < counted.most <= row["held_bytes"] < row["weights_bytes"]
+    assert row["streamed_bytes"] > 0
+    assert "enable_group_offload, block_level of 1" in row["stated"]
 
 
 def row_of_ms(p50_ms: float, **more: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from strop.diffusion.optimised import is_optimised
 from strop.diffusion.pipeline import SHARED
 from strop.diffusion.scheduler import host_timesteps
 from strop.diffusion.stand_ins import StandIn
-from strop.dispatch import dispatcher
+from strop.dispatch import known_dispatchers
 from strop.dispatch.module_state import ModuleState
 from strop.testing import psnr
 from tests.e2e import controls, dits, tiny
@@ -51,7 +51,7 @@ def alone() -> Iterator[None]:
     """A process in which no pipeline is optimised: those of earlier tests step aside."""
     if SHARED._holders:
         gc.collect()
-    held = {id(d): d for d in list(dispatcher._ALL) if id(d) in SHARED._holders}
+    held = {id(d): d for d in list(known_dispatchers.ALL) if id(d) in SHARED._holders}
     for each in list(SHARED._holders):
         SHARED._release(each)
     assert not any(isinstance(v, StandIn) for v in of_diffusers().values())

@@ -8,11 +8,12 @@ import io
 import pickle
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate import cpu_offload_with_hook, disk_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import FirstBlockCacheConfig, FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading
@@ -49,26 +50,28 @@ def check(net: nn.Module) -> None:
 
 
 # what a user does behind optimize, how it ends, and the reason that explain gives
-AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "sequential offloading": (
-        lambda net: cpu_offload(net, "cpu"),
+AROUND: dict[str, tuple[Callable[[Any, str], Any], Callable[[Any], Any], str]] = {
+    "offloading to disk": (
+        lambda net, path: disk_offload(net, path, "cpu"),
         lambda net: remove_hook_from_module(net, recurse=True),
-        "offloading by accelerate",
+        "offloading by accelerate has weights on disk",
     ),
-    "group offloading": (
-        lambda net: apply_group_offloading(net, torch.device("cpu"), offload_type="leaf_level"),
+    "group offloading to disk": (
+        lambda net, path: apply_group_offloading(
+            net, torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=path
+        ),
         None,
-        "group offloading is on",
+        "group offloading is on, with groups on disk",
     ),
 }
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_a_feature_around_it_is_named_and_undone(name: str) -> None:
+def test_a_feature_around_it_is_named_and_undone(name: str, tmp_path: Path) -> None:
     begin, end, reason = AROUND[name]
     net = optimized()
     dispatcher = net.forward
-    begin(net)
+    begin(net, str(tmp_path))
     check(net)
     assert strop.api.dispatchers_of(net) == {"Net": dispatcher}, "explain still shows it"
     (found,) = dispatcher.counters.fallbacks
@@ -79,7 +82,7 @@ def test_a_feature_around_it_is_named_and_undone(name: str) -> None:
         check(net)
         assert net.forward is dispatcher
         assert dispatcher.counters.eager_calls == 1
-        begin(net)
+        begin(net, str(tmp_path))
     strop.restore(net)
     assert not strop.api.dispatchers_of(net)
     if end is not None:

@@ -130,7 +130,7 @@ def test_another_value_is_another_graph(name: str, tmp_path: Path) -> None:
     check(module)
     change(module)
     if name == "a forward":  # the instance's own was bound at ``optimize``
-        module.forward.eager = types.MethodType(_step, module)
+        module.forward._eager = types.MethodType(_step, module)
     check(module)
     check(module)
     assert module.forward.variants.num_captures == 2

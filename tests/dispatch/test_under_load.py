@@ -14,7 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 import strop
-from strop.dispatch.dispatcher import dispatcher_of
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.runtime.run import fewer_threads, workspace
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.fair_turns import LANES

@@ -323,3 +323,26 @@ def test_eager_is_refused_where_weights_are_elsewhere(
     net.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"gradients are enabled.*keeps weights on the host"):
         net(X)
+
+
+class Adding(nn.Module):
+    """It takes two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layers(x + y)
+
+
+@pytest.mark.parametrize("shape", [(3, WIDTH), ()])
+def test_an_argument_on_another_device_is_not_read_as_if_it_were_here(
+    memory: CountedMemory, shape: tuple[int, ...]
+) -> None:
+    net = strop.optimize(plain(Adding), options=options(0.6, plain(Adding), strict=False))
+    expected = net(X, X)
+    with pytest.raises(RuntimeError, match="meta"):
+        net(X, torch.empty(shape, device="meta"))
+    assert torch.equal(net(X, X), expected)

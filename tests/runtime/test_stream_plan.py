@@ -142,3 +142,20 @@ def test_what_is_away_is_streamed_and_what_is_here_stays() -> None:
     assert 0 not in plan_stream(uses, sizes, 1000 * KB, away={0}).resident
     with pytest.raises(OptionError, match="factors of adapters"):
         plan_stream(in_order((0,), (1,), (2,), (0,)), sizes, 40 * KB, away={0})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_budget_that_stretches_takes_the_least(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = {n: rng.randint(1, 40) * KB for n in range(rng.randint(2, 12))}
+    uses = in_order(*((n,) for n in sizes), (rng.choice([*sizes]),))
+    whole = sum(sizes.values())
+    plan = plan_stream(uses, sizes, 1, stretches=True)
+    taken = sum(sizes[n] for n in plan.resident) + 2 * plan.slot_bytes
+    check(plan, uses, sizes, taken)
+    assert taken <= whole
+    if taken < whole:
+        assert plan_stream(uses, sizes, taken) == plan, "no budget makes a difference there"
+        with pytest.raises(OptionError, match="too small"):
+            plan_stream(uses, sizes, taken - 1)
+    assert plan_stream(uses, sizes, whole, stretches=True) == plan_stream(uses, sizes, whole)

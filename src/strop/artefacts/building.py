@@ -16,7 +16,8 @@ from strop.artefacts.signing import SecretKey
 from strop.artefacts.skeletons import pipeline_of
 from strop.diffusion.parts import compiled_modules
 from strop.diffusion.pipeline import optimize_pipeline, restore_pipeline
-from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import OptionError
 from strop.ir.cards import A100, H100, RTX_3090, RTX_4090
 from strop.ir.device import Device

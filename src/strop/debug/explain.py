@@ -28,8 +28,9 @@ from strop.debug.report import (
 )
 from strop.debug.steps import step_rows
 from strop.dispatch.derived_inputs import ServedModule, derived_inputs
-from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.model_offload import offload_text
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.unfolded_layers import unfolded_layers
@@ -189,9 +190,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
 
 def _place_text(dispatcher: Dispatcher) -> str:
     """Say how weights get to the device, or nothing where they stay there."""
-    if dispatcher.budget is not None:
-        return str(dispatcher.budget)
-    return offload_text(dispatcher.component)
+    return str(dispatcher.hosted) or offload_text(dispatcher.component)
 
 
 def trained_launches(log: AotLog) -> int:

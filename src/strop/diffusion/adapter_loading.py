@@ -31,8 +31,8 @@ from strop.diffusion.optimised import is_optimised
 from strop.diffusion.parts import compiled_modules
 from strop.diffusion.snapshots import components_of, unchanged_on_error
 from strop.dispatch.changing import held
-from strop.dispatch.dispatcher import dispatcher_of
 from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import AdapterError
 from strop.wording import counted
 

@@ -10,7 +10,7 @@ from typing import Any
 from strop.diffusion.changes import Changes, in_force, mend
 from strop.diffusion.denoise_loops import kinds
 from strop.diffusion.parts import compiled_modules
-from strop.dispatch.dispatcher import dispatcher_of
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.model_offload import follow, known_offload
 
 NAME = "enable_model_cpu_offload"

@@ -23,7 +23,9 @@ from strop.diffusion.offloading import HOOKS, QUICK, search_quickly
 from strop.diffusion.optimised import is_claimed, new_record, record_of
 from strop.diffusion.parts import COMPONENTS, DENOISERS, compiled_modules
 from strop.diffusion.pictures import NAME, convert_on_device
-from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.features import place_for
+from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop
@@ -98,7 +100,8 @@ def _kept(
         if own is None:
             continue
         is_alike = (type(own), own.name, own.options) == (Dispatcher, name, options[name])
-        is_around = vars(module).get("forward") is own  # and nobody's wrapper is
+        holder, place = place_for(module)
+        is_around = vars(holder).get(place) is own  # and nobody's wrapper is
         if is_alike and is_around and own.component is _part_of(pipe, name):
             found[name] = own
     return found

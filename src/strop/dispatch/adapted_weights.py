@@ -30,13 +30,21 @@ class AdaptedWeights:
     """Hold what stands for the weights of all adapted layers of one module, in both modes."""
 
     def __init__(self, options: Options) -> None:
-        has_budget = bool(options.weights_budget_bytes)  # in which a second copy has no room
-        self._mode = "unmerged" if has_budget else options.lora
+        self._options = options
         self.merged = EffectiveWeights()
-        self.low_rank = LowRankWeights(options.lora_max_rank, may_lie_apart=has_budget)
+        self.low_rank = LowRankWeights(options.lora_max_rank)
+        self.stay_beside(is_wanted=False)
         self.reason = ""  # for the mode of the layers that have a low-rank part
         self._has_found_memory_short = False
         self._used: tuple[AdapterWeights[Any], ...] = ()  # the modes that serve a layer
+
+    def stay_beside(self, *, is_wanted: bool) -> None:
+        """Compute adapters beside the weights wherever they can be, as under a budget, in which a
+        second copy has no room, unless the user wants them merged; or decide as ever."""
+        is_wanted |= bool(self._options.weights_budget_bytes)
+        mode = self._options.lora
+        self._mode = "unmerged" if is_wanted and mode == "auto" else mode
+        self.low_rank.may_lie_apart = is_wanted
 
     @property
     def _both(self) -> tuple[AdapterWeights[Any], ...]:

@@ -8,13 +8,10 @@ that is nothing but kernels on a CPU, the second call of a shape goes the short 
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +24,15 @@ from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
-from strop.dispatch.features import place_for, replacement_before, take_out
+from strop.dispatch.features import take_out
 from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.hosted_weights import HostedWeights
 from strop.dispatch.known_bindings import KnownBindings, StateBinding
+from strop.dispatch.known_dispatchers import ALL, have_others_rest
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.plain_forward import ForwardStandIn
 from strop.dispatch.prepared_calls import PreparedCalls
 from strop.dispatch.refused_calls import RefusedCalls
 from strop.dispatch.signature import (
@@ -45,7 +45,7 @@ from strop.dispatch.signature import (
 from strop.dispatch.unsupported_calls import unfit_call, unfit_module
 from strop.dispatch.variants import REFUSALS, VariantStore
 from strop.dispatch.varying_numbers import GivenCall, Turned
-from strop.dispatch.weights_budget import WeightsBudget, budget_for
+from strop.dispatch.weights_budget import WeightsBudget
 from strop.errors import StropError, UnsupportedError
 from strop.frontend.adapted_layers import without_scale
 from strop.frontend.low_rank_layers import batch_of
@@ -53,28 +53,14 @@ from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.loop.denoise_loop import DenoiseLoop
-from strop.runtime.run import cuda_graphs
 from strop.runtime.run.fair_turns import FairLock
 from strop.runtime.run.library_calls import drawing_by
 
-
-def _plain_forward(module: nn.Module) -> Any:
-    """Return the forward of the module's class, bound to the module."""
-    return types.MethodType(type(module).forward, module)
-
-
 _AS_IT_IS, _NO_RESULT = contextlib.nullcontext(), object()
-_ALL: WeakSet[Dispatcher] = WeakSet()
 
 
-def dispatcher_of(module: nn.Module) -> Dispatcher | None:
-    """Return the dispatcher that serves a module, though somebody may have put other functions
-    around it since, or None."""
-    return next((d for d in list(_ALL) if d.module is module and not d.has_left), None)
-
-
-class Dispatcher:
-    """This stands in for ``module.forward``."""
+class Dispatcher(ForwardStandIn):
+    """This stands in for ``module.forward``, and runs programs in its place."""
 
     folds_adapters = True  # layers with adapters run as plain ones do
     streams = True  # weights that have a budget
@@ -93,32 +79,32 @@ class Dispatcher:
     ) -> None:
         """``component`` is what the module is a part of, which hooks move as a whole. ``variants``
         are those of other modules of the same structure."""
-        self.module, self.options = module, options
-        self.component = component or module
-        self.name = name or type(module).__name__
-        self._eager: Callable[..., Any] | None = getattr(module, place := place_for(module))
-        self._before = module.__dict__.get(place)  # in whose place this one will be
+        super().__init__(module, name or type(module).__name__)
+        self.options, self.component = options, component or module
+        model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        is_own = getattr(self._eager, "__func__", None) is type(module).forward
-        if is_own:  # whatever function that is at a call
-            self._eager = None
-        self._replaced = "" if is_own else replacement_before(module)
         self.has_left = False  # then whoever still calls it gets what the module does without us
         self.on_leave: Callable[[], object] | None = None  # is called then
-        self.counters = Counters()
+        self.counters, self._checked_loop = Counters(), 0
         cpu_fast_path.reserve_entrance(module)
         self._lock, self._in_flight = FairLock(), RunsInFlight()
-        self.state = ModuleState(module, options, folds_adapters=self.folds_adapters)
+        self.state = ModuleState(
+            module, options, folds_adapters=self.folds_adapters, streams=self.streams
+        )
+        self.hosted = HostedWeights(
+            self.name, self.state, options, self._release, streams=self.streams
+        )
         self.state.effective.have_called(self._in_flight.wait)
         self.variants = variants or VariantStore(module, options, self.name)
         self.turned, self._fallbacks = Turned(), Fallbacks(self.name, self.counters)
+        self._may_hoist = options.may_hoist and loop is not None  # else no loop would ever begin
         self._maker = EntryMaker(
             self.state,
             self.turned,
             self.variants,
             self.adapter,
             self._fallbacks,
-            may_hoist=options.may_hoist and loop is not None,  # else no loop would ever begin
+            may_hoist=self._may_hoist,
         )
         self._runner = EntryRunner(
             self.name,
@@ -128,33 +114,17 @@ class Dispatcher:
             self.counters,
             self._fallbacks,
             self.forget_shapes_but,
+            self.hosted,
         )
-        self._runner.budget = budget_for(self.name, self.state, options) if self.streams else None
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
         self._known = KnownBindings()  # of earlier states of the module
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused = PreparedCalls(), RefusedCalls()
-        self._checked_loop = 0
         registry.watch(self._forget_programs)
-        _ALL.add(self)
+        ALL.add(self)
         model_offload.follow(self.component, self)
-
-    def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run as without us. Dynamo traces this, and does not know how to make a method."""
-        if self._eager is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self._eager(*args, **kwargs)
-
-    @property
-    def eager(self) -> Callable[..., Any]:
-        """Return the forward that the module has without us."""
-        return self._eager or _plain_forward(self.module)
-
-    @eager.setter
-    def eager(self, forward: Callable[..., Any]) -> None:
-        self._eager = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
@@ -182,6 +152,7 @@ class Dispatcher:
         reason = self._unfit()
         if reason:
             return self._run_eager(reason, args, kwargs)
+        have_others_rest(self)
         flight = Flight(self._in_flight, self._lock)
         try:
             with self._lock:
@@ -286,9 +257,9 @@ class Dispatcher:
         """Return why there is no program for the call, or its result, unless that is left to
         ``flight``. ``plain`` holds its arguments where none has a name; ``is_no_grad`` says whether
         that is the caller's mode."""
-        if (budget := self.budget) and self.state.place != (place := budget.place_of(call.given)):
-            self.state.place = place
-            self._reset()
+        if self.hosted.is_elsewhere(call.given):
+            self._reset(call.given)
+        call = self.hosted.brought(call)
         key = self._maker.key(call)
         if refused := self._still_refused(key):
             return refused, None
@@ -296,7 +267,8 @@ class Dispatcher:
         if result is not _NO_RESULT:
             return None, result
         if has_changed:
-            self._reset()
+            self._reset(call.given)
+            call = self.hosted.brought(call)
             self._refresh_weights(call)
             reason = self._unfit() or self.state.effective.rows_refusal()
             if reason:  # of what has been put there
@@ -329,7 +301,8 @@ class Dispatcher:
         """Return why the entry cannot serve the call, or its result, unless that is left to
         ``flight``."""
         tensors = call.tensors
-        if reason := entry.variant.misfit(tensors, is_no_grad=is_no_grad):
+        reason = entry.variant.misfit(tensors, is_no_grad=is_no_grad)
+        if reason or (reason := self.hosted.misfit(entry, call)):
             return UnsupportedError(reason), None
         is_ready = plain is None or not self._prepared.is_due(self.state, entry, plain)
         if is_ready and self._runner.may_run_apart(entry, self._loop_of(entry)):
@@ -350,7 +323,7 @@ class Dispatcher:
             return False, _NO_RESULT
         self.state.effective.begin_look()  # also where an earlier look was never ended
         seem_others = self.state.effective.seem_others(call.beside.lora_scale)
-        if entry is None or seem_others or not self._may_run_ahead(entry):
+        if entry is None or seem_others or not self._runner.may_run_ahead(entry):
             has_changed = self._has_changed()
             if not has_changed:
                 self._refresh_weights(call)
@@ -383,25 +356,14 @@ class Dispatcher:
             self._checked_loop = 0  # nobody has looked at the module
             raise
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # a copy is a plain module
-        return copy.deepcopy(self.eager, memo)
-
-    def __reduce__(self) -> Any:  # so is one that was pickled
-        if self._replaced:
-            raise TypeError(f"{self.name}: {self._replaced}, and cannot be pickled")
-        return _plain_forward, (self.module,)
-
-    @property
-    def __code__(self) -> Any:  # torch.export asks for it
-        return self.eager.__code__
-
     def _unfit(self) -> str:
         """Say why this call cannot be served by an inference program, or nothing."""
         if (reason := unfit_call(self.module)) or self._is_undisturbed():
             return reason
         if self._replaced:
             return self._replaced
-        return model_offload.refusal(self.component, self) or unfit_module(self.state)
+        budget_bytes = self.options.weights_budget_bytes
+        return model_offload.refusal(self.component, self, budget_bytes) or unfit_module(self.state)
 
     def forget_weights(self) -> None:
         """Keep nothing that refers to the weights where they are: they are about to be moved."""
@@ -419,6 +381,16 @@ class Dispatcher:
             self._in_flight.wait()
             yield
 
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a call of some thread is being served."""
+        return self._lock.is_held
+
+    def rest(self) -> None:
+        """Have weights that are streamed lie on the host until the next call."""
+        with self.held():
+            self.hosted.rest(self.forget_weights)
+
     def take_rows(self, rows: RowAdapters | None) -> None:
         """Have rows of a batch take adapters of their own from the next call on, or no longer."""
         with self._lock:
@@ -426,34 +398,42 @@ class Dispatcher:
 
     @property
     def budget(self) -> WeightsBudget | None:
-        """Return what keeps the weights within ``weights_budget_bytes``, if there is a budget."""
-        return self._runner.budget
+        """Return what keeps the weights within a budget, if there is one."""
+        return self.hosted.budget
+
+    def _release(self) -> None:
+        """Have hooks of parts move weights again, until the next call that is compiled."""
+        with self.held():
+            self.forget_weights()
+            self.hosted.release()
+
+    def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what the module is without us."""
+        if (offload := self.hosted.taken) is not None:
+            self._release()
+            args, kwargs = offload.enter(self.module, args, kwargs)
+        return self.eager(*args, **kwargs)
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.budget is not None and self.budget.is_away():
-            raise UnsupportedError(
-                f"{self.name}: {reason}; torch cannot run it, since weights_budget_bytes keeps"
-                " weights on the host: change that, or call strop.restore first"
-            )
+        self.hosted.refuse(reason)
         if self.state.effective.rows is not None:
             raise UnsupportedError(f"{self.name}: eager knows no strop.lora_rows: {reason}")
         if self.options.strict and reason != hooks.REASON:
             raise UnsupportedError(f"{self.name}: {reason} (strict=True forbids eager)")
         self._fallbacks.note_eager(reason)
-        return self.eager(*args, **kwargs)
+        return self._run_plainly(args, kwargs)
 
     def _run_refused(
         self, refusal: StropError, call: GivenCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the call in eager, whose own exception comes first: it says more than that tracing
         failed."""
-        is_by_row = self.state.effective.rows is not None  # of which eager knows nothing
-        if self.budget is not None and self.budget.is_away():
-            return self._run_eager(str(refusal), args, kwargs)  # which says why it cannot
+        self.hosted.refuse(str(refusal))  # where eager could not run it either
+        is_by_row = self.state.effective.rows is not None  # of which it knows nothing
         if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
         try:
-            result = self.eager(*args, **kwargs)
+            result = self._run_plainly(args, kwargs)
         except Exception:
             with contextlib.suppress(*REFUSALS):
                 self._maker.forget_failure(call)
@@ -489,36 +469,23 @@ class Dispatcher:
         self._checked_loop = self.loop.number
         return self.state.has_new_structure() or self.state.has_new_tensors()
 
-    def _may_run_ahead(self, entry: Entry) -> bool:
-        """Say whether the module may be looked at while the GPU is at work. A UNet takes a host
-        half a millisecond, at each step of a loop, since a user's code may run between two. Where
-        something is another, the call is done again.
-
-        What the graph reads must still be there: a Parameter's memory can be given back while it is
-        being kept. And a graph must have nothing but results to show for itself; what it keeps is
-        its own, and goes with it.
-        """
-        return (
-            entry.is_pure
-            and entry.device.type in cuda_graphs.DEVICES
-            and not entry.variant.layout_reads
-            and entry.variant.wants is None
-            and self._runner.wants_graph(entry)
-            and self._runner.has_graph(entry)
-            and not self.state.has_moved()
-        )
-
-    def _reset(self) -> None:
+    def _reset(self, given: Sequence[Tensor] | None = None) -> None:
         """Look at the module anew, and bind everything again where weights, modules or adapters are
-        not what programs are bound to, nor what they were bound to before."""
+        not what programs are bound to, nor what they were bound to before. ``given`` are the
+        arguments of the call that asks for it."""
         self._in_flight.wait()
+        self.forget_copies()
         before = StateBinding.of(self.state, self._entries)
         self.state.scan()
+        if self.hosted.follow(given):
+            self.forget_weights()  # somebody else moves them, though they may lie where they did
+            self._maker.may_hoist = self._may_hoist and self.budget is None
+            self.state.scan()
         looks = self.state.bound_to()
         # often nothing is another: diffusers notes with which scale adapters were fused
         if looks != before.looks:
-            if self.budget is None:  # whose memory is not kept for earlier weights
-                self._known.add(before)
+            # under a budget no memory is kept for earlier weights
+            self._known.add(before, is_kept=self.budget is None)
             self._known.prune(self.state)
             self._entries = self._known.take(looks)
             for entry in self._entries.values():
@@ -557,9 +524,8 @@ class Dispatcher:
     def leave(self) -> None:
         """Keep no place in the module, nor in what others have put around its forward since."""
         self.has_left = True
-        self.forget_shapes()
-        if self.budget is not None:
-            self.budget.give_back()
+        self.forget_weights()
+        self.hosted.leave()
         model_offload.leave(self.component, self)
         cpu_fast_path.remove_entrance(self)
         before = self._before

@@ -19,6 +19,7 @@ from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.finite import not_finite
 from strop.dispatch.flights import Flight
 from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.hosted_weights import HostedWeights
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.placed_weights import place
 from strop.dispatch.variants import library_for
@@ -51,12 +52,13 @@ class EntryRunner:
         counters: Counters,
         fallbacks: Fallbacks,
         forget_others: Callable[[Entry], None],
+        hosted: HostedWeights,
     ) -> None:
         self._name, self._options, self._state = name, options, state
         self.loop, self._counters, self._fallbacks = loop, counters, fallbacks
         # This keeps no dispatcher alive: a module that is restored must be free at once.
         self._forget_others = WeakMethod(forget_others)
-        self.budget: WeightsBudget | None = None  # of the weights, where there is one
+        self._hosted = hosted
 
     def run(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
         """Run an entry with these tensors. ``checked_loop`` is the denoise loop that this is a call
@@ -115,6 +117,25 @@ class EntryRunner:
     def has_graph(self, entry: Entry) -> bool:
         """Say whether there is a graph of this entry, which has been captured."""
         return cuda_graphs.pool_of(entry.device).has((id(self), entry.number))
+
+    def may_run_ahead(self, entry: Entry) -> bool:
+        """Say whether the module may be looked at while the GPU is at work. A UNet takes a host
+        half a millisecond, at each step of a loop, since a user's code may run between two. Where
+        something is another, the call is done again.
+
+        What the graph reads must still be there: a Parameter's memory can be given back while it is
+        being kept. And a graph must have nothing but results to show for itself; what it keeps is
+        its own, and goes with it.
+        """
+        return (
+            entry.is_pure
+            and entry.device.type in cuda_graphs.DEVICES
+            and not entry.variant.layout_reads
+            and entry.variant.wants is None
+            and self.wants_graph(entry)
+            and self.has_graph(entry)
+            and not self._state.has_moved()
+        )
 
     def forget(self, devices: Iterable[torch.device], but: Iterable[Entry] = ()) -> None:
         """Drop the graphs of all entries on these devices ``but`` those of some."""
@@ -228,6 +249,11 @@ class EntryRunner:
         return bound
 
     @property
+    def budget(self) -> WeightsBudget | None:
+        """Return what streams weights from the host, where some lie there."""
+        return self._hosted.budget
+
+    @property
     def _has_budget(self) -> bool:
         return self.budget is not None and self.budget.serves()
 
@@ -237,6 +263,7 @@ class EntryRunner:
         if self.budget is None or not self.budget.serves():
             return place(program, self._state.tensors)
         forget = partial(self._have_forgotten, entry)
+        self._hosted.let_go()
         return self.budget.put(program, self._order(entry), forget)
 
     def _have_forgotten(self, entry: Entry) -> None:

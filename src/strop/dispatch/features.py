@@ -13,16 +13,18 @@ from torch import nn
 
 from strop.frontend.layerwise_casting import cast_of, refusal
 from strop.frontend.module_parts import has_other_forward
+from strop.frontend.moving_hooks import moving_hooks
 
 # Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
 COMPILED = ("layerwise_casting", "peft_autocast_disable")
+_ALONE = "of a layer with another hook beside it: leave one of the two out"
 _CACHE = "disable_cache() of the model ends it"
 HOOKS: tuple[tuple[str, str, str], ...] = (
     ("layerwise_casting", "layerwise casting", "load the model in the type that it computes in"),
     ("peft_autocast_disable", "layerwise casting", "load the model in one type"),
-    ("group_offloading", "group offloading", "move the model to its device with .to() instead"),
-    ("lazy_prefetch", "group offloading", "move the model to its device with .to() instead"),
-    ("layer_execution", "group offloading", "move the model to its device with .to() instead"),
+    ("group_offloading", "group offloading", _ALONE),
+    ("lazy_prefetch", "group offloading", _ALONE),
+    ("layer_execution", "group offloading", _ALONE),
     ("pyramid_attention_broadcast", "Pyramid Attention Broadcast", _CACHE),
     ("faster_cache", "FasterCache", _CACHE),
     ("fbc", "First Block Cache", _CACHE),
@@ -36,8 +38,8 @@ HOOKS: tuple[tuple[str, str, str], ...] = (
     ("tp_", "tensor parallelism", "run the model on one device"),
 )
 OFFLOADED = (
-    "offloading by accelerate takes the weights of each layer to another device between calls:"
-    " pipe.enable_model_cpu_offload() takes all of a model, which is compiled"
+    "offloading by accelerate takes weights to another device and back, of a layer with another"
+    " hook beside it: leave one of the two out"
 )
 PACKAGES = {
     "accelerate": ("a hook of accelerate", "accelerate.hooks.remove_hook_from_module removes it"),
@@ -127,11 +129,14 @@ def whole_offload(module: nn.Module) -> Any:
     return next((hook for hook in hooks if type(hook).__name__ == "CpuOffload"), None)
 
 
-def place_for(module: nn.Module) -> str:
-    """Return the attribute in which a dispatcher stands: inside of the hook that takes all of a
-    module to the GPU, or else in the place of its forward."""
-    is_inside = whole_offload(module) is not None and "_old_forward" in vars(module)
-    return "_old_forward" if is_inside else "forward"
+def place_for(module: nn.Module) -> tuple[Any, str]:
+    """Return the object and its attribute in which a dispatcher stands: inside of hooks that take
+    weights to the GPU, or else in the place of the module's forward."""
+    hooks = moving_hooks(module)
+    if hooks and "_hf_hook" not in vars(module):
+        return hooks[0].fn_ref, "forward"
+    is_inside = bool(hooks) or whole_offload(module) is not None
+    return module, "_old_forward" if is_inside and "_old_forward" in vars(module) else "forward"
 
 
 def _accelerate_hooks(module: nn.Module) -> list[Any]:

@@ -48,9 +48,13 @@ class KnownBindings:
     def entries(self) -> Iterator[Entry]:
         return (entry for binding in self._bindings for entry in binding.entries.values())
 
-    def add(self, binding: StateBinding) -> None:
-        """Keep what is bound to the state that the module has just left."""
-        if binding.entries:
+    def add(self, binding: StateBinding, *, is_kept: bool) -> None:
+        """Keep what is bound to the state that the module has just left, or have it let go of the
+        weights: whoever has wrapped a dispatcher may hold its entries (functools.update_wrapper)"""
+        if not is_kept:
+            for entry in binding.entries.values():
+                entry.let_go()
+        elif binding.entries:
             self._bindings = [*self._bindings, binding][-MOST_BINDINGS:]
 
     def prune(self, state: ModuleState) -> None:

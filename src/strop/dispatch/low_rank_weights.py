@@ -73,7 +73,7 @@ class LowRankLayer(WrappedLayer):
         """Tell whether the factors can be those of this layer. Where they ``may_lie_apart``, they
         lie on another device than its weight if they like."""
         weight, (down, up) = wrapped.base_layer.weight, _shapes(wrapped, rank)
-        alike = self.down.dtype == weight.dtype
+        alike = self.down.dtype == weight.dtype and self.down.is_meta == weight.is_meta
         alike &= may_lie_apart or self.down.device == weight.device
         return alike and (self.down.shape, self.up.shape) == (down, up)
 
@@ -81,9 +81,9 @@ class LowRankLayer(WrappedLayer):
 class LowRankWeights(AdapterWeights[LowRankLayer]):
     """Hold the factors of all layers of one module whose weights stay as they are."""
 
-    def __init__(self, least_rank: int = 0, *, may_lie_apart: bool = False) -> None:
+    def __init__(self, least_rank: int = 0) -> None:
         super().__init__()
-        self._may_lie_apart = may_lie_apart
+        self.may_lie_apart = False  # factors, from their weights
         self.rank = 0
         self.rows: RowAdapters | None = None
         self._least = max(least_rank, LEAST_RANK)
@@ -107,7 +107,7 @@ class LowRankWeights(AdapterWeights[LowRankLayer]):
         for part in wrapped:
             base: Any = part.base_layer
             known = self._layers.get(id(base))
-            if known is not None and known.fits(part, self.rank, may_lie_apart=self._may_lie_apart):
+            if known is not None and known.fits(part, self.rank, may_lie_apart=self.may_lie_apart):
                 found[id(base)] = LowRankLayer(part, known.down, known.up)
             else:
                 found[id(base)] = _new(part, self.rank)

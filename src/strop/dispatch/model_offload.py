@@ -12,14 +12,31 @@ from torch import nn
 
 from strop.dispatch.features import OFFLOADED, is_offloaded, whole_offload
 from strop.dispatch.offloaded_weights import OffloadedWeights, WeightReader
+from strop.errors import OptionError
+from strop.frontend.moving_hooks import moving_hooks
 
 DEVICES = ("cuda",)  # types of devices that weights are taken to; tests add another
 _KNOWN: WeakKeyDictionary[nn.Module, OffloadedWeights] = WeakKeyDictionary()
 
 
-def refusal(module: nn.Module, reader: WeightReader) -> str:
-    """Say why calls of a module run in eager while it is offloaded, or nothing."""
-    if is_offloaded(module):
+def refuse_budget(module: nn.Module, budget_bytes: int) -> None:
+    """Raise OptionError where a hook takes all weights of a module to the GPU, of which a budget is
+    to leave some on the host."""
+    hook = whole_offload(module) if budget_bytes else None
+    if hook is not None and torch.device(hook.execution_device).type in DEVICES:
+        raise OptionError(
+            f"weights_budget_bytes={budget_bytes} has weights stay on the host, and"
+            " enable_model_cpu_offload takes all of the model to the GPU at each call: leave one of"
+            " the two out. enable_group_offload goes with a budget, and other models of a pipeline"
+            " can be moved to the GPU"
+        )
+
+
+def refusal(module: nn.Module, reader: WeightReader, budget_bytes: int) -> str:
+    """Say why calls of a module run in eager while it is offloaded, or nothing. Raises OptionError
+    where weights have a budget as well."""
+    refuse_budget(module, budget_bytes)
+    if is_offloaded(module) and not moving_hooks(module):
         reader.forget_weights()  # which would keep the memory that is to be free
         return OFFLOADED
     follow(module, reader)

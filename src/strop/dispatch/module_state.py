@@ -19,11 +19,12 @@ from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
+from strop.dispatch.parts_offload import parts_offload
 from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
-from strop.frontend import computed_weights, int8_layers, layerwise_casting
+from strop.frontend import computed_weights, int8_layers, layerwise_casting, moving_hooks
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.capture import clone_structure
 from strop.frontend.composed_tensors import (
@@ -45,16 +46,27 @@ from strop.runtime.derived.sources import KnownMemory
 _DATA_PTR = Tensor.data_ptr
 _DEFAULTS = Options()
 _TRAINING = itemgetter("training")
+MOVED = (
+    "offloading takes weights of parts to another device and back in each call, for which nothing"
+    " stands here: move the model to its device instead"
+)
 
 
 class ModuleState:
     """This watches the Parameters, buffers and tensor attributes of one module."""
 
     def __init__(
-        self, module: nn.Module, options: Options = _DEFAULTS, *, folds_adapters: bool = True
+        self,
+        module: nn.Module,
+        options: Options = _DEFAULTS,
+        *,
+        folds_adapters: bool = True,
+        streams: bool = False,
     ) -> None:
         """Take layers with adapters for plain ones if ``folds_adapters``: their factors get no
-        gradients then. ``options`` say how."""
+        gradients then. ``options`` say how. ``streams``: somebody can stand for hooks that take
+        weights of parts to a device and back."""
+        self._streams = streams
         self.module, self._folds_adapters, self._options = module, folds_adapters, options
         self.effective = AdaptedWeights(options)
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
@@ -70,13 +82,15 @@ class ModuleState:
         """Look at the module anew."""
         everything = named_parts(self.module)
         self.modules = [part for _, part in everything]
+        refused = self._scan_offload(everything)
         if self._folds_adapters:
             self.effective.scan(self.module, self.modules)
         stand_ins = self.effective.stand_ins
         self.parts = named_parts(self.module, stand_ins) if stand_ins else everything
         self.turned.scan(self.parts)
         self.train_sensitive = sensitive_parts(self.modules)
-        self.replaced = replaced_part(everything)  # why a part with another forward is in the way
+        # why a part with another forward is in the way
+        self.replaced = replaced_part(everything) or refused
         self.casts = layerwise_casting.casts_in(everything[1:])
         self.computed = computed_weights.computed_in(everything[1:])
         held = list(tensor_places(self.parts, self.effective.tables))
@@ -95,6 +109,7 @@ class ModuleState:
         self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in found]
         self.rows = tuple(map(len, self._tables))
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
+        self._owned += moving_hooks.registered(self.modules)
         # optimize is about to set ``forward``
         self._num_owned = self._count_owned() + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
@@ -108,6 +123,15 @@ class ModuleState:
         self._memory = KnownMemory(self.tensors)
         for pieces in (self.merged, self.padded):
             pieces.keep_at({*self.pointers})
+
+    def _scan_offload(self, everything: Sequence[tuple[str, nn.Module]]) -> str:
+        """Look for hooks that take weights of parts to a device and back, and say why nobody can
+        stand for them, or nothing."""
+        self.offload, reason = parts_offload(self.module, everything)
+        if self.offload is not None and not self._streams:
+            self.offload, reason = None, MOVED
+        self.effective.stay_beside(is_wanted=self.offload is not None)
+        return reason
 
     def _count_owned(self) -> int:
         """Count the attributes of all modules, but for what diffusers leaves when it has fused."""
@@ -128,6 +152,7 @@ class ModuleState:
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             edges += layerwise_casting.watched_hooks(owner)
+            edges += moving_hooks.watched_hooks(owner)
             edges += computed_weights.watched_hooks(owner)
             if isinstance(owner, GraphModule):  # its recompile() gives its class another one
                 edges.append((vars(type(owner)), "forward"))

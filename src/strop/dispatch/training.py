@@ -59,6 +59,7 @@ class TrainingDispatcher(Dispatcher):
     """``log`` has the graphs of training steps, ``trained_calls`` how many calls they served."""
 
     folds_adapters = False  # the factors are what is trained
+    streams = False  # an update wants all weights where they are
 
     def __init__(self, module: nn.Module, options: Options, **how: Any) -> None:
         super().__init__(module, options, **how)
@@ -87,9 +88,9 @@ class TrainingDispatcher(Dispatcher):
 
     def _run_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raises one of REFUSALS where Strop has no graphs of its own."""
-        registered = self.state.hooks
-        if self._replaced or (any(registered) and any(map(hooks.is_untraced, registered))):
-            raise UnsupportedError(self._replaced or "a submodule has forward hooks")
+        registered, replaced = self.state.hooks, self.state.replaced or self._replaced
+        if replaced or (any(registered) and any(map(hooks.is_untraced, registered))):
+            raise UnsupportedError(replaced or "a submodule has forward hooks")
         if any(self.state.backward_hooks):
             raise UnsupportedError("a submodule has backward hooks")
         args, kwargs = self.adapter.normalise(args, kwargs)

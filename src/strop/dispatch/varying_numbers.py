@@ -47,6 +47,7 @@ class GivenCall:
     beside: Beside
     numbers: tuple[float, ...] = ()
     inputs: tuple[int, ...] = ()  # which of the floats they are
+    is_brought: bool = False  # from another device, where the caller's tensors stay
 
     @property
     def plain(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.parts_offload import PartsOffload
 from strop.dispatch.placed_weights import place
 from strop.dispatch.weight_regions import (
     Region,
@@ -25,7 +26,8 @@ from strop.dispatch.weight_regions import (
 from strop.errors import OptionError
 from strop.ir.program import InputSpec, Program
 from strop.options import Options
-from strop.runtime.run.pinned_memory import pinned
+from strop.runtime.run.layouts import bytes_of
+from strop.runtime.run.pinned_memory import give_back_cached, pinned
 from strop.runtime.run.run_order import RunOrder
 from strop.runtime.run.stream_plan import (
     Block,
@@ -58,9 +60,22 @@ class Placed:
 class WeightsBudget:
     """This keeps the weights of one module within a budget on one device."""
 
-    def __init__(self, name: str, state: ModuleState, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: ModuleState,
+        budget_bytes: int,
+        offload: PartsOffload | None = None,
+    ) -> None:
+        """``offload`` says for which device, where hooks would take the weights of parts there.
+        Without a budget of the user's, which is 0 then, it is as large as what these have there at
+        most, and stretches to the least with which a call runs."""
         self.name, self._state, self.budget_bytes = name, state, budget_bytes
-        self._home: torch.device | None = None  # where the weights were given
+        self._offload, self._stretches = offload, not budget_bytes
+        self._most_bytes = budget_bytes  # as planned last
+        self._home: torch.device | None = None  # where the weights were given,
+        self._elsewhere: dict[int, tuple[Tensor, torch.device]] = {}  # but for these, by their ids
+        self._places: dict[int, torch.device] = {}  # where they were put, by their ids
         self._host: list[Tensor] = []  # pinned pieces that regions lie in
         self._device: list[Tensor] = []  # where that is a CPU too: what stands for its memory
         self._resident_bytes = 0  # as planned last
@@ -73,7 +88,9 @@ class WeightsBudget:
         state.scan()  # the structure says where weights are
 
     def _usual_place(self) -> torch.device | None:
-        """Return where calls are expected: where weights are, or on a GPU."""
+        """Return where calls are expected: where weights are taken or are, or on a GPU."""
+        if self._offload is not None:
+            return self._offload.device
         first = next(iter(self._state.tensors), None)
         if first is not None and first.device.type in DEVICES:
             return first.device
@@ -84,7 +101,7 @@ class WeightsBudget:
     def place_of(self, tensors: Sequence[Tensor]) -> torch.device | None:
         """Return on which device a call with these arguments runs, if that is one that has a
         budget."""
-        if not tensors:
+        if not tensors or self._offload is not None:
             return self._state.place
         devices = [tensor.device for tensor in tensors if tensor.device.type in DEVICES]
         return devices[0] if devices else None
@@ -100,8 +117,14 @@ class WeightsBudget:
 
     def __str__(self) -> str:
         budget = f"weights_budget_bytes={self.budget_bytes}"
+        if self._offload is not None:
+            most = f"{self._offload.most_bytes / 1e6:.2f} MB"
+            own = f"{self._offload.name}, by itself {most} at most, does nothing meanwhile"
+            budget = own if self._stretches else f"{budget}; {own}"
         if self._plan is None:
             return f"weights: {budget}, of which no call was served yet"
+        if not self.held_bytes:
+            return f"weights: all on the host, until the next call ({budget})"
         kept, on = f"{self._resident_bytes / 1e6:.2f} MB stay", f"on {self._state.place}"
         if not self._plan.blocks:
             return f"weights: {kept} {on}, all of them ({budget}); {self._peak_text()}"
@@ -142,43 +165,64 @@ class WeightsBudget:
         """Put weights where a program wants them, within the budget, and return its state
         arguments. ``before_move`` has everybody let go of them. Raises OptionError where that
         cannot be."""
-        self._check(program)
-        self._home = self._home or self._state.tensors[0].device
+        if reason := self.misfit(program):
+            raise OptionError(f"weights_budget_bytes: {reason}")
+        self._note_homes()
         self._unite(program.inputs)
         placed = self._found(program, order)
         if self._is_settled(placed):
+            self._places = {id(t): t.device for t in self._state.tensors}
             return [*placed.state]
         before_move()
         self._state.release_pieces()
         plan, regions, uses = self._planned(placed), placed.regions, placed.uses
         del placed  # what it holds would keep memory that weights leave
         self._move(regions, plan, uses)
+        self._places = {id(t): t.device for t in self._state.tensors}
         return [*self._found(program, order).state]
 
-    def _check(self, program: Program) -> None:
-        """Raise OptionError for what is not served under a budget."""
+    def misfit(self, program: Program) -> str:
+        """Say why weights of the module as it is cannot be streamed for a program of it, and what
+        to do; nothing where they can."""
+        out = "leave the budget out" if self._offload is None else "do without offloading"
         for name, tensor in zip(self._state.names, self._state.tensors, strict=True):
             if tensor.grad is not None:
-                raise OptionError(
-                    f"weights_budget_bytes: {name} has a gradient: call"
-                    " zero_grad(set_to_none=True) first"
-                )
+                return f"{name} has a gradient: call zero_grad(set_to_none=True) first"
         if self._state.make_ups:
-            name = self._state.make_ups[0][0]
-            raise OptionError(
-                f"weights_budget_bytes: {name} is a weight of another library's own class, which is"
-                " not streamed: load the model without quantisation, or leave the budget out"
+            return (
+                f"{self._state.make_ups[0][0]} is a weight of another library's own class, which is"
+                f" not streamed: load the model without quantisation, or {out}"
             )
         if len(self._state.effective.merged):
-            raise OptionError(
-                "weights_budget_bytes: adapters other than plain LoRA need a second copy of the"
-                " weights: fuse them into the weights (fuse_lora), or leave the budget out"
+            return (
+                "adapters other than plain LoRA need a second copy of the weights: fuse them into"
+                f" the weights (fuse_lora), or {out}"
             )
         if returned_state(program):
-            raise OptionError(
-                f"weights_budget_bytes: the forward of {self.name} gives back a weight or buffer,"
-                " which may lie on the host: have it give back a copy, or leave the budget out"
+            return (
+                f"the forward of {self.name} gives back a weight or buffer, which may lie on the"
+                f" host: have it give back a copy, or {out}"
             )
+        return ""
+
+    def _note_homes(self) -> None:
+        """Note where weights were given, before any has been moved. What hooks take to a device is
+        at home on the host, and anything else where it is found first."""
+        if self._offload is None:
+            self._home = self._home or self._state.tensors[0].device
+            return
+        covered = self._offload.covered()
+        for tensor in self._state.tensors:
+            if id(tensor) not in covered and id(tensor) not in self._elsewhere:
+                self._elsewhere[id(tensor)] = tensor, tensor.device
+        if self._stretches:
+            there = [t for t, device in self._elsewhere.values() if device.type != "cpu"]
+            self.budget_bytes = self._offload.most_bytes + bytes_of(there)
+        self._home = torch.device("cpu")
+
+    def _home_of(self, region: Region) -> torch.device | None:
+        found = (self._elsewhere.get(id(t)) for t in region.weights)
+        return next((pair[1] for pair in found if pair is not None), self._home)
 
     def _unite(self, inputs: Sequence[InputSpec]) -> None:
         """Take weights that are to be one piece, and lie on several devices, to the host."""
@@ -217,7 +261,7 @@ class WeightsBudget:
         regions, slot = placed.regions, self._slots.numel() // 2 if self._slots is not None else 0
         resident = self._resident(regions)
         size = sum(aligned(regions.all[n].size_bytes) for n in resident)
-        if not self._resident_bytes <= size <= self.budget_bytes - 2 * slot:
+        if not self._resident_bytes <= size <= self._most_bytes - 2 * slot:
             return False
         plan = replan(placed.uses, regions.sizes, resident, slot)
         if plan is None or (plan.blocks and not slot):
@@ -235,7 +279,17 @@ class WeightsBudget:
             if not self._scattered.isdisjoint(map(id, region.weights)):
                 here.add(number)
         away = fixed - here
-        return plan_stream(placed.uses, regions.sizes, self.budget_bytes, here=here, away=away)
+        plan = plan_stream(
+            placed.uses,
+            regions.sizes,
+            self.budget_bytes,
+            here=here,
+            away=away,
+            stretches=self._stretches,
+        )
+        taken = sum(aligned(regions.all[n].size_bytes) for n in plan.resident) + 2 * plan.slot_bytes
+        self._most_bytes = max(self.budget_bytes, taken)
+        return plan
 
     # moving
 
@@ -251,6 +305,8 @@ class WeightsBudget:
         self._hold_slots(plan.slot_bytes)
         if leaves and self._state.place.type == "cuda":
             torch.cuda.empty_cache()  # what weights have left is for everybody
+        if going and self._state.place.type == "cuda":
+            give_back_cached()  # libraries may have pinned them, too
         for number in sorted(plan.resident):
             region = regions.all[number]
             if not self._is_resident(region) and not region.is_fixed:
@@ -294,6 +350,11 @@ class WeightsBudget:
             start += size
         self._host.append(piece)
 
+    def _wait(self) -> None:
+        """Wait until no stream reads weights any more, which are about to leave the device."""
+        if self._state.place is not None and self._state.place.type == "cuda":
+            torch.cuda.synchronize(self._state.place)
+
     def _hold_slots(self, slot_bytes: int) -> None:
         assert self._state.place is not None
         if self._slots is not None and self._slots.numel() == 2 * slot_bytes:
@@ -303,18 +364,51 @@ class WeightsBudget:
             self._slots = device_memory(2 * slot_bytes, self._state.place)
             self._lane = lane_for(self._slots)
 
+    def rest(self, forget: Callable[[], object]) -> None:
+        """Take all weights to pinned memory of the host, and let go of the slots, until the next
+        call. ``forget`` has everybody let go of the weights."""
+        regions = Regions(self._state.tensors, ())  # it holds pieces that weights are parts of
+        forget()
+        self._wait()
+        self._take_home([region for region in regions.all if self._is_resident(region)])
+        self._let_go(regions)
+        self._slots = self._lane = None
+        self._resident_bytes = 0
+        self._places = {id(t): t.device for t in self._state.tensors}
+        self._state.merged.add([whole for region in regions.all for whole in region.wholes])
+        if self._state.place is not None and self._state.place.type == "cuda":
+            torch.cuda.empty_cache()  # what weights have left is for everybody
+
     def give_back(self) -> None:
         """Take all weights to where they were given, and let go of the slots."""
-        self._slots = self._lane = self._plan = None
+        if self._were_moved():
+            self.forget()
+            return
+        self._wait()
         with torch.inference_mode(False), torch.no_grad():
             if self._home is not None:
                 for region in Regions(self._state.tensors, ()).all:
-                    if self._is_resident(region) or region.device != self._home:
-                        region.move(
-                            torch.empty(region.size_bytes, dtype=torch.uint8, device=self._home)
-                        )
+                    home = self._home_of(region)
+                    if region.device.type == "meta":  # newer hooks have the weights
+                        continue
+                    if self._is_resident(region) or region.device != home:
+                        region.move(torch.empty(region.size_bytes, dtype=torch.uint8, device=home))
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave all weights where they are, and let go of the slots."""
+        self._slots = self._lane = self._plan = None
         self._host, self._device, self._home = [], [], None
+        self._elsewhere.clear()
+        self._places.clear()
         self._resident_bytes = self.working_bytes = 0
+
+    def _were_moved(self) -> bool:
+        """Tell whether somebody has taken all weights to one device since, where some were not:
+        there they are wanted."""
+        tensors = self._state.tensors
+        is_one = len({tensor.device for tensor in tensors}) == 1
+        return is_one and any(self._places.get(id(t), t.device) != t.device for t in tensors)
 
     # binding
 
@@ -372,10 +466,17 @@ class WeightsBudget:
         return piece[start : start + region.size_bytes]
 
 
-def budget_for(name: str, state: ModuleState, options: Options) -> WeightsBudget | None:
-    """Return what keeps the weights of a module within a budget, if ``options`` have one."""
+def budget_for(
+    name: str, state: ModuleState, options: Options, offload: PartsOffload | None = None
+) -> WeightsBudget | None:
+    """Return what keeps the weights of a module within a budget, if ``options`` have one, or hooks
+    take its weights to a GPU (``offload``)."""
+    if offload is not None and offload.device.type not in DEVICES:
+        return None
     budget_bytes = options.weights_budget_bytes
-    return WeightsBudget(name, state, budget_bytes) if budget_bytes else None
+    if not budget_bytes and offload is None:
+        return None
+    return WeightsBudget(name, state, budget_bytes, offload)
 
 
 def device_memory(size_bytes: int, device: torch.device) -> Tensor:

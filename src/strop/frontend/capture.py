@@ -58,6 +58,7 @@ from strop.frontend.library_operators import opened
 from strop.frontend.low_rank_layers import stand_in
 from strop.frontend.module_parts import graph_module_like, has_other_forward, is_inside_a_hook
 from strop.frontend.module_tensors import Tables, named_state, putting_together, tensor_places
+from strop.frontend.moving_hooks import ATTRIBUTES, moving_hooks, set_by_hooks
 from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
@@ -156,9 +157,11 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     around = vars(module).get("forward"), vars(module).get("_hf_hook")
-    is_around = is_inside_a_hook(module)
+    is_around = is_inside_a_hook(module) and not moving_hooks(module)
     if is_around:  # accelerate's hook holds the models before this one
         memo |= {id(value): None for value in (*around, vars(module)["_old_forward"])}
+    moved = [part for part in module.modules() if moving_hooks(part)]
+    memo |= {id(value): None for part in moved for _, value in set_by_hooks(part)}
     for part in module.modules():
         _refuse_copy(part, is_outermost=is_around and part is module)
         own = part.__dict__.get("forward")
@@ -175,12 +178,20 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         compute(part)
     for hooks in _HOOKS & vars(clone).keys():  # the module's own, which run around its forward
         vars(clone)[hooks].clear()
-    for part in clone.modules():
-        if "forward" in part.__dict__ and part.__dict__["forward"] is None:
-            del part.__dict__["forward"]
-    for name in ("_hf_hook", "_old_forward") if is_around else ():
-        del vars(clone)[name]
+    _take_out(clone, ("forward",))
+    copied = [memo[id(part)] for part in moved]
+    _take_out(clone, ATTRIBUTES, [clone, *copied] if is_around else copied)
     return clone
+
+
+def _take_out(
+    clone: nn.Module, names: Sequence[str], parts: Sequence[nn.Module] | None = None
+) -> None:
+    """Take out of a copy, or of these parts of it, what was not copied."""
+    for own in map(vars, clone.modules() if parts is None else parts):
+        for name in names:
+            if name in own and own[name] is None:
+                del own[name]
 
 
 def _refuse_copy(part: nn.Module, *, is_outermost: bool) -> None:

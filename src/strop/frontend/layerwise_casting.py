@@ -11,19 +11,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.errors import CaptureError
+from strop.frontend import hook_chains
 from strop.frontend.composed_tensors import is_composed
+from strop.frontend.hook_chains import is_own, links
 from strop.frontend.stable_text import qualified
 
 _HOOKS = "diffusers.hooks.layerwise_casting"
 _CASTS, _OF_PEFT = f"{_HOOKS}.LayerwiseCastingHook", f"{_HOOKS}.PeftInputAutocastDisableHook"
-_REGISTRY, _CALLS = "diffusers.hooks.hooks", "function_reference"  # a cell of its closures
 _IS_PEFT_CASTING = "cast_input_dtype_enabled"  # of a wrapped layer, which the second hook turns off
 
 
@@ -92,7 +92,7 @@ def cast_of(module: nn.Module) -> Cast | None:
     cast, forward = Cast(), vars(module).get("forward")
     if not isinstance(forward, functools.partial):
         return None
-    for hook, inner in _links(module):
+    for hook, inner in links(module):
         if qualified(type(hook)) == _CASTS and cast.compute_dtype is None:
             cast = replace(cast, compute_dtype=hook.compute_dtype, storage_dtype=hook.storage_dtype)
         elif qualified(type(hook)) == _OF_PEFT:
@@ -100,46 +100,21 @@ def cast_of(module: nn.Module) -> Cast | None:
         else:
             return None
         forward = inner
-    is_own = getattr(forward, "__func__", None) is type(module).forward
-    return cast if is_own and getattr(forward, "__self__", None) is module else None
+    return cast if is_own(forward, module) else None
 
 
 def is_cast_as_one(module: nn.Module) -> bool:
     """Tell whether a hook around the forward of a module, or around a dispatcher in its place,
     casts all that is in it."""
-    return any(qualified(type(hook)) == _CASTS for hook, _ in _links(module))
+    return any(qualified(type(hook)) == _CASTS for hook, _ in links(module))
 
 
 def watched_hooks(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield where the hooks around a module's forward hold what ``cast_of`` tells."""
-    for hook, _ in _links(module):
+    for hook, _ in links(module):
         own = vars(hook)
         yield from ((own, name) for name in ("compute_dtype", "storage_dtype") if name in own)
-        calls = vars(own["fn_ref"])
-        yield from ((calls, name) for name in calls)
-
-
-def _links(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each hook of diffusers around a module's forward, from the outside, and the forward
-    that it runs."""
-    forward = vars(module).get("forward")
-    while (calls := _calls(forward, module)) is not None:
-        hook = getattr(calls.pre_forward, "__self__", None)
-        if hook is None or vars(hook).get("fn_ref") is not calls:
-            return
-        forward = calls.original_forward or calls.forward
-        yield hook, forward
-
-
-def _calls(forward: Any, module: nn.Module) -> Any:
-    """Return what a function that diffusers has put around a forward calls, or None."""
-    if not isinstance(forward, functools.partial) or forward.args != (module,):
-        return None
-    function = forward.func
-    if not isinstance(function, FunctionType) or function.__module__ != _REGISTRY:
-        return None
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return next((cell.cell_contents for name, cell in cells if name == _CALLS), None)
+        yield from hook_chains.watched(hook)
 
 
 def refusal(module: nn.Module, cast: Cast) -> str:

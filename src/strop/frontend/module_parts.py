@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from strop.frontend.hook_chains import is_own
+from strop.frontend.moving_hooks import moving_hooks
 from strop.frontend.stable_text import text_of
 
 
@@ -42,8 +44,8 @@ def has_other_forward(module: nn.Module) -> bool:
         return False
     if getattr(own, "is_of_copy", False):  # computes what hooks around the original's do
         return False
-    is_bound = getattr(own, "__self__", None) is module  # as hooks leave it when they are removed
-    return not (is_bound and getattr(own, "__func__", None) is type(module).forward)
+    # hooks leave it bound when they are removed
+    return not (is_own(own, module) or moving_hooks(module))
 
 
 def is_inside_a_hook(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,13 @@ def model_offload(pipe: Any) -> None:
 
 
 def sequential_offload(pipe: Any) -> None:
-    pipe.enable_sequential_cpu_offload(device="cpu")
+    """Do as ``enable_sequential_cpu_offload`` does. That takes weights to "cpu:0", for which
+    accelerate puts tensors in the places of Parameters, and fails."""
+    from accelerate import cpu_offload
+
+    for model in pipe.components.values():
+        if isinstance(model, nn.Module):
+            cpu_offload(model, CPU, offload_buffers=bool(model._parameters))
 
 
 def offload_hooks_removed(pipe: Any) -> None:

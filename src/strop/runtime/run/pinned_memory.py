@@ -36,3 +36,10 @@ def pinned(size_bytes: int, *, for_gpu: bool) -> Tensor:
             end = weakref.finalize(pages, cudart.cudaHostUnregister, address)
             end.atexit = False
     return flat
+
+
+def give_back_cached() -> None:
+    """Have torch give back the pinned memory that it keeps for later, where its edition can."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None:
+        empty()

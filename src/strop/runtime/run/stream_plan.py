@@ -68,17 +68,20 @@ def plan_stream(
     *,
     here: Collection[int] = (),
     away: Collection[int] = (),
+    stretches: bool = False,
 ) -> StreamPlan:
     """Plan the regions of these ``sizes``, of which a run makes these ``uses``. Regions that are
     ``here`` stay on the device whatever else does, and those that are ``away`` do not.
 
-    Raises OptionError for a budget that is too small, with the least that would do.
+    Raises OptionError for a budget that is too small, with the least that would do, unless it
+    ``stretches``: then the least is taken.
     """
     taken = {n: aligned(size) for n, size in sizes.items()}
     read = dict.fromkeys(n for use in uses for n in use.regions)
     whole_bytes = _sum(taken, {*read, *here})
+    all_here = StreamPlan(frozenset({*read, *here}), 0, ())
     if whole_bytes <= budget_bytes and read.keys().isdisjoint(away):
-        return StreamPlan(frozenset({*read, *here}), 0, ())
+        return all_here
     scattered = scattered_regions(uses, taken, here)
     if lost := scattered & set(away):
         raise OptionError(
@@ -88,8 +91,12 @@ def plan_stream(
         )
     fixed = {*here, *scattered}
     units = units_of(uses, fixed)
-    slot, forced = _forced(units, taken, _sum(taken, fixed), away)
+    slot, forced = _forced(units, taken, away)
     least = _sum(taken, fixed) + forced + 2 * slot
+    if least > budget_bytes and stretches:
+        if whole_bytes <= least and read.keys().isdisjoint(away):
+            return all_here
+        budget_bytes = least
     if least > budget_bytes:
         raise OptionError(
             f"weights_budget_bytes={budget_bytes} is too small: the weights need {whole_bytes}"
@@ -195,7 +202,7 @@ def _spans(
 
 
 def _forced(
-    units: Sequence[Unit], sizes: Mapping[int, int], fixed_bytes: int, away: Collection[int]
+    units: Sequence[Unit], sizes: Mapping[int, int], away: Collection[int]
 ) -> tuple[int, int]:
     """Return the size of a slot with which the least memory is needed, and the bytes of units that
     are larger and have to stay."""
