@@ -138,7 +138,7 @@ def _is_pipeline(obj: Any) -> bool:
 
 def restore(obj: T) -> T:
     """Undo ``optimize``: every attribute that it has set is the very object that was there before.
-    Parameters keep their values (merged ones share a storage).
+    Parameters keep their values and strides (merged ones share a storage).
 
     Functions of diffusers are its own again when no optimised pipeline is left. What others have
     set in the same place since stays. A component that another optimised pipeline has as well stays

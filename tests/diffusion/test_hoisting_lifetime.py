@@ -16,7 +16,7 @@ from strop.bench.pipelines import actions_adapters as adapters
 from strop.bench.pipelines import actions_code as code
 from strop.bench.pipelines import actions_weights as weights
 from strop.dispatch.derived_inputs import HOISTED
-from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.entry_runner import EntryRunner
 from tests.diffusion import test_never_stale as changes
 from tests.diffusion.test_hoisting import counts, is_same, picture, pipeline, plain  # noqa: F401
 from tests.e2e import tiny
@@ -136,7 +136,7 @@ def test_the_next_loop_sees_a_change_of_the_model(
 ):
     """The same prompt, the same weights by identity, and whatever a user may do to a UNet."""
     if ahead:  # as calls of a CUDA graph are, here without one
-        monkeypatch.setattr(Dispatcher, "_may_run_ahead", changes._is_ahead)
+        monkeypatch.setattr(EntryRunner, "may_run_ahead", changes._is_ahead)
     args, found = tiny.unet_args(*SIZE), []
     for hoist in (True, False):
         pipe = tiny.pipeline()
@@ -223,7 +223,10 @@ def test_many_threads(plain: Iterator[None]):  # noqa: F811
             thread.start()
         for thread in threads:
             thread.join()
+        with torch.no_grad():  # on a busy machine each of the threads may have begun a loop
+            last = [pipe.unet(*prompts[0]).sample for _ in range(2)]
     assert not wrong
+    assert all(torch.equal(found, expected[0]) for found in last)
     runs, reuses = counts(pipe)
-    assert runs + reuses == 2 * NUM_THREADS
+    assert runs + reuses == 2 * NUM_THREADS + 2
     assert reuses > 0

@@ -15,7 +15,7 @@ import strop
 from strop.api import optimize_module
 from strop.diffusion.components import DenoiserAdapter
 from strop.dispatch.derived_inputs import HOISTED, TIMETABLE
-from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.entry_runner import EntryRunner
 from strop.runtime.derived import sources
 from strop.runtime.loop import timetable
 from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of, place_among
@@ -149,7 +149,7 @@ def test_the_next_picture_sees_another_weight(
     change: Callable[[Any], None], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if ahead:
-        monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
+        monkeypatch.setattr(EntryRunner, "may_run_ahead", _is_ahead)
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     for pipe in (on, off):
         picture(pipe), picture(pipe)
@@ -317,7 +317,7 @@ def test_another_shape_in_the_loop_has_a_table_of_its_own():
 
 
 def test_a_call_that_fails_ahead_leaves_the_model_to_be_looked_at(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
+    monkeypatch.setattr(EntryRunner, "may_run_ahead", _is_ahead)
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     sample, _, prompt = tiny.unet_args(2, 8, 8, 7)
     for pipe in (on, off):

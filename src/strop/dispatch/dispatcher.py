@@ -32,6 +32,7 @@ from strop.dispatch.known_bindings import KnownBindings, StateBinding
 from strop.dispatch.known_dispatchers import ALL, have_others_rest
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.placed_weights import give_back_order
 from strop.dispatch.plain_forward import ForwardStandIn
 from strop.dispatch.prepared_calls import PreparedCalls
 from strop.dispatch.refused_calls import RefusedCalls
@@ -525,6 +526,8 @@ class Dispatcher(ForwardStandIn):
         """Keep no place in the module, nor in what others have put around its forward since."""
         self.has_left = True
         self.forget_weights()
+        with torch.inference_mode(False), torch.no_grad():
+            give_back_order(self.state.tensors)
         self.hosted.leave()
         model_offload.leave(self.component, self)
         cpu_fast_path.remove_entrance(self)

@@ -78,7 +78,8 @@ class GroupOffload:
             vars(group).pop("onload_", None)
         for group in self._emptied:
             group.cpu_param_dict = group._init_cpu_param_dict()
-            group.offload_()  # which has weights lie in these copies
+            if all(tensor.device.type == "cpu" for tensor in _tensors(group)):
+                group.offload_()  # which has weights lie in these copies, unless somebody took them
         self._emptied.clear()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from strop.dispatch.cornered_factors import standing
 from strop.ir.ops import OPS
@@ -120,9 +121,22 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         for index in _convolution_weights(program) - read:
             weight = tensors[index]
             if not weight.is_contiguous(memory_format=torch.channels_last):
+                _GIVEN.setdefault(weight, weight.stride())
                 keep_for_readers(weight)
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     return [*(t.detach() for t in tensors), *pieces]  # where they lie now
+
+
+def give_back_order(tensors: Sequence[Tensor]) -> None:
+    """Have convolution weights lie as they were given. Eager's results are channels-last where
+    weights are, and code that views them as rows would fail."""
+    for tensor in tensors:
+        strides = _GIVEN.pop(tensor, None)
+        if strides is None or tensor.stride() == strides or len(strides) != tensor.dim():
+            continue
+        given = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        keep_for_readers(tensor)
+        tensor.data = given.copy_(tensor.detach())
 
 
 def _lay_out(tensor: Tensor, spec: InputSpec) -> None:
@@ -175,6 +189,9 @@ def _convolution_weights(program: Program) -> set[int]:
     buffers = [program.buffers[ref.buffer] for ref in refs]
     return {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
 
+
+# convolution weight -> the strides that it had when it was given
+_GIVEN: MutableMapping[Tensor, tuple[int, ...]] = WeakIdKeyDictionary()
 
 # address of a piece -> what it is a piece of, as long as somebody reads it in one piece
 _WHOLES: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
