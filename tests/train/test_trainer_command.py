@@ -356,7 +356,7 @@ def test_every_setting_is_explained() -> None:
 def test_help(task: str, invoke: Callable[..., Result]) -> None:
     shown = said(invoke(task, "-h"))
     assert "--learning_rate" in shown
-    assert ("--rank" in shown) == (task == "lora")
+    assert ("--rank <" in shown) == (task == "lora")  # --rank_timeout is for all
     assert ("--class_data_dir" in shown) == (task != "text-to-image")
     assert "--use_8bit_adam" in shown
     assert "--use_dora" not in shown
