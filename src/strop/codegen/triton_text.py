@@ -373,10 +373,11 @@ class Printer:
             dtype = compute_dtype(stmt.dtype)
             text = apply_text(stmt, [a.text for a in args])
             is_exact = not dims or (self.is_exact and stmt.dtype is torch.float32)
-            if stmt.op == "div" and is_exact and dtype is torch.float32:
+            if stmt.op in ("div", "reciprocal") and is_exact and dtype is torch.float32:
                 # once a launch, or what leaves in fp32, is as exact as eager's: Triton's own / is
                 # two ulps off, and all elements that share a divisor by the same two
-                text = f"tl.div_rn({', '.join(a.text for a in args)})"
+                terms = ["1.0", *(a.text for a in args)][-2:]
+                text = f"tl.div_rn({', '.join(terms)})"
             self.define(stmt.out, text, dims, dtype, prefix)
         elif isinstance(stmt, OfPair):
             value = self.values[stmt.value]
