@@ -4,8 +4,9 @@ come as late as they may or at once, and junk is read by whoever reads a slot at
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from strop.dispatch import weights_budget
 from strop.runtime.run.weight_stream import Copy
 
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of sixteen in another order
 JUNK = 0xFF  # NaN, read as floats
 
 
@@ -80,3 +82,24 @@ def lend_memory(monkeypatch: pytest.MonkeyPatch, lane: str = "late") -> CountedM
     monkeypatch.setattr(weights_budget, "lane_for", LANES[lane])
     monkeypatch.setattr(weights_budget, "device_memory", counted)
     return counted
+
+
+def wrong_in_threads(
+    net: Callable[[Tensor], Tensor], given: Sequence[Tensor], expected: Sequence[Tensor], calls: int
+) -> list[int]:
+    """Call a model from a thread for each argument, all at once; return the numbers of those whose
+    result was another one, once for each such call."""
+    wrong, begin = list[int](), threading.Barrier(len(given))
+
+    def work(number: int) -> None:
+        begin.wait()
+        for _ in range(calls):
+            if not torch.allclose(net(given[number]), expected[number], **CLOSE):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong

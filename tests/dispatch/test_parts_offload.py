@@ -4,7 +4,6 @@ afterwards."""
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,10 +17,9 @@ from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_off
 from torch import Tensor, nn
 
 import strop
-from tests.budgeted import LANES, CountedMemory, lend_memory
+from tests.budgeted import CLOSE, LANES, CountedMemory, lend_memory, wrong_in_threads
 from tests.dispatch.test_low_rank import activate, add
 from tests.dispatch.test_weights_budget import (
-    CLOSE,
     WIDTH,
     WRITES,
     Block,
@@ -429,19 +427,7 @@ def test_a_part_that_is_called_by_itself(memory: CountedMemory, kind: str) -> No
 def test_threads_take_turns(memory: CountedMemory, kind: str) -> None:
     net, twin = compiled(kind, "offload first"), plain()
     given = [torch.randn(3, WIDTH, generator=torch.manual_seed(n)) for n in range(4)]
-    expected, wrong = [twin(x) for x in given], list[int]()
-
-    def work(number: int) -> None:
-        for _ in range(10):
-            if not torch.allclose(net(given[number]), expected[number], **CLOSE):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(net, given, [twin(x) for x in given], 10)
 
 
 @pytest.mark.parametrize("kind", ["block", "leaf"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import strop
 from strop.runtime.run.growing_memory import held_bytes
 from tests.diffusion.test_lora_roads import file
-from tests.dispatch.test_weights_budget_gpu import SPARE, inputs, model, size_of
+from tests.dispatch.test_weights_budget_gpu import SPARE, check_on_streams, inputs, model, size_of
 from tests.e2e import tiny
 
 pytestmark = [
@@ -177,14 +177,7 @@ def test_streams_of_the_user_take_turns() -> None:
     net, x = plain(), inputs(64)
     WAYS["blocks, with a stream"](net)
     strop.optimize(net, options=tiny.options(strict=True))
-    expected = [net(x + n) for n in range(6)]
-    torch.cuda.synchronize()
-    streams, results = [torch.cuda.Stream() for _ in range(3)], []
-    for number in range(6):
-        with torch.cuda.stream(streams[number % 3]):
-            results.append(net(x + number))
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, results, expected))
+    check_on_streams(net, x)
 
 
 def picture(pipe: Any) -> Tensor:

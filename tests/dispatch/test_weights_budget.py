@@ -4,7 +4,6 @@ copies are late, and no more memory is taken than there is in the budget."""
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 import strop
 from strop.dispatch.weights_budget import WeightsBudget
 from strop.errors import OptionError, UnsupportedError
-from tests.budgeted import LANES, CountedMemory, lend_memory
+from tests.budgeted import CLOSE, LANES, CountedMemory, lend_memory, wrong_in_threads
 from tests.e2e import tiny
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of sixteen in another order
 WIDTH, DEPTH = 16, 6
 X = torch.randn(3, WIDTH, generator=torch.manual_seed(0))
 
@@ -214,21 +212,7 @@ def test_a_call_that_fails_leaves_a_module_that_works(memory: CountedMemory) -> 
 def test_threads_take_turns(memory: CountedMemory) -> None:
     net, twin = budgeted(), plain()
     given = [torch.randn(3, WIDTH, generator=torch.manual_seed(n)) for n in range(4)]
-    expected, wrong = [twin(x) for x in given], list[int]()
-    begin = threading.Barrier(len(given))
-
-    def work(number: int) -> None:
-        begin.wait()
-        for _ in range(20):
-            if not torch.allclose(net(given[number]), expected[number], **CLOSE):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(net, given, [twin(x) for x in given], 20)
 
 
 def test_an_artefact_serves_under_a_budget(memory: CountedMemory, tmp_path: Path) -> None:

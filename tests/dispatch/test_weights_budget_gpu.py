@@ -115,8 +115,8 @@ def test_writes_on_both_sides_are_seen() -> None:
     strop.restore(net)
 
 
-def test_streams_take_turns() -> None:
-    net, x = budgeted(model(), 0.4), inputs(64)
+def check_on_streams(net: Any, x: Tensor) -> None:
+    """Calls on streams of the user give the bits of those on one."""
     expected = [net(x + n) for n in range(6)]
     torch.cuda.synchronize()
     streams, results = [torch.cuda.Stream() for _ in range(3)], []
@@ -125,6 +125,11 @@ def test_streams_take_turns() -> None:
             results.append(net(x + number))
     torch.cuda.synchronize()
     assert all(map(torch.equal, results, expected))
+
+
+def test_streams_take_turns() -> None:
+    net, x = budgeted(model(), 0.4), inputs(64)
+    check_on_streams(net, x)
 
 
 @pytest.mark.alone

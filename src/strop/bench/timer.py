@@ -92,9 +92,8 @@ def time_calls(
 ) -> dict[str, Timing]:
     """Time all calls in turns, so that a clock or a neighbour that changes meets every one of them.
 
-    Each turn begins with another one, and every other turn goes backwards. A GPU at its limit of
-    power keeps a higher clock behind a call that took less: Flux.1's step had 1,440 MHz where it
-    always came behind a compiled one, and a peer that came behind eager had 1,800.
+    Every other turn goes backwards, so that what a call leaves behind, heat or a cache, meets all
+    others alike.
 
     ``inner``: calls a sample, of all or by name.
     """

@@ -50,6 +50,7 @@ from strop.dispatch.weights_budget import WeightsBudget
 from strop.errors import StropError, UnsupportedError
 from strop.frontend.adapted_layers import without_scale
 from strop.frontend.low_rank_layers import batch_of
+from strop.frontend.moving_hooks import entered
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
@@ -412,7 +413,7 @@ class Dispatcher(ForwardStandIn):
         """Run what the module is without us."""
         if (offload := self.hosted.taken) is not None:
             self._release()
-            args, kwargs = offload.enter(self.module, args, kwargs)
+            args, kwargs = entered(offload.around, self.module, args, kwargs)
         return self.eager(*args, **kwargs)
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

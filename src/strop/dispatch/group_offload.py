@@ -82,13 +82,6 @@ class GroupOffload:
                 group.offload_()  # which has weights lie in these copies, unless somebody took them
         self._emptied.clear()
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Run what stands in front of the module's own forward. What stands behind it is run by
-        whoever calls the hooks."""
-        for hook in reversed(self.around):
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
-        return args, kwargs
-
 
 def group_offload(
     module: nn.Module, parts: Sequence[tuple[str, nn.Module]]

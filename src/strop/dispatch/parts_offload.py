@@ -28,6 +28,10 @@ class PartsOffload(Protocol):
     @property
     def most_bytes(self) -> int: ...
 
+    @property
+    def around(self) -> tuple[Any, ...]:
+        """Return the hooks of the module's own forward, from the inside."""
+
     def covered(self) -> set[int]:
         """Return the ids of the tensors that the hooks move."""
 
@@ -46,10 +50,6 @@ class PartsOffload(Protocol):
 
     def give_back(self) -> None:
         """Have the hooks do what they did, with weights that lie on the host."""
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Do what the hooks around the module's own forward have left out in this call, which runs
-        as without us. Return the arguments as they give them."""
 
 
 Found = GroupOffload | SequentialOffload

@@ -100,13 +100,6 @@ class SequentialOffload:
             row.table[row.name] = _empty_like(own, self._empty.get(number))
         self._empty.clear()
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Run what stands in front of the module's own forward. What stands behind it is run by
-        whoever calls the hooks."""
-        for hook in reversed(self.around):
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
-        return args, kwargs
-
 
 def sequential_offload(
     module: nn.Module, parts: Sequence[tuple[str, nn.Module]]

@@ -4,7 +4,7 @@ which reads weights where they lie, may leave them out."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,16 @@ def moving_hooks(module: nn.Module) -> tuple[Any, ...]:
     if "_diffusers_hook" in vars(module):
         return _of_diffusers(module)
     return ()
+
+
+def entered(
+    hooks: Sequence[Any], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run what ``hooks`` of a forward, from the inside, do in front of it; return the arguments as
+    they give them. What stands behind it is run by whoever calls the hooks."""
+    for hook in reversed(hooks):
+        args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    return args, kwargs
 
 
 def set_by_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -53,8 +53,12 @@ class FlatCopy:
     def go_on(self, end_bytes: int) -> None:
         """Queue copies of whole chunks up to ``end_bytes``, which wait for nothing that runs. Only
         memory that stays can take a part."""
-        while self.copied_bytes + min(CHUNK_BYTES, self._left()) <= end_bytes and self._left():
-            self._copy(self.copied_bytes + min(CHUNK_BYTES, self._left()))
+        size = self.host.numel()
+        while self.copied_bytes < size:
+            end = min(self.copied_bytes + CHUNK_BYTES, size)
+            if end > end_bytes:
+                break
+            self._copy(end)
 
     def finish(self) -> tuple[Tensor, FlatSums]:
         """Copy what is left; return all of it on the device, and its sums as it came. What is
@@ -70,9 +74,6 @@ class FlatCopy:
         columns = torch.stack([part.columns for part in self._sums]).sum(0)
         sums = FlatSums(columns, torch.cat([part.rows for part in self._sums]))
         return self.memory.tensor[: self.host.numel()], sums
-
-    def _left(self) -> int:
-        return self.host.numel() - self.copied_bytes
 
     def _copy(self, end: int) -> None:
         if self.memory.stays:
