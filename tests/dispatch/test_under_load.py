@@ -110,8 +110,8 @@ def test_calls_run_side_by_side_each_in_its_own_memory() -> None:
 
 
 def test_who_waits_for_a_lane_runs_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first caller of three runs in its own, the second one has to wait for it; the third one
-    may find a lane that is free again."""
+    """The first caller is alone when it begins, and runs in its own thread. The second one has to
+    wait for it; the third one may find a lane that is free again."""
     monkeypatch.setattr(LANES, "_most", lambda: 1)
     module, x = optimized(Deep(), strict=True), given(40)
     with torch.no_grad():
@@ -126,8 +126,13 @@ def test_who_waits_for_a_lane_runs_in_its_thread(monkeypatch: pytest.MonkeyPatch
                 wait_until(lambda: LANES._waiting and lock._turns._waiting)
         usual(self, linked, positions)
 
+    def work(number: int) -> None:
+        if number:
+            wait_until(lambda: ran)
+        found.append(module(x))
+
     monkeypatch.setattr(Bound, "_walk", walk)
-    in_threads(lambda number: found.append(module(x)), 3)
+    in_threads(work, 3)
     assert [name == "strop-lane-0" for name in ran[:2]] == [False, True]
     assert all(torch.equal(one, expected) for one in found)
     assert is_at_rest(module)
