@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from strop.codegen.by_rows import made_by_rows
 from strop.codegen.mutation import Lowered, joins_of, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
-from strop.fusion.plan import CodedProduct, FusionPlan, Group, Stitch
+from strop.fusion.plan import CodedProduct, CodePanels, FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
@@ -149,6 +149,7 @@ def assemble(
     target: Target,
     stitches: Sequence[Stitch] = (),
     products: Sequence[CodedProduct] = (),
+    panels: Sequence[CodePanels] = (),
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch and product."""
@@ -172,6 +173,8 @@ def assemble(
         _stitch(a, stitch, lowered[stitch.whole], kernels)
     for found in products:
         _join_product(a, found, lowered[found.whole], kernels, calls)
+    for made in panels:
+        _join_panels(a, made, kernels, calls)
     finished = tuple(kernels[s] if isinstance(s, Group) else calls[s] for s in steps)
     num_compiled = sum(len(group.nodes) for group in plan.groups)
     num_calls = sum(1 for s in plan.steps if isinstance(s, Node) and s.op != "join")
@@ -359,6 +362,29 @@ def _join_product(
     host, call = steps[found.decoding], calls[found.call]
     steps[found.decoding] = replace(host, variants=(form, *host.variants))
     calls[found.call] = replace(call, absorbed=(form,))
+
+
+def _join_panels(
+    a: _Assembly,
+    made: CodePanels,
+    steps: dict[Group, KernelStep],
+    calls: dict[Node, CallStep],
+) -> None:
+    """Let the step that reads sums of products of codes do the work of the calls, at any size."""
+    emitted, step = a.target.emit(made.kernel), steps[made.group]
+    form = StepForm(
+        a.place_of(emitted.source),
+        tuple(a.number[node] for node in made.buffers),
+        made.offsets,
+        step.writes,
+        emitted.scalars,
+        const(0),
+        0,
+        1,
+    )
+    steps[made.group] = replace(step, variants=(form,))
+    for call in made.calls:
+        calls[call] = replace(calls[call], absorbed=(form,))
 
 
 def _lookup_sizes(kernel: LoopKernel) -> tuple[Expr | None, ...]:

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
+from strop.ir.dims import const
+from strop.ir.source import Scratch
+
 ROWS = 24  # of a panel, as ``codegen/rt/code_sums.h`` has them
 LANES = 16  # of the widest vectors, to whose multiples columns are padded
 MOST_BYTES = 1 << 20  # of a panel and its codes, on the stack of a thread
@@ -23,6 +28,11 @@ class CodePanel:
     columns: int
     depth: int
     weight: int
+
+    @property
+    def scratch(self) -> Scratch:
+        """Return the memory of the packed weight."""
+        return Scratch(torch.int32, const(packed_words(self.columns, self.depth)))
 
     @property
     def stack_bytes(self) -> int:
