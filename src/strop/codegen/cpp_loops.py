@@ -286,7 +286,8 @@ class Loops:
 
     def _load(self, stmt: Load) -> str:
         if stmt.param in self.panels:
-            return f"row{stmt.param}[{self.lane}]"
+            is_alone = not stmt.index.axes & self.col_names  # a row of one sum
+            return f"row{stmt.param}[{0 if is_alone else self.lane}]"
         text = f"sp::widen(p{stmt.param}[{self._element(stmt)}])"
         if compute_dtype(self.kernel.params[stmt.param].dtype) != compute_dtype(stmt.dtype):
             text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"

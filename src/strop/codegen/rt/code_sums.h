@@ -27,7 +27,7 @@ constexpr int LANES = 4, WIDE = 2;
 constexpr int ROWS = 6;  // of a tile: 24 sums, 4 columns and a row in 32 registers
 constexpr int BLOCK = WIDE * LANES;
 constexpr int64_t PANEL = 24;  // rows of a task, a multiple of ROWS
-constexpr int64_t GROUP = 512;  // columns of a task of few rows, a multiple of BLOCK
+constexpr int64_t GROUP = 512;  // columns whose sums lie in a cache, a multiple of BLOCK
 constexpr double THREADED_FROM = 2e6;  // operations: 10 us of one core
 
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -44,7 +44,9 @@ template <bool VNNI>
 constexpr int EACH = VNNI ? 4 : 2;  // codes of a word
 template <bool VNNI>
 constexpr int64_t steps_of(int64_t depth) { return up_to(depth, EACH<VNNI>) / EACH<VNNI>; }
-inline double work(int64_t rows, int64_t columns, int64_t depth) { return 2.0 * rows * columns * depth; }
+inline double work(int64_t rows, int64_t columns, int64_t depth) {
+  return 2.0 * rows * columns * depth;
+}
 
 #ifndef STROP_WITHOUT_VNNI
 inline bool has_vnni() {
@@ -150,13 +152,13 @@ void tile_wide(int vectors, const Word* a, const Word* b, int64_t width, int64_t
 
 // ---- packing -----------------------------------------------------------------------------------
 
-// Word ``step`` of a row, zeros behind its ``depth`` codes.
+// The first word of ``count`` codes, zeros behind them.
 template <bool VNNI>
-inline uint32_t word(const int8_t* row, int64_t depth, int64_t step) {
+inline uint32_t word(const int8_t* codes, int64_t count) {
   uint32_t found = 0;
   for (int n = 0; n < EACH<VNNI>; ++n) {
-    const int64_t k = step * EACH<VNNI> + n;
-    if (k < depth) found |= VNNI ? uint32_t(uint8_t(row[k])) << 8 * n : uint32_t(uint16_t(row[k])) << 16 * n;
+    const int8_t code = n < count ? codes[n] : 0;
+    found |= VNNI ? uint32_t(uint8_t(code)) << 8 * n : uint32_t(uint16_t(code)) << 16 * n;
   }
   return found;
 }
@@ -172,7 +174,10 @@ inline Words words(const int8_t* row, int64_t depth, int64_t begin) {
     else return Words(__builtin_convertvector(*reinterpret_cast<const Codes*>(row + first), Shorts));
   }
   Words found = {};
-  for (int lane = 0; lane < LANES; ++lane) found[lane] = word<VNNI>(row, depth, begin + lane);
+  for (int lane = 0; lane < LANES; ++lane) {
+    const int64_t at = first + lane * EACH<VNNI>;
+    found[lane] = at < depth ? word<VNNI>(row + at, depth - at) : 0;
+  }
   return found;
 }
 
@@ -237,7 +242,9 @@ void copy_rows(const int8_t* x, int64_t rows, int64_t depth, Word* to) {
     int64_t step = 0;
     for (; step + LANES <= steps; step += LANES)
       *reinterpret_cast<LooseWords*>(to + step) = words<VNNI>(x, depth, step) ^ splat(sign);
-    for (; step < steps; ++step) to[step] = word<VNNI>(x, depth, step) ^ sign;
+    const int8_t* rest = x + step * EACH<VNNI>;
+    for (; step < steps; ++step, rest += EACH<VNNI>)
+      to[step] = word<VNNI>(rest, x + depth - rest) ^ sign;
   }
 }
 
@@ -254,10 +261,15 @@ void panel(const Word* a, int64_t rows, int64_t steps, const Word* packed, const
       const int64_t rest = rows - row;
       const Word* const from = a + row * steps;
       int32_t* const out = to + row * to_row + block - begin;
-      if (rest >= ROWS) tile_wide<VNNI, ROWS>(vectors, from, b, width, steps, begins + block, out, to_row), row += ROWS;
-      else if (rest >= 4) tile_wide<VNNI, 4>(vectors, from, b, width, steps, begins + block, out, to_row), row += 4;
-      else if (rest >= 2) tile_wide<VNNI, 2>(vectors, from, b, width, steps, begins + block, out, to_row), row += 2;
-      else tile_wide<VNNI, 1>(vectors, from, b, width, steps, begins + block, out, to_row), row += 1;
+      const auto multiply = [&](auto count) {
+        constexpr int m = count.value;
+        tile_wide<VNNI, m>(vectors, from, b, width, steps, begins + block, out, to_row);
+        row += m;
+      };
+      if (rest >= ROWS) multiply(Number<ROWS>{});
+      else if (rest >= 4) multiply(Number<4>{});
+      else if (rest >= 2) multiply(Number<2>{});
+      else multiply(Number<1>{});
     }
   }
 }
@@ -293,36 +305,39 @@ inline void multiply(const int8_t* x, int64_t rows, int64_t columns, int64_t dep
   else rows_by_all<false>(x, rows, columns, depth, packed, copied, to);
 }
 
-// One task of a product of its own: up to PANEL rows by up to GROUP columns from ``begin`` on.
+// One task of a product of its own: up to PANEL rows, whose sums with some columns at a time lie in a
+// cache before they are copied.
 template <bool VNNI>
 void part(const int8_t* x, int64_t rows, int64_t columns, int64_t depth, const Word* packed,
-          Word* copied, int64_t begin, int32_t* to) {
+          Word* copied, int32_t* to) {
   alignas(64) int32_t sums[PANEL * GROUP];
   const int64_t padded = up_to(columns, LANES), steps = steps_of<VNNI>(depth);
-  const int64_t end = least(begin + GROUP, padded), width = end - begin;
+  const int32_t* const begins = reinterpret_cast<const int32_t*>(packed + padded * steps);
   copy_rows<VNNI>(x, rows, depth, copied);
-  panel<VNNI>(copied, rows, steps, packed, reinterpret_cast<const int32_t*>(packed + padded * steps),
-              begin, end, sums, width);
-  const int64_t some = least(end, columns) - begin;
-  for (int64_t row = 0; row < rows; ++row)
-    __builtin_memcpy(to + row * columns + begin, sums + row * width, some * sizeof(int32_t));
+  for (int64_t begin = 0; begin < columns; begin += GROUP) {
+    const int64_t end = least(begin + GROUP, padded), width = end - begin;
+    panel<VNNI>(copied, rows, steps, packed, begins, begin, end, sums, width);
+    const int64_t some = least(end, columns) - begin;
+    for (int64_t row = 0; row < rows; ++row)
+      __builtin_memcpy(to + row * columns + begin, sums + row * width, some * sizeof(int32_t));
+  }
 }
 
 // out (rows, columns) = x (rows, depth) times w (columns, depth) transposed, all dense.
 // ``memory``: packed codes, and ``row_words(depth)`` words for each row.
 inline void product(const int8_t* x, const int8_t* w, int32_t* out, Word* memory, int64_t rows,
                     int64_t columns, int64_t depth) {
-  const int64_t groups = (columns + GROUP - 1) / GROUP, parts = (rows + PANEL - 1) / PANEL;
+  const int64_t parts = (rows + PANEL - 1) / PANEL;
   Word* const copies = memory + packed_words(columns, depth);
   pack(w, columns, depth, memory);
 #pragma omp parallel for schedule(static) if (work(rows, columns, depth) > THREADED_FROM)
   for (int64_t at = 0; at < parts; ++at) {
     const int64_t row = at * PANEL, some = least(PANEL, rows - row);
-    for (int64_t group = 0; group < groups; ++group) {
-      Word* const copied = copies + row * row_words(depth);
-      if (has_vnni()) part<true>(x + row * depth, some, columns, depth, memory, copied, group * GROUP, out + row * columns);
-      else part<false>(x + row * depth, some, columns, depth, memory, copied, group * GROUP, out + row * columns);
-    }
+    const int8_t* const from = x + row * depth;
+    Word* const copied = copies + row * row_words(depth);
+    int32_t* const to = out + row * columns;
+    if (has_vnni()) part<true>(from, some, columns, depth, memory, copied, to);
+    else part<false>(from, some, columns, depth, memory, copied, to);
   }
 }
 
