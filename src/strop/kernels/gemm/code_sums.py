@@ -44,7 +44,9 @@ extern "C" void product_of_codes(void* const* buffers, const int64_t* scalars) {
 
 
 def supports(call: Call, device: Device) -> str:
-    return "" if device.isa else "runs on CPUs with AVX2 or AVX-512"
+    if not device.isa:
+        return "runs on CPUs with AVX2 or AVX-512"
+    return "" if call.dtype is torch.int8 else "takes codes of int8"
 
 
 def cost_us(problem: Problem, device: Device) -> float:
