@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,8 @@ def test_what_lies_otherwise_goes_to_the_library(kernels):
     weight = codes(32, 20).t()  # (20, 32), column by column
     launches = code_sums.launch(problem("code_sums", (5, 32), (20, 32), dtype=INT8), CPU)
     asked = list[Sequence[Tensor]]()
-    call: Callable[..., Any] = launched(launches, kernels).writing(lambda given, out: asked.append(given))
-    call((codes(5, 32), weight), torch.empty(5, 20, dtype=torch.int32))
+    run = launched(launches, kernels).writing(lambda given, out: asked.append(given))
+    run((codes(5, 32), weight), torch.empty(5, 20, dtype=torch.int32))
     assert asked
 
 

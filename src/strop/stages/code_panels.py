@@ -27,9 +27,7 @@ def readers_of_sums(graph: Graph, fusion: FusionPlan) -> Mapping[Node, Group]:
     results = {base_of(node) for node in graph.outputs}
     calls = [step for step in fusion.steps if isinstance(step, Node)]
     read = {base_of(x) for call in calls for x in call.inputs} | results
-    found: dict[Node, list[Group]] = {
-        n: [] for n in calls if n.op == "code_sums" and n not in read
-    }
+    found: dict[Node, list[Group]] = {n: [] for n in calls if n.op == "code_sums" and n not in read}
     for group in fusion.groups if found else ():
         for node in loaded(group, stored) & found.keys():
             found[node].append(group)
