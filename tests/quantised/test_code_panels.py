@@ -210,6 +210,26 @@ def test_a_check_judges_the_sums_with_their_kernel(tmp_path):
     assert not stack.forward.counters.findings
 
 
+def coded(x: Tensor, weight: Tensor) -> Any:
+    """Quantise rows as torchao does."""
+    most = torch.maximum(-x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
+    scale = (most / 127.5).clamp(min=2**-23).float()
+    codes = (x * (1 / scale)).round().clamp(-128, 127).to(INT8)
+    return codes, scale, of_signed(codes, weight).float() * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_codes_are_those_of_eager(dtype, tmp_path):
+    """A scale is a half, and whoever makes codes by it takes it as it is stored."""
+    module = Function(coded).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    weight = torch.randint(-128, 128, (24, 200), dtype=INT8)
+    for rows in (3, 500):
+        x = (torch.randn(rows, 200) * torch.rand(rows, 1)).to(dtype)
+        for found, wanted in zip(module(x, weight), coded(x, weight), strict=True):
+            assert torch.equal(found, wanted)
+
+
 def test_through_torch_compile():
     stack = Stack(of_unsigned, 24, 40, 16).eval()
     compiled = torch.compile(stack, backend="strop")

@@ -4,13 +4,20 @@ torch multiplies codes by oneDNN, which multiplies unsigned codes by signed ones
 to the codes of values, and takes 128 times the sums of a weight's columns off the result. The
 kernel does the same where that is fast, so here the codes are what they were. A CPU without VNNI
 adds products of unsigned codes in 16 bits, where oneDNN lets large ones saturate.
+
+Rows are quantised by a scale that may be a half. It is rounded before codes are made by it, as it
+is for whoever multiplies by it later: codes are those of eager then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, Ref, rewrite
+from strop.ir.ops import Kind
 from strop.options import Options
 
 _PRODUCTS = frozenset(("aten._int_mm.default", "strop.int_mm.default"))
@@ -18,14 +25,17 @@ _TO_UNSIGNED = 128
 
 
 def code_sums(graph: Graph, options: Options) -> Graph:
-    if "code_sums" in options.kernels_off:
+    if "code_sums" in options.kernels_off or not any(map(_is_product, graph.nodes)):
         return graph
+    users = graph.users()
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         if node.op == "sub" and node.attrs.get("alpha") == 1:
             found = _of_unsigned(*inputs)
         elif node.op == "aten" and _is_product(node):
             found = inputs if inputs[0].dtype is torch.int8 else None
+        elif _is_wide_scale(node, users[node]):
+            return b.cast(b.pointwise("cast", *inputs, dtype=inputs[0].dtype), node.dtype)
         else:
             return None
         if found is None or (weight := _transposed(found[1])) is None:
@@ -33,6 +43,19 @@ def code_sums(graph: Graph, options: Options) -> Graph:
         return b.make("code_sums", (found[0], weight), node.shape, torch.int32)
 
     return rewrite(graph, rule)
+
+
+def _is_wide_scale(node: Node, users: Sequence[Node]) -> bool:
+    """Tell whether a half that a kernel computes is widened to divide by it."""
+    if node.op != "cast" or node.dtype is not torch.float32:
+        return False
+    (scale,) = node.inputs
+    is_computed = scale.kind is Kind.POINTWISE and scale.op != "cast"
+    return scale.dtype in HALVES and is_computed and any(map(_divides, users))
+
+
+def _divides(user: Node) -> bool:
+    return user.op in ("reciprocal", "div")
 
 
 def _is_product(node: Node) -> bool:
