@@ -3,6 +3,7 @@ others ask for them. All numbers here are whole or halves, so that every result 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,30 @@ def test_what_others_read_too_is_a_call_of_our_kernel(function, tmp_path):
     report = strop.explain(module)
     assert report.calls == {"code_sums": 1}
     assert "code_sums" in str(report)
+
+
+class Counting(nn.Module):
+    """Writes to its weight between the product and what reads the sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-100, 100, (24, 40), dtype=INT8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = of_signed(x, self.codes)
+        self.codes.add_(1)
+        later = of_signed(x, self.codes).float().amax(-1, keepdim=True)
+        return sums.float() * 2 + later
+
+
+def test_what_is_written_behind_a_product_does_not_count(tmp_path):
+    module = Counting().eval()
+    eager = copy.deepcopy(module)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    for rows in (3, 30, 3):
+        x = torch.randint(-128, 128, (rows, 40), dtype=INT8)
+        assert torch.equal(module(x), eager(x))
+        assert torch.equal(module.codes, eager.codes)
 
 
 def test_rows_that_would_not_fit_on_a_stack_are_a_call(folder):

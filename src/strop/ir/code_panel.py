@@ -17,7 +17,7 @@ from strop.ir.source import Scratch
 
 ROWS = 24  # of a panel, as ``codegen/rt/code_sums.h`` has them
 LANES = 16  # of the widest vectors, to whose multiples columns are padded
-MOST_BYTES = 1 << 20  # of a panel and its codes, on the stack of a thread
+MOST_BYTES = 1 << 19  # of a panel and its codes, on the stack of a thread, which may have 2 MiB
 
 
 @dataclass(frozen=True, slots=True)

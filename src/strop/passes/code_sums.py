@@ -33,7 +33,7 @@ def code_sums(graph: Graph, options: Options) -> Graph:
         if node.op == "sub" and node.attrs.get("alpha") == 1:
             found = _of_unsigned(*inputs)
         elif node.op == "aten" and _is_product(node):
-            found = inputs if inputs[0].dtype is torch.int8 else None
+            found = (inputs[0], inputs[1]) if inputs[0].dtype is torch.int8 else None
         elif _is_wide_scale(node, users[node]):
             return b.cast(b.pointwise("cast", *inputs, dtype=inputs[0].dtype), node.dtype)
         else:

@@ -22,12 +22,18 @@ from strop.lowering.lower import Lowered
 
 
 def readers_of_sums(graph: Graph, fusion: FusionPlan) -> Mapping[Node, Group]:
-    """Return the sums of products of codes that one kernel alone reads."""
+    """Return the sums of products of codes that one kernel alone reads, and that may as well be
+    made where it runs: nobody writes to what they are made of."""
     stored = frozenset(node for group in fusion.groups for node in group.stores)
     results = {base_of(node) for node in graph.outputs}
     calls = [step for step in fusion.steps if isinstance(step, Node)]
     read = {base_of(x) for call in calls for x in call.inputs} | results
-    found: dict[Node, list[Group]] = {n: [] for n in calls if n.op == "code_sums" and n not in read}
+    written = {base_of(n.inputs[0]) for n in graph.nodes if n.op == "write"}
+    found: dict[Node, list[Group]] = {
+        n: []
+        for n in calls
+        if n.op == "code_sums" and n not in read and written.isdisjoint(map(base_of, n.inputs))
+    }
     for group in fusion.groups if found else ():
         for node in loaded(group, stored) & found.keys():
             found[node].append(group)
