@@ -33,7 +33,8 @@ class LoweredPlan:
         *,
         has_panels: bool = False,
     ) -> None:
-        """``has_panels``: kernels may make the sums of products of codes that they read."""
+        """Begin with nothing. ``has_panels`` says whether kernels may make the sums of products of
+        codes that they read."""
         self._graph, self._fusion, self._first = graph, fusion, first
         self._apart, self._lower = apart, lower
         self.lowered: dict[Group, Lowered] = {}
