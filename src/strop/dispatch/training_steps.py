@@ -168,6 +168,11 @@ class Steps:
         )
         raise ShapeError(self.refused[key])
 
+    def share(self, other: Steps) -> None:
+        """Have the steps of ``other``, and give it those that are made here: its module may be
+        another with the same structure, as weights are arguments of a step."""
+        self.by_key, self.refused = other.by_key, other.refused
+
     def forget_refusal(self) -> None:
         """The latest call was wrong in itself, which says nothing of others like it."""
         self.refused.pop(self.latest_refusal, None)

@@ -69,6 +69,7 @@ from strop.frontend.quick import without_loading_compilers, without_tensor_meta
 from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, TraceWatch
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
+from strop.frontend.sharded_units import is_sharded, unsharded
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.tables import fake_tables, row_specs, rows_read_otherwise
 from strop.ir.dims import Expr, const, symbol
@@ -163,11 +164,12 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     moved = [part for part in module.modules() if moving_hooks(part)]
     memo |= {id(value): None for part in moved for _, value in set_by_hooks(part)}
     for part in module.modules():
-        _refuse_copy(part, is_outermost=is_around and part is module)
+        _refuse_copy(part, is_root=part is module, is_outermost=is_around and part is module)
         own = part.__dict__.get("forward")
         if getattr(own, "is_strop", False):
             memo[id(own)] = None  # dispatchers stay with the original
     _copy_graph_modules(module, memo)
+    module = unsharded(module) if is_sharded(module) else module
     casts = list(left_out(module))
     memo |= {id(hook): None for _, _, hooks in casts for hook in hooks}
     memo |= {id(weight): None for weight in computed_weights(module)}
@@ -194,10 +196,15 @@ def _take_out(
                 del own[name]
 
 
-def _refuse_copy(part: nn.Module, *, is_outermost: bool) -> None:
+def _refuse_copy(part: nn.Module, *, is_root: bool, is_outermost: bool) -> None:
     if isinstance(part, nn.parallel.DistributedDataParallel):
         # a copy would put hooks of its own on the parameters, and a trace has none of them
         raise CaptureError("DistributedDataParallel cannot be traced; optimize the module in it")
+    if is_sharded(part) and not is_root:
+        raise CaptureError(
+            "a part was sharded by fully_shard: call strop.optimize(train=True) behind that, which"
+            " compiles such parts by themselves"
+        )
     if has_other_forward(part) and cast_of(part) is None and not is_outermost:
         raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
 
