@@ -13,8 +13,8 @@ from torch import nn
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
 from strop.dispatch.known_dispatchers import dispatcher_of
+from strop.dispatch.units import units_of
 from strop.errors import OptionError
-from strop.frontend.sharded_units import innermost_units
 from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern
 
@@ -63,7 +63,7 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
             " it the module that was scripted or traced"
         )
     if isinstance(obj, nn.Module):
-        units = dict(innermost_units(without_ddp(obj))) if train else {}
+        units = units_of(without_ddp(obj)) if train else {}
         if units:
             _optimize_units(units, options)
         else:
@@ -315,7 +315,7 @@ def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
     """Return the dispatchers of an optimised module or pipeline, by component name."""
     if isinstance(obj, nn.Module):
         inner = without_ddp(obj)
-        found = {path: dispatcher_of(unit) for path, unit in innermost_units(inner) if path}
+        found = {path: dispatcher_of(unit) for path, unit in units_of(inner).items() if path}
         found[type(inner).__name__] = dispatcher_of(inner)
     else:
         from strop.diffusion.parts import compiled_modules

@@ -28,7 +28,7 @@ from strop.dispatch.partition import Joint
 from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
 from strop.dispatch.variants import REFUSALS, device_of, library_for
 from strop.errors import ShapeError, UnsupportedError
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import TANGENT
 from strop.frontend.objects import Contents
