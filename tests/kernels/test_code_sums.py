@@ -128,6 +128,8 @@ def test_it_is_chosen_where_there_is_something_to_multiply():
     assert choice.kernel == "code_sums"
     assert choice.sources == (code_sums.source(),)
     assert library.select(wanted, wanted.at({"m": 0}), device).kernel == "int_mm"
+    exact = replace(device, has_vnni=True)  # torch's is exact there, and faster
+    assert library.select(wanted, wanted.at({"m": 5}), exact).kernel == "int_mm"
     assert library.select(wanted, wanted.at({"m": 5}), device, ("code_sums",)).kernel == "int_mm"
     assert "CPUs" in library.reasons(wanted, H100)["code_sums"]
     assert code_sums.cost_us(problem("code_sums", (0, 64), (32, 64)), device) == NEVER

@@ -370,7 +370,8 @@ def _join_panels(
     steps: dict[Group, KernelStep],
     calls: dict[Node, CallStep],
 ) -> None:
-    """Let the step that reads sums of products of codes do the work of the calls, at any size."""
+    """Let the step that reads sums of products of codes do the work of the calls, but for a few
+    rows: minus so many are at most minus the fewest."""
     emitted, step = a.target.emit(made.kernel), steps[made.group]
     form = StepForm(
         a.place_of(emitted.source),
@@ -378,8 +379,8 @@ def _join_panels(
         made.offsets,
         step.writes,
         emitted.scalars,
-        const(0),
-        0,
+        const(0) - made.rows,
+        -made.fewest,
         1,
     )
     steps[made.group] = replace(step, variants=(form,))

@@ -60,13 +60,16 @@ class CodedProduct:
 @dataclass(frozen=True, slots=True)
 class CodePanels:
     """``kernel`` does what the kernel of ``group`` does, and the work of ``calls``, whose sums of
-    products of codes it makes itself. ``buffers`` and ``offsets`` stand behind its params."""
+    products of codes it makes itself, where there are no fewer ``rows`` than ``fewest``.
+    ``buffers`` and ``offsets`` stand behind its params."""
 
     group: Group
     calls: tuple[Node, ...]
     kernel: LoopKernel
     buffers: tuple[Node, ...]
     offsets: tuple[Expr, ...]
+    rows: Expr
+    fewest: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ from strop.ir.graph import Graph, Node
 from strop.ir.loops import Param
 from strop.lowering.lower import Lowered
 
+# With fewer a kernel packs a weight for longer than it multiplies, which torch's does not do.
+FEWEST_ROWS = 16
+
 
 def readers_of_sums(graph: Graph, fusion: FusionPlan) -> Mapping[Node, Group]:
     """Return the sums of products of codes that one kernel alone reads, and that may as well be
@@ -57,7 +60,8 @@ def panels_of(group: Group, low: Lowered, readers: Mapping[Node, Group]) -> Code
     offsets = (*low.offsets, *(const(0) for _ in calls))
     if not cpp_panels.fits(kernel):
         return None
-    return CodePanels(group, calls, kernel, tuple(buffers), offsets)
+    rows = calls[0].shape[0]
+    return CodePanels(group, calls, kernel, tuple(buffers), offsets, rows, FEWEST_ROWS)
 
 
 def _has_plain_operands(call: Node) -> bool:

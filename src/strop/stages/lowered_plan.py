@@ -95,4 +95,5 @@ class LoweredPlan:
         made = panels_of(group, low, self._readers)
         if made is not None:
             self.panels.append(made)
-        self._first.needs(group, low.kernel if made is None else made.kernel)
+        has_few = made is None or made.rows.eval(self._graph.hints) < made.fewest
+        self._first.needs(group, low.kernel if made is None or has_few else made.kernel)

@@ -2,8 +2,9 @@
 
 ``codegen/rt/code_sums.h`` is the kernel. It packs the weight in each call, so that nothing of it is
 ever stale, and multiplies by ``vpdpbusd`` where the processor has AVX-512 VNNI, else by pairs of 16
-bits. Sums are exact, and the same on every processor. Most products are a part of the kernel that
-reads their sums (``stages.code_panels``); this is the others.
+bits. Sums are exact, and the same on every processor. Most products of many rows are a part of the
+kernel that reads their sums (``stages.code_panels``); this is the others, where torch's are not
+exact: oneDNN lets them saturate on processors without VNNI.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def supports(call: Call, device: Device) -> str:
 
 
 def cost_us(problem: Problem, device: Device) -> float:
-    return FASTEST if all(map(all, problem.shapes)) else NEVER
+    """Leave it to torch where torch is exact: it packs nothing and was 1.0 to 4 times as fast
+    (``benchmarks/cpu_int8.py --products``)."""
+    return FASTEST if all(map(all, problem.shapes)) and not device.has_vnni else NEVER
 
 
 @lru_cache
