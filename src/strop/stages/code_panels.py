@@ -20,8 +20,9 @@ from strop.ir.graph import Graph, Node
 from strop.ir.loops import Param
 from strop.lowering.lower import Lowered
 
-# With fewer a kernel packs a weight for longer than it multiplies, which torch's does not do.
-FEWEST_ROWS = 16
+# With fewer a kernel packs a weight for longer than it multiplies, which torch's does not do. A
+# small weight is packed in the time that a call takes the host.
+FEWEST_ROWS, SMALL = 16, 1 << 18
 
 
 def readers_of_sums(graph: Graph, fusion: FusionPlan) -> Mapping[Node, Group]:
@@ -60,8 +61,9 @@ def panels_of(group: Group, low: Lowered, readers: Mapping[Node, Group]) -> Code
     offsets = (*low.offsets, *(const(0) for _ in calls))
     if not cpp_panels.fits(kernel):
         return None
-    rows = calls[0].shape[0]
-    return CodePanels(group, calls, kernel, tuple(buffers), offsets, rows, FEWEST_ROWS)
+    is_small = all(call.inputs[1].numel.value <= SMALL for call in calls)
+    rows, fewest = calls[0].shape[0], 1 if is_small else FEWEST_ROWS
+    return CodePanels(group, calls, kernel, tuple(buffers), offsets, rows, fewest)
 
 
 def _has_plain_operands(call: Node) -> bool:
