@@ -16,6 +16,7 @@ from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
 from strop.ir.loops import CheckIndex, Load, LoopKernel, Schedule, has_places, spaces
 from strop.ir.ops import OF_ROWS
+from strop.ir.parts import as_rows, places_of_calls
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -114,6 +115,7 @@ class _Assembly:
     graph: Graph
     target: Target
     redirected: Mapping[Node, Node]
+    places: Mapping[Node, Node]  # of calls that write into joins
     buffers: list[Buffer] = field(default_factory=list)
     number: dict[Node, int] = field(default_factory=dict)
     sources: dict[KernelSource, int] = field(default_factory=dict)
@@ -152,7 +154,8 @@ def assemble(
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch and product."""
-    a = _Assembly(graph, target, redirected_stores(graph, plan, lowered) | joins_of(graph))
+    redirected = redirected_stores(graph, plan, lowered) | joins_of(graph)
+    a = _Assembly(graph, target, redirected, places_of_calls(graph))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
     results = {base_of(o) for o in graph.outputs}
@@ -389,7 +392,8 @@ def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
     matrices = OF_ROWS.get(node.op, 0)
-    refs = tuple(a.ref(_matrix(x) if i < matrices else x) for i, x in enumerate(node.inputs))
+    rows = Builder()
+    refs = tuple(a.ref(as_rows(rows, x) if i < matrices else x) for i, x in enumerate(node.inputs))
     if node.op == "write":
         a.number[node] = a.number[base_of(node.inputs[0])]
         return CallStep("write", refs, (), (), node.origin)
@@ -397,20 +401,21 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
         return CallStep(
             node.op, refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node), node.origin
         )
+    attrs = tuple(sorted(node.attrs.items()))
+    if node in a.places:
+        place = a.ref(_within(a, a.places[node], results))
+        return CallStep(node.op, refs, attrs, (place.buffer,), node.origin, place=place)
     planned = "result" if node in results else "arena"
     out = a.add(node, planned if node.op in a.target.planned else "call")
-    return CallStep(
-        node.op,
-        refs,
-        tuple(sorted(node.attrs.items())),
-        (out,),
-        node.origin,
-    )
+    return CallStep(node.op, refs, attrs, (out,), node.origin)
 
 
-def _matrix(x: Node) -> Node:
-    """View (..., K) as (rows, K): the layout pass has made sure that this is a view."""
-    return Builder().reshape(x, (product(x.shape[:-1]), x.shape[-1]))
+def _within(a: _Assembly, place: Node, results: set[Node]) -> Node:
+    """Return a piece of a join, which has a buffer then."""
+    whole = base_of(place)
+    if whole not in a.number:
+        a.add(whole, "result" if whole in results else "arena")
+    return place
 
 
 def _opaque_outputs(a: _Assembly, call: Node) -> tuple[int, ...]:

@@ -64,6 +64,9 @@ PAIRED: Mapping[str, str] = {
 FACTORS: Mapping[str, int] = dict.fromkeys(PAIRED, 2) | dict.fromkeys(PAIRED.values(), 4)
 LINEARS = ("linear", PAIRED["linear"])  # the plain form of both
 
+# The attribute of a call whose result is some columns of a wider value, with gaps between rows.
+AMONG_COLUMNS = "among_columns"
+
 GELU, GELU_TANH, SILU = GATE_OPS = ("gelu", "gelu_tanh", "silu")  # operators that gates go through
 
 
@@ -112,7 +115,8 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", CUDA, rows=2, warm_up=1, flops=_linear_flops),
     ),
-    # x (..., K), weight (N, K), bias (N,) -> (..., N): GELU's tanh form of a linear, rounded once
+    # x (..., K), weight (N, K), bias (N,) -> (..., N): GELU's tanh form of a linear, rounded once;
+    # maybe AMONG_COLUMNS
     Op(
         "linear_gelu",
         Kind.CONTRACTION,

@@ -158,7 +158,8 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """Run a library call (``run.library_calls``). ``outputs``: a buffer, or -1 for one unused.
+    """Run a library call (``run.library_calls``). ``outputs``: a buffer, or -1 for one unused; the
+    one result of a call that has a ``place`` is this piece of its buffer.
 
     Kernels of the library (``kernels.library``) run it instead at sizes where they are faster.
     """
@@ -169,6 +170,7 @@ class CallStep:
     outputs: tuple[int, ...]
     origin: str
     absorbed: tuple[StepForm, ...] = ()  # of a kernel's step, that do this call's work as well
+    place: TensorRef | None = None
 
     def at(self, value: Callable[[Expr], int]) -> CallStep | None:
         """Return the call, or None at sizes where a kernel does its work."""

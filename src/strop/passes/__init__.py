@@ -19,6 +19,7 @@ from strop.passes.channels_last import channels_last
 from strop.passes.dot_merge import dot_merge
 from strop.passes.gated_linear import gated_linear
 from strop.passes.grouped_heads import grouped_heads
+from strop.passes.joined_calls import joined_calls
 from strop.passes.joined_parts import joined_parts
 from strop.passes.linear_add import linear_add
 from strop.passes.low_rank_add import low_rank_add
@@ -49,6 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
     channels_last,  # memory order of every value, copies where an anchor needs one
     cat_last,  # what is computed of a cat of norms, before the cat
     reduce_in_steps,  # kept dims between reduced ones
+    joined_calls,  # results of calls written where a cat has them
     joined_parts,  # pieces of a cat of norms stored where the cat has them
 )
 # Nine lookups cost a CPU more than a trip through its caches: the stem of ResNet takes 5.1 ms
@@ -59,6 +61,7 @@ ONLY_ON = {
     "pooled_operands": "cuda",
     "gated_linear": "cuda",
     "grouped_heads": "cuda",
+    "joined_calls": "cuda",
     "linear_add": "cuda",
     "low_rank_add": "cuda",
     "low_rank_pair": "cuda",

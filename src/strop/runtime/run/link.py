@@ -36,6 +36,7 @@ from strop.runtime.run.library_calls import (
     PLANNED_OUT,
     Getter,
     allocating_on,
+    copying,
     in_own_memory,
     planned_on,
 )
@@ -148,6 +149,8 @@ def _step(at: Linking, position: int) -> Run:
 def kind_of(plan: ShapePlan, position: int) -> str:
     step = plan.order.steps[position]
     if isinstance(step, CallStep):
+        if step.place is not None:
+            return "placed call"
         planned = CUDA_PLANNED_OUT if plan.program.device == "cuda" else PLANNED_OUT
         return "planned call" if step.op in planned else "allocating call"
     # grids are not empty, and kernels divide by sizes
@@ -193,6 +196,20 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     return lambda: call([get() for get in getters], reshaped(slots[number], shape))
 
 
+def _placed_call(at: Linking, position: int, step: CallStep) -> Run:
+    """Bind a call whose result is a piece of a larger buffer. What a library allocates goes there
+    by a copy."""
+    assert step.place is not None
+    device, choice = at.resources.kernels.device, at.plan.choices.get(position)
+    table = dict(planned_on(device))
+    if step.op not in table:
+        allocating = allocating_on(device, choice.kernel if choice else "")
+        table[step.op] = lambda attrs: copying(allocating[step.op](attrs))
+    call, getters = _call(at, position, step, table), _getters(at, step)
+    out = _getter(at, step.place)
+    return lambda: call([get() for get in getters], out())
+
+
 def _allocating_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a call that allocates its results, which kernels then get to know."""
     device = at.resources.kernels.device
@@ -220,6 +237,7 @@ KINDS: dict[str, Callable[[Linking, int, Any], Run]] = {
     "nothing": _nothing,
     "kernel": _kernel,
     "planned call": _planned_call,
+    "placed call": _placed_call,
     "allocating call": _allocating_call,
 }
 
@@ -274,7 +292,8 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
-    return launched.allocating(library) if choice.launches.result else launched.writing(library)
+    allocates = choice.launches.result and step.place is None
+    return launched.allocating(library) if allocates else launched.writing(library)
 
 
 def _on_cpu(
@@ -288,7 +307,7 @@ def _on_cpu(
     looks = tuple(_look(at, ref) for ref in step.inputs)
     if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
         return in_one_thread(library)
-    out = _row_look(at, step) if step.op in PLANNED_OUT else None
+    out = _row_look(at, step) if step.op in PLANNED_OUT or step.place else None
     at.calls.append(LibraryCall(step.op, tuple(attrs.items()), looks, out, library))
     return library
 
@@ -306,6 +325,8 @@ def _look(at: Linking, ref: TensorRef) -> Look:
 def _row_look(at: Linking, step: CallStep) -> Look:
     """Return how the result looks that a planned call writes, in dense rows if it is one of
     rows."""
+    if step.place is not None:
+        return _look(at, step.place)
     (number,) = step.outputs
     shape, strides, dtype = at.plan.sizes.look(number)
     if step.op in OF_ROWS:
