@@ -24,9 +24,7 @@ from strop.passes.gated_linear import fits
 from strop.passes.linear_add import Users
 
 PIECE = 8  # rows of results begin at multiples of it: 16 bytes
-WIDTH = (
-    128  # what columns of an activated product are a multiple of: some tile of ours divides them
-)
+WIDTH = 128  # columns of an activated product are a multiple of it, as of tiles of ours
 MOST_OTHERS = 1  # pieces that kernels compute: each would be a kernel, and the cat is one
 
 

@@ -172,10 +172,13 @@ def has_steps(tile: GemmTile, of: ConvShape) -> bool:
 
 
 def is_able(product: Product, of: ConvShape) -> bool:
-    """Say whether it can do this: its parts have steps, its gates lie behind the values, and no
-    column is added twice."""
+    """Say whether it can do this: its parts have steps, its gates lie behind the values, no column
+    is added twice, and each has a bias where all do."""
+    if product.end == PLAIN:
+        return has_steps(product.tile, of)
     is_whole = of.outs % product.width == 0
-    return has_steps(product.tile, of) and (is_whole or product.end == PLAIN)
+    is_wide = product.end == ACTIVATED and of.outs > product.width
+    return has_steps(product.tile, of) and (is_whole or is_wide)
 
 
 @lru_cache(maxsize=4096)
@@ -290,9 +293,9 @@ def _result(found: GemmForm, of: ConvShape, order: tuple[int, ...]) -> Operand:
     boxes."""
     if not found.results:
         return Operand(RESULT, order=order)
-    if order:
-        return Operand(RESULT, order=order, view=View(of.result, dense(of.result), found.results))
-    return Operand(RESULT, Lies.ROWS, view=View(box=found.results, ones=2))
+    if found.product.end in (PLAIN, ACTIVATED) and not order:
+        return Operand(RESULT, Lies.ROWS, view=View(box=found.results, ones=2))
+    return Operand(RESULT, order=order, view=View(of.result, dense(of.result), found.results))
 
 
 def ended_as(product: Product, call: Call | Problem) -> Product:
