@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from strop.ir.affine import base_of
 from strop.ir.contractions import AMONG_COLUMNS, FACTORS, GELU_TANH, LINEARS
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, product
 from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import OPS, Kind
-from strop.ir.parts import ZERO, has_strides, join, place_of
+from strop.ir.parts import ZERO, as_rows, has_strides, join, place_of
 from strop.options import Options
-from strop.passes.activated_linear import can_end_in_gelu
+from strop.passes.activated_linear import LEAST_ROWS, can_end_in_gelu
 from strop.passes.gated_linear import fits
 from strop.passes.linear_add import Users
 
@@ -30,8 +30,8 @@ MOST_OTHERS = 1  # pieces that kernels compute: each would be a kernel, and the 
 
 def joined_calls(graph: Graph, options: Options) -> Graph:
     users = graph.users()
-    joined = {cat: list(_pieces(cat, graph, users)) for cat in _cats(graph, users)}
-    joined = {cat: pieces for cat, pieces in joined.items() if _pays(cat, pieces)}
+    found = {cat: set(_pieces(cat, graph, users, _writes)) for cat in _cats(graph, users)}
+    joined = {cat: pieces for cat, pieces in found.items() if _pays(cat, pieces)}
     told = {base_of(piece) for pieces in joined.values() for piece in pieces}
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
@@ -48,18 +48,21 @@ def joined_calls(graph: Graph, options: Options) -> Graph:
 
 def joined_activations(graph: Graph, options: Options) -> set[Node]:
     """Return the linears whose results go through GELU into a cat that calls write, with what an
-    adapter adds to them or without. They are products of their own: GELU is computed at the end of
-    all columns."""
-    if not {"joined_calls", "activated_linear"}.isdisjoint(options.disable):
+    adapter adds to them or without: weights lie in one way with both. These are products of their
+    own, as GELU is computed at the end of all columns."""
+    is_off = not {"joined_calls", "activated_linear"}.isdisjoint(options.disable)
+    if is_off or "wgmma_gemm" in options.kernels_off:
         return set()
-    if "wgmma_gemm" in options.kernels_off:
-        return set()
+
+    def will_write(value: Node, graph: Graph) -> bool:
+        return _writes(value, graph) or _linear_of(value, graph) is not None
+
     users, found = graph.users(), set[Node]()
     for cat in _cats(graph, users):
-        pieces = list(_pieces(cat, graph, users))
-        if any(base_of(piece).op == "attention" for piece in pieces):
-            linears = map(_activated, cat.inputs)
-            found |= {linear for linear in linears if linear and _may_end_in_gelu(linear, graph)}
+        pieces = list(_pieces(cat, graph, users, will_write))
+        if _pays(cat, pieces):
+            linears = (_linear_of(base_of(piece), graph) for piece in pieces)
+            found |= {linear for linear in linears if linear is not None}
     return found
 
 
@@ -72,30 +75,35 @@ def _cats(graph: Graph, users: Users) -> Iterator[Node]:
 
 
 def _is_for_calls(node: Node, results: Collection[Node], users: Users) -> bool:
-    return all(
+    return bool(users[node] or node in results) and all(
         user.kind in (Kind.CONTRACTION, Kind.OPAQUE)
         or (user.kind is Kind.VIEW and _is_for_calls(user, results, users))
         for user in users[node]
-    ) and bool(users[node] or node in results)
+    )
 
 
 def _pays(cat: Node, pieces: Collection[Node]) -> bool:
+    """Tell whether no more kernels are left than the one of the cat."""
     others = [piece for piece in cat.inputs if piece not in pieces and ZERO not in piece.shape]
     return bool(pieces) and len(others) <= MOST_OTHERS
 
 
-def _pieces(cat: Node, graph: Graph, users: Users) -> Iterator[Node]:
-    """Yield the pieces that calls can write where the cat has them."""
+def _pieces(
+    cat: Node, graph: Graph, users: Users, writes: Callable[[Node, Graph], bool]
+) -> Iterator[Node]:
+    """Yield the pieces that can be written where the cat has them, by what ``writes``."""
     start, dim = ZERO, cat.attrs["dim"]
     for piece in cat.inputs:
+        made = base_of(piece)
+        may_write = made.dtype == cat.dtype and writes(made, graph)
         is_alone = cat.inputs.count(piece) == 1 and _is_alone(piece, graph, users)
-        if is_alone and _can_write(piece, cat, start):
+        if may_write and is_alone and _has_place(piece, cat, start):
             yield piece
         start = start + piece.shape[dim]
 
 
 def _is_alone(piece: Node, graph: Graph, users: Users) -> bool:
-    """Tell whether one reader alone has what a call makes, through views of all its elements."""
+    """Tell whether one reader alone has what is made, through views of all its elements."""
     while len(users[piece]) == 1 and piece not in graph.outputs:
         if not OPS[piece.op].has_all_once:
             return True
@@ -103,49 +111,48 @@ def _is_alone(piece: Node, graph: Graph, users: Users) -> bool:
     return False
 
 
-def _can_write(piece: Node, cat: Node, start: Expr) -> bool:
-    call = base_of(piece)
-    may_write = CALLS.get(call.op)
-    if may_write is None or not may_write(call) or call.dtype != cat.dtype:
-        return False
-    whole = Builder().make("join", (), cat.shape, cat.dtype, order=cat.order, **cat.attrs)
-    return has_strides(place_of(whole, piece, start), PIECE)
+def _has_place(piece: Node, cat: Node, start: Expr) -> bool:
+    b = Builder()
+    whole = b.make("join", (), cat.shape, cat.dtype, order=cat.order, **cat.attrs)
+    place = place_of(whole, piece, start)
+    return has_strides(as_rows(b, place) if base_of(piece).op == GELU_TANH else place, PIECE)
 
 
-def _is_plain_attention(call: Node) -> bool:
+def _is_plain_attention(call: Node, hints: Mapping[str, int]) -> bool:
     """Tell whether kernels of ours may compute it: those for masks store dense results."""
     head = call.shape[-1]
     is_plain = len(call.inputs) == 3 and not call.attrs["causal"] and call.dtype in HALVES
     return is_plain and head.is_const and head.value % PIECE == 0
 
 
-def _is_bare(linear: Node) -> bool:
-    """Tell whether it has no bias, for which torch would fill the result first."""
-    return len(linear.inputs) == FACTORS[linear.op]
+def _is_bare(linear: Node, hints: Mapping[str, int]) -> bool:
+    """Tell whether it has no bias, for which torch would fill the result first, and rows enough
+    that no kernel for a few is faster than a library."""
+    is_bare = len(linear.inputs) == FACTORS[linear.op]
+    return is_bare and product(linear.shape[:-1]).eval(hints) >= LEAST_ROWS
 
 
 # The calls that may write among columns, and which of each.
-CALLS: Mapping[str, Callable[[Node], bool]] = {
+CALLS: Mapping[str, Callable[[Node, Mapping[str, int]], bool]] = {
     "attention": _is_plain_attention,
     **dict.fromkeys(LINEARS, _is_bare),
-    "linear_gelu": lambda call: fits(call, WIDTH, halves=1),
+    "linear_gelu": lambda call, hints: fits(call, WIDTH, halves=1),
 }
 
 
-def _activated(piece: Node) -> Node | None:
-    """Return the linear whose GELU a piece is."""
-    value = base_of(piece)
-    if value.op != GELU_TANH:
-        return None
-    layers: list[Node] = [value.inputs[0]]
-    while layers and layers[0].op == "add":  # with an adapter's part
+def _writes(value: Node, graph: Graph) -> bool:
+    return value.op in CALLS and CALLS[value.op](value, graph.hints)
+
+
+def _linear_of(value: Node, graph: Graph) -> Node | None:
+    """Return the linear that can end in the GELU that a value is, of it or of its sum with an
+    adapter's part."""
+    layers = [value.inputs[0]] if value.op == GELU_TANH else []
+    while layers and layers[0].op == "add":
         layers = [x for x in layers[0].inputs if x.op == "add" or _is_biased(x)]
-    return layers[0] if layers and _is_biased(layers[0]) else None
+    fitting = (x for x in layers[:1] if can_end_in_gelu(x, graph) and fits(x, WIDTH, halves=1))
+    return next(fitting, None)
 
 
 def _is_biased(node: Node) -> bool:
     return node.op == "linear" and len(node.inputs) == 3
-
-
-def _may_end_in_gelu(linear: Node, graph: Graph) -> bool:
-    return can_end_in_gelu(linear, graph) and fits(linear, WIDTH, halves=1)
