@@ -244,16 +244,21 @@ class Bare(nn.Module):
 def test_rows_have_one_distance() -> None:
     """Side by side they have; behind each other those of the next picture begin elsewhere, unless
     there is one picture."""
+    sizes = {"b": 2, "s": 128}
     for dim, batch, count in ((2, "b", 2), (1, "b", 0), (1, "1", 2)):
         shape = f"{batch} s {DIM}"
-        found = trace(Bare(dim).half(), shape, shape, dtype=torch.float16, **SIZES).graph
+        found = trace(Bare(dim).half(), shape, shape, dtype=torch.float16, **sizes).graph
         graph = run_passes(found, Options())[0]
         assert placed(graph) == ["linear"] * count
         assert ops(graph).count("cat") == (count == 0)
-    biased = trace(
-        Bare(2, bias=True).half(), f"b s {DIM}", f"b s {DIM}", dtype=torch.float16, **SIZES
-    )
-    assert not placed(run_passes(biased.graph, Options())[0])  # whose kernels add biases
+
+
+def test_linears_that_are_left_to_kernels() -> None:
+    """Those of a few rows are added up faster by one, and biases are added by those that read."""
+    shapes = f"b s {DIM}", f"b s {DIM}"
+    for bias, rows, calls in ((False, 64, 2), (True, 64, 0), (False, 63, 0)):
+        found = trace(Bare(2, bias).half(), *shapes, dtype=torch.float16, b=2, s=rows).graph
+        assert len(placed(run_passes(found, Options())[0])) == calls
 
 
 def test_what_an_adapter_adds_changes_no_merge() -> None:

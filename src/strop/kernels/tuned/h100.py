@@ -109,9 +109,9 @@ GATED_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 128, 5, keeps_on=True, apart=True): Cost(0.3, 0.9, 0.437),
     GemmTile(2, 192, 4, keeps_on=True, apart=True): Cost(1.7, 0.0, 0.604),
 }
-# No sweep has fitted these. Groups that are apart hide GELU: as plain products of 4608 x 12288 x 3072
-# in linear_wgmma-widths, beside those of LINEAR_TILES. Others compute it between rounds, by two
-# operations a number of a unit that does 16 a clock.
+# No sweep has fitted these. Groups that are apart hide GELU: as plain products of 4608 rows, 12288
+# columns and a depth of 3072 in linear_wgmma-widths, beside those of LINEAR_TILES. Others compute
+# it between rounds, by two operations a number of a unit that does 16 a clock.
 ACTIVATED_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 160, 4, keeps_on=True, apart=True): Cost(3.2, 1.0, 0.444),
     GemmTile(2, 128, 5, keeps_on=True, apart=True): Cost(2.9, 1.1, 0.391),
