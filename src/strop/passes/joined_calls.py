@@ -16,7 +16,7 @@ from strop.ir.contractions import AMONG_COLUMNS, FACTORS, GELU_TANH, LINEARS
 from strop.ir.dims import Expr, product
 from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
-from strop.ir.ops import OPS, Kind
+from strop.ir.ops import OF_ROWS, OPS, Kind
 from strop.ir.parts import ZERO, as_rows, has_strides, join, place_of
 from strop.options import Options
 from strop.passes.activated_linear import LEAST_ROWS, can_end_in_gelu
@@ -118,7 +118,7 @@ def _has_place(piece: Node, cat: Node, start: Expr) -> bool:
     return has_strides(as_rows(b, place) if base_of(piece).op == GELU_TANH else place, PIECE)
 
 
-def _is_plain_attention(call: Node, hints: Mapping[str, int]) -> bool:
+def _is_plain_attention(call: Node) -> bool:
     """Tell whether kernels of ours may compute it: those for masks store dense results."""
     head = call.shape[-1]
     is_plain = len(call.inputs) == 3 and not call.attrs["causal"] and call.dtype in HALVES
@@ -132,16 +132,12 @@ def _is_bare(linear: Node, hints: Mapping[str, int]) -> bool:
     return is_bare and product(linear.shape[:-1]).eval(hints) >= LEAST_ROWS
 
 
-# The calls that may write among columns, and which of each.
-CALLS: Mapping[str, Callable[[Node, Mapping[str, int]], bool]] = {
-    "attention": _is_plain_attention,
-    **dict.fromkeys(LINEARS, _is_bare),
-    "linear_gelu": lambda call, hints: fits(call, WIDTH, halves=1),
-}
-
-
 def _writes(value: Node, graph: Graph) -> bool:
-    return value.op in CALLS and CALLS[value.op](value, graph.hints)
+    if not value.row.anchor.takes_gaps:
+        return False
+    if value.op in LINEARS:
+        return _is_bare(value, graph.hints)
+    return fits(value, WIDTH, halves=1) if value.op in OF_ROWS else _is_plain_attention(value)
 
 
 def _linear_of(value: Node, graph: Graph) -> Node | None:
