@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from strop.codegen.by_rows import made_by_rows
+from strop.codegen.copies import copies_for_calls
 from strop.codegen.mutation import Lowered, joins_of, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import CodedProduct, FusionPlan, Group, Stitch
@@ -20,6 +21,7 @@ from strop.ir.parts import as_rows, places_of_calls
 from strop.ir.program import (
     Buffer,
     CallStep,
+    Copied,
     Guard,
     InputSpec,
     KernelStep,
@@ -175,6 +177,8 @@ def assemble(
         _stitch(a, stitch, lowered[stitch.whole], kernels)
     for found in products:
         _join_product(a, found, lowered[found.whole], kernels, calls)
+    for copied_by, copied in copies_for_calls(graph, plan.groups, a.number, a.buffers):
+        _note_copy(copied_by, copied, kernels, calls)
     finished = tuple(kernels[s] if isinstance(s, Group) else calls[s] for s in steps)
     num_compiled = sum(len(group.nodes) for group in plan.groups)
     num_calls = sum(1 for s in plan.steps if isinstance(s, Node) and s.op != "join")
@@ -362,6 +366,21 @@ def _join_product(
     host, call = steps[found.decoding], calls[found.call]
     steps[found.decoding] = replace(host, variants=(form, *host.variants))
     calls[found.call] = replace(call, absorbed=(form,))
+
+
+def _note_copy(
+    group: Group, copied: Copied, kernels: dict[Group, KernelStep], calls: dict[Node, CallStep]
+) -> None:
+    """Let products read what they have a copy of, where it lies as the copy would."""
+    own = kernels[group]
+    others = [s for s in kernels.values() if s is not own and copied.buffer in s.touched]
+    readers = {n: s for n, s in calls.items() if copied.buffer in s.touched}
+    written = {number for step in readers.values() for pair in step.in_place for number in pair}
+    if others or copied.buffer in written or not all(s.op in OF_ROWS for s in readers.values()):
+        return
+    kernels[group] = replace(own, copied=copied)
+    for node, step in readers.items():
+        calls[node] = replace(step, copies=(*step.copies, copied))
 
 
 def _lookup_sizes(kernel: LoopKernel) -> tuple[Expr | None, ...]:
