@@ -100,6 +100,27 @@ class Wider(Block):
         return self.out(y)
 
 
+class CutApart(Block):
+    """What a call makes is turned round on its way."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.attended(x)
+        turned = torch.cat([y[:, 1:], y[:, :1]], 1)
+        return F.linear(turned, self.out.weight[:, :DIM])
+
+
+class Sliced(Block):
+    """Some of what a call makes, and of another: each is read once."""
+
+    def forward(self, x: Tensor) -> Any:
+        half = DIM // 2
+        y = torch.cat([self.attended(x)[..., :half], self.hidden(x)[..., half:]], 2)
+        return F.linear(y, self.out.weight[:, : 4 * DIM])
+
+
 class AsAResult(Block):
     def forward(self, x: Tensor) -> Any:
         return torch.cat(self.pieces(x), 2)
@@ -204,6 +225,8 @@ def test_without_gelu_in_the_product_it_is_merged_as_before() -> None:
         (Results(), {}),
         (ForAKernel(), {}),
         (Wider(), {}),
+        (CutApart(), {}),
+        (Sliced(), {}),
         (Block(dim=124, width=4 * DIM), {"width": 124}),
         (Block(), {"dtype": torch.float32}),
         (Block(), {"device": "cpu"}),
@@ -212,7 +235,8 @@ def test_without_gelu_in_the_product_it_is_merged_as_before() -> None:
         (Block(), {"options": Options(disable=("joined_calls",))}),
     ],
     ids=[
-        *("read twice", "results", "for a kernel", "two other pieces", "odd heads", "fp32", "cpu"),
+        *("read twice", "results", "for a kernel", "two other pieces", "turned", "cut"),
+        *("odd heads", "fp32", "cpu"),
         *("training", "no WGMMA", "switched off"),
     ],
 )

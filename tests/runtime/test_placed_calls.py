@@ -184,8 +184,8 @@ class Random(nn.Module):
         self.draw = random.Random(seed)
         self.dim = self.draw.choice((-1, -1, -1, 1, 0))
         self.kinds = self.draw.choices(
-            ("linear", "attention", "biased", "kernel", "view", "given"),
-            weights=(6, 6, 1, 1, 1, 1),
+            ("linear", "attention", "biased", "kernel", "view", "given", "some", "all"),
+            weights=(6, 6, 1, 1, 1, 1, 1, 1),
             k=self.draw.randint(1, MOST_PIECES),
         )
         is_wide = [self.dim == -1 and kind != "given" for kind in self.kinds]
@@ -205,6 +205,10 @@ class Random(nn.Module):
             return y.sin()
         if kind == "given":
             return x
+        if kind == "some":
+            return y[:, :, : y.shape[2] // 2].repeat(1, 1, 2)
+        if kind == "all":
+            return torch.cat([y[:, 1:], y[:, :1]], 1)
         if kind == "view":
             return y.transpose(0, 1).contiguous().transpose(0, 1)
         if kind == "attention":

@@ -106,7 +106,7 @@ def _is_alone(piece: Node, graph: Graph, users: Users) -> bool:
     """Tell whether one reader alone has what is made, through views of all its elements."""
     while len(users[piece]) == 1 and piece not in graph.outputs:
         if not OPS[piece.op].has_all_once:
-            return True
+            return piece.kind is not Kind.VIEW
         piece = piece.inputs[0]
     return False
 
