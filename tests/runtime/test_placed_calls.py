@@ -221,7 +221,7 @@ class Random(nn.Module):
         y = torch.cat(pieces, self.dim)
         ends = {
             "linear": lambda: self.out(y),
-            "kernel": lambda: y.exp(),
+            "kernel": lambda: y.tanh(),
             "result": lambda: y,
             "piece": lambda: self.out(y) + pieces[0].mean(),
             "views": lambda: (self.out(y[:, 1:]), y.flatten(0, 1)),
