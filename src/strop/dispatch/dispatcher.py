@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from strop.dispatch import cpu_fast_path, hooks, model_offload
 from strop.dispatch.adapter import Adapter
 from strop.dispatch.counters import Counters
+from strop.dispatch.cut_forward import CutForward
 from strop.dispatch.decided_call import DecidedCall, in_normal_modes
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
@@ -124,6 +125,7 @@ class Dispatcher(ForwardStandIn):
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused = PreparedCalls(), RefusedCalls()
+        self.cut = CutForward(module, options)
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)
@@ -434,6 +436,10 @@ class Dispatcher(ForwardStandIn):
         is_by_row = self.state.effective.rows is not None  # of which it knows nothing
         if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
+        if str(refusal) in self.variants.by_values and self._may_be_cut():
+            why, result = self.cut.run(self.eager, args, kwargs)
+            if not why:
+                return self._noted_cut(refusal, result)
         try:
             result = self._run_plainly(args, kwargs)
         except Exception:
@@ -446,6 +452,21 @@ class Dispatcher(ForwardStandIn):
         left = self.state.note_effects()
         if self.state.effects:
             self._refused.note(self._maker.key(call), refusal, left)
+        return result
+
+    def _may_be_cut(self) -> bool:
+        """Say whether a forward may run in pieces: nobody moves its weights, or calls it in a
+        loop of which something is kept."""
+        is_plain = type(self.adapter) is Adapter and not self.options.strict
+        is_moved = self.budget is not None or self.hosted.taken is not None
+        return is_plain and not is_moved and self.cut.may_run()
+
+    def _noted_cut(self, refusal: StropError, result: Any) -> Any:
+        if not self.cut.graphs:  # nothing in it is compiled
+            self._fallbacks.note_eager(str(refusal))
+        else:
+            said = f" ({self.cut.explained})" if self.cut.explained else ""
+            self._fallbacks.note(f"torch runs the calls at which it is cut: {refusal}{said}")
         return result
 
     # weights
