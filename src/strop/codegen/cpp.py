@@ -84,7 +84,7 @@ def _whole_text(loops: Loops) -> str:
 
 def _has_long_cols(loops: Loops) -> bool:
     cols = loops.kernel.num_cols
-    can_cut = loops.is_flat and not loops.staged
+    can_cut = loops.is_flat and not loops.staged and not loops.bags
     return can_cut and (not cols.is_const or cols.value > BLOCK_SIZE or not loops.kernel.rows)
 
 
@@ -143,6 +143,7 @@ def _print_pointwise(loops: Loops) -> None:
     _declare_step(loops)
     with loops.tasks(), loops.rows():
         loops.row_values(loops.kernel.body)
+        loops.fill_bags()
         _print_cols(loops)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from strop.codegen import nest
+from strop.codegen import cpp_bags, nest
 from strop.codegen.cpp_text import TYPES, CppScalars, Text, apply_text, number, scalar_type, times
 from strop.ir.dims import Expr, product
 from strop.ir.loops import (
@@ -31,6 +31,7 @@ from strop.ir.loops import (
     Stmt,
     Store,
     args_of,
+    bags_of,
     has_places,
     outs_of,
     spaces,
@@ -59,8 +60,10 @@ class Loops:
         staged = nest.irregular(kernel) if len(kernel.cols) > 1 else ()
         self.is_flat = staged is not None  # all cols run as one axis
         self.staged = staged or ()
-        self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate(self.staged)}
-        self.is_tiled = self.is_flat and not self.staged and nest.is_transposing(kernel)
+        bags = bags_of(kernel.body)
+        self.bags = tuple(s for s in bags if self.is_flat and self.outside.issuperset(args_of(s)))
+        self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate((*self.staged, *self.bags))}
+        self.is_tiled = self.is_flat and not (self.staged or bags) and nest.is_transposing(kernel)
         self.num_outer = self._count_outer_rows()
         self.guarded = _guarded(kernel)
         self.by_axes = False  # inside loops over single col axes
@@ -211,6 +214,16 @@ class Loops:
                 self.out(f"{self.buffers[stmt.out]}[{self.lane_at_axes()}] = {value};")
         self.by_axes = False
 
+    def fill_bags(self) -> None:
+        """Add up the rows of bags, for one row."""
+        self.by_axes = True
+        for stmt in self.bags:
+            name = self.buffers[stmt.out]
+            self.row_buffer(name, scalar_type(stmt.dtype))
+            with self.out.block(""):
+                cpp_bags.print_row(self, stmt, name)
+        self.by_axes = False
+
     # ---- statements ------------------------------------------------------------------------
 
     def varies_over(self, stmt: Stmt) -> frozenset[str]:
@@ -264,6 +277,8 @@ class Loops:
     def _value(self, stmt: Load | Literal | Position | Apply) -> str:
         if stmt.out in self.buffers and not self.by_axes:
             return f"{self.buffers[stmt.out]}[{self.lane}]"
+        if isinstance(stmt, Load) and stmt.bag is not None:
+            return cpp_bags.element_text(self, stmt)
         if isinstance(stmt, Load):
             return self._load(stmt)
         if isinstance(stmt, Position):
