@@ -42,7 +42,7 @@ def straight(
 ) -> Run | None:
     """Return a run that gives what ``structured`` makes of the results, or None for a program that
     has more to do than to launch kernels, or gives back another thing than what they write."""
-    numbers = _results(plan)
+    numbers = None if plan.free else _results(plan)
     if numbers is None or any(plan.order.parts[:2]):
         return None
     steps = [step for step in linked.steps if step is not nothing]

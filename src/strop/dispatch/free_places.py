@@ -1,0 +1,59 @@
+"""Know which arguments one entry serves at any length (``runtime.run.free_sizes``)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from strop.dispatch.signature import memory_order
+from strop.dispatch.varying_numbers import GivenCall
+from strop.ir.program import Program
+from strop.runtime.run.free_sizes import free_sizes
+from strop.runtime.run.limits import INDEX_LIMIT
+
+_FREE = "of any length"  # stands for a shape in the key of a call
+NOWHERE: frozenset[int] = frozenset()
+
+
+class FreePlaces:
+    """This has, for each kind of call, the places of the most arguments whose length a program
+    does not ask for, and the keys without these lengths that such a program has an entry for."""
+
+    def __init__(self) -> None:
+        self._most: dict[Hashable, frozenset[int]] = {}
+        self._served = set[Hashable]()
+
+    def looks(self, call: GivenCall) -> Hashable:
+        """Return how the tensors of a call look, but for lengths that its entry serves all."""
+        if self._most and (places := self._most.get(_kind(call))):
+            key = call.skeleton, _looks(call, places)
+            if key in self._served:
+                return key[1]
+        return _looks(call, NOWHERE)
+
+    def note(self, call: GivenCall, program: Program, *, is_kept: bool) -> None:
+        """Learn from the program that an entry for a call runs. ``is_kept``: what comes of it
+        outlives a run."""
+        free = NOWHERE if is_kept else frozenset(free_sizes(program).roots.values())
+        kind = _kind(call)
+        most = self._most.get(kind, NOWHERE)
+        if free > most:
+            most = self._most[kind] = free
+        if most:
+            change = self._served.add if free >= most else self._served.discard
+            change((call.skeleton, _looks(call, most)))
+
+
+def _looks(call: GivenCall, places: frozenset[int]) -> tuple[Hashable, ...]:
+    return tuple(
+        (_FREE if n in places else t.shape, t.dtype, t.device, memory_order(t))
+        for n, t in enumerate(call.tensors)
+    )
+
+
+def _kind(call: GivenCall) -> Hashable:
+    """Return what is equal for calls that differ in sizes which are not 0, and may be counted in 32
+    bits."""
+    looks = tuple(
+        (t.dim(), t.dtype, t.dim() == 1 and 0 < t.shape[0] < INDEX_LIMIT - 1) for t in call.tensors
+    )
+    return call.skeleton, looks
