@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from strop.codegen import nest, pieces
+from strop.codegen.cpp_fetches import fetches, print_fetches
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_parts import PartPrinter
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
@@ -141,10 +142,13 @@ def _print_along_rows(loops: Loops) -> None:
 def _print_pointwise(loops: Loops) -> None:
     """Print a POINTWISE kernel whose tasks are a chunk of rows."""
     _declare_step(loops)
-    with loops.tasks(), loops.rows():
-        loops.row_values(loops.kernel.body)
-        loops.fill_bags()
-        _print_cols(loops)
+    with loops.tasks():
+        later = fetches(loops)
+        with loops.rows():
+            print_fetches(loops, later, "row")
+            loops.row_values(loops.kernel.body)
+            loops.fill_bags()
+            _print_cols(loops)
 
 
 def _print_tiles(loops: Loops) -> None:

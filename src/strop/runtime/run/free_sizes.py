@@ -10,19 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from strop.ir.dims import Expr, const, symbol
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.ir.source import KernelSource
-
-
-class TakesSizes(Protocol):
-    """A kernel that is bound, and can be told another size."""
-
-    def set_scalar(self, place: int, value: int) -> None: ...
+from strop.runtime.build.native import BoundNativeKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,7 @@ class FreeSizes:
 
 
 NONE = FreeSizes({}, ())
-Told = tuple[TakesSizes, int, Expr]  # a kernel, which of its scalars, and the size
+Told = tuple[BoundNativeKernel, int, Expr]  # a kernel, which of its scalars, and the size
 
 
 class ToldSizes:

@@ -19,6 +19,7 @@ from strop.ir.contractions import FACTORS
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.runtime.build.loader import BoundKernel, KernelLoader
+from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
@@ -176,8 +177,8 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
     kernels, stream = at.resources.kernels, at.resources.stream
     is_early = position in at.plan.early
     kernel = kernels.bind(launch.source, pointers, launch.scalars, stream, early=is_early)
-    free = at.plan.free.scalars(step) if at.plan.free else ()
-    at.told.extend((kernel, place, size) for place, size in free)
+    if isinstance(kernel, BoundNativeKernel) and at.plan.free:
+        at.told.extend((kernel, place, size) for place, size in at.plan.free.scalars(step))
     for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
         if slots[number] is None:
             at.patches[number].append((kernel, place, move))
