@@ -13,6 +13,7 @@ from strop.codegen import nest, pieces
 from strop.codegen.cpp_fetches import fetches, print_fetches
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_parts import PartPrinter
+from strop.codegen.cpp_places import print_places
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_rewrites import with_powers
 from strop.codegen.cpp_text import TYPES
@@ -143,6 +144,7 @@ def _print_pointwise(loops: Loops) -> None:
     """Print a POINTWISE kernel whose tasks are a chunk of rows."""
     _declare_step(loops)
     with loops.tasks():
+        print_places(loops)
         later = fetches(loops)
         with loops.rows():
             print_fetches(loops, later, "row")
@@ -192,7 +194,7 @@ def _print_column(loops: Loops) -> None:
 
 def _declare_step(loops: Loops) -> None:
     cols = loops.kernel.num_cols
-    task = STAGED_TASK_SIZE if loops.staged else TASK_SIZE
+    task = STAGED_TASK_SIZE if loops.staged or loops.shared else TASK_SIZE
     step = 1 + task // max(cols.value, 1) if cols.is_const else None
     size = f"sp::max<int64_t>({loops.scalars(cols)}, 1)"
     text = str(step) if step else f"1 + {task} / {size}"
