@@ -71,7 +71,7 @@ class EntryMaker:
         for cause in variant.program.foreign_causes:
             self._fallbacks.note(f"{cause}: torch runs it")
         steady = self._steady(call)
-        self.free.note(call, variant.program, is_kept=bool(steady))
+        has_free = self.free.note(call, variant.program, is_kept=bool(steady))
         entry = Entry(
             next(_NUMBERS),
             variant,
@@ -82,6 +82,8 @@ class EntryMaker:
             timestep=self._adapter.timestep(call.skeleton) if steady else None,
             is_pure=variant.program.is_pure,
             has_graph=not call.beside.generators,
+            has_free=has_free,
+            has_short=not variant.program.call_steps,
         )
         return entry, call
 

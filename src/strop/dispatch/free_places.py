@@ -20,27 +20,29 @@ class FreePlaces:
 
     def __init__(self) -> None:
         self._most: dict[Hashable, frozenset[int]] = {}
-        self._served = set[Hashable]()
+        self._served: dict[Hashable, set[Hashable]] = {}  # by skeleton
 
     def looks(self, call: GivenCall) -> Hashable:
         """Return how the tensors of a call look, but for lengths that its entry serves all."""
         if self._most and (places := self._most.get(_kind(call))):
-            key = call.skeleton, _looks(call, places)
-            if key in self._served:
-                return key[1]
+            looks = _looks(call, places)
+            if looks in self._served.get(call.skeleton, ()):
+                return looks
         return _looks(call, NOWHERE)
 
-    def note(self, call: GivenCall, program: Program, *, is_kept: bool) -> None:
-        """Learn from the program that an entry for a call runs. ``is_kept``: what comes of it
-        outlives a run."""
+    def note(self, call: GivenCall, program: Program, *, is_kept: bool) -> bool:
+        """Learn from the program that an entry for a call runs, and say whether it serves all
+        lengths of an argument. ``is_kept``: what comes of it outlives a run."""
         free = NOWHERE if is_kept else frozenset(free_sizes(program).roots.values())
         kind = _kind(call)
         most = self._most.get(kind, NOWHERE)
         if free > most:
             most = self._most[kind] = free
         if most:
-            change = self._served.add if free >= most else self._served.discard
-            change((call.skeleton, _looks(call, most)))
+            served = self._served.setdefault(call.skeleton, set())
+            change = served.add if free >= most else served.discard
+            change(_looks(call, most))
+        return bool(free)
 
 
 def _looks(call: GivenCall, places: frozenset[int]) -> tuple[Hashable, ...]:
@@ -53,7 +55,6 @@ def _looks(call: GivenCall, places: frozenset[int]) -> tuple[Hashable, ...]:
 def _kind(call: GivenCall) -> Hashable:
     """Return what is equal for calls that differ in sizes which are not 0, and may be counted in 32
     bits."""
-    looks = tuple(
+    return tuple(
         (t.dim(), t.dtype, t.dim() == 1 and 0 < t.shape[0] < INDEX_LIMIT - 1) for t in call.tensors
     )
-    return call.skeleton, looks

@@ -60,9 +60,8 @@ class ToldSizes:
 
 
 def free_sizes(program: Program) -> FreeSizes:
-    """Find the free sizes of a program. One of kernels alone has none: the short way of its calls
-    is for one shape (``cpu_runs``)."""
-    if program.device != "cpu" or not program.call_steps:
+    """Find the free sizes of a program, which only one for a CPU has."""
+    if program.device != "cpu":
         return NONE
     arguments = [n for n, spec in enumerate(program.inputs) if not spec.is_state]
     roots: dict[str, int] = {}
