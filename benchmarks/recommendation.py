@@ -2,8 +2,8 @@
 
     python benchmarks/recommendation.py [--out FILE] [--models dlrm,wide,deepfm,lookups]
 
-Lengths of bags are random, others at each call, and no call has lengths that were seen before. Each
-way compiles once for all sizes (``torch.compile(dynamic=True)``, ``strop.optimize``) and is called
+Lengths of bags are random, others at each call, and no call has lengths or ids that were seen
+before; a second time one call is repeated, whose rows lie in caches then. Each way compiles once for all sizes (``torch.compile(dynamic=True)``, ``strop.optimize``) and is called
 at batch 256 first. Times are those of one core, of the processor and not of a clock, the medians of
 rounds in which all take turns: others may use the machine meanwhile. The table has eager's and
 Inductor's time over Strop's. FILE is JSON, written after each row. ``lookups`` is what the first
@@ -34,7 +34,7 @@ from strop.bench import environment
 ROWS, DIM, BUCKETS, NUMBERS, LONGEST = 100_000, 32, 64, 13, 20
 BATCHES = (256, 1, 2048)
 # batch: rounds, and calls of a sample, each of other lengths
-ROUNDS = {1: (11, 20), 256: (21, 4), 2048: (11, 2)}
+ROUNDS = {1: (9, 12), 256: (11, 3), 2048: (7, 1)}
 Call = tuple[Tensor, ...]
 
 
@@ -197,13 +197,16 @@ def errors(ways: dict[str, Callable[..., Any]], model: nn.Module, given: Call) -
     return {n: float((way(*given) - exact).square().mean().sqrt()) for n, way in ways.items()}
 
 
-def timed(ways: dict[str, Callable[..., Any]], batch: int, seed: int) -> dict[str, list[float]]:
-    """Return milliseconds a call, of each round."""
+def timed(
+    ways: dict[str, Callable[..., Any]], batch: int, seed: int, *, same: bool = False
+) -> dict[str, list[float]]:
+    """Return milliseconds a call, of each round. With ``same`` it is one call again and again."""
     generator = torch.Generator().manual_seed(seed)
+    first = call_of(batch, generator)
     rounds, count = ROUNDS[batch]
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        calls = [call_of(batch, generator) for _ in range(count)]
+        calls = [first if same else call_of(batch, generator) for _ in range(count)]
         for name, way in ways.items():
             began = time.process_time()
             for given in calls:
@@ -213,8 +216,8 @@ def timed(ways: dict[str, Callable[..., Any]], batch: int, seed: int) -> dict[st
     return samples
 
 
-def row(name: str, batch: int, samples: dict[str, list[float]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": name, "batch": batch}
+def compared(samples: dict[str, list[float]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     found["ms"] = {way: round(statistics.median(each), 3) for way, each in samples.items()}
     for other in ("eager", "inductor"):
         pairs = zip(samples[other], samples["strop"], strict=True)
@@ -230,7 +233,10 @@ def row(name: str, batch: int, samples: dict[str, list[float]]) -> dict[str, Any
 
 def shown(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("model", "batch", "eager ms", "Inductor", "Strop", "x eager", "x Inductor")
-    for each in rows:
+    repeated = [
+        {**r["same"], "model": f"{r['model']}, same ids", "batch": r["batch"]} for r in rows
+    ]
+    for each in [*rows, *repeated]:
         times = [f"{each['ms'][way]:.2f}" for way in ("eager", "inductor", "strop")]
         ratios = [
             f"{r['ratio']:.2f} ({r['p20']:.2f} to {r['p80']:.2f})"
@@ -261,7 +267,8 @@ def main() -> int:
         first = call_of(BATCHES[0], torch.Generator().manual_seed(1))
         ways, seconds = ways_of(model, first)
         for batch in BATCHES:
-            found = row(name, batch, timed(ways, batch, seed=batch))
+            found = {"model": name, "batch": batch, **compared(timed(ways, batch, seed=batch))}
+            found["same"] = compared(timed(ways, batch, seed=batch, same=True))
             found["first_call_s"] = seconds
             found["graphs"] = len(ways["strop"].forward.variants.all)  # type: ignore[attr-defined]
             found["launches"] = ways["strop"].forward.counters.launches  # type: ignore[attr-defined]
