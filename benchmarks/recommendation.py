@@ -3,11 +3,12 @@
     python benchmarks/recommendation.py [--out FILE] [--models dlrm,wide,deepfm,lookups]
 
 Lengths of bags are random, others at each call, and no call has lengths or ids that were seen
-before; a second time one call is repeated, whose rows lie in caches then. Each way compiles once for all sizes (``torch.compile(dynamic=True)``, ``strop.optimize``) and is called
-at batch 256 first. Times are those of one core, of the processor and not of a clock, the medians of
-rounds in which all take turns: others may use the machine meanwhile. The table has eager's and
-Inductor's time over Strop's. FILE is JSON, written after each row. ``lookups`` is what the first
-model looks up, stacked, without its products.
+before; a second time one call is repeated, whose rows lie in caches then. Each way compiles once
+for all sizes (``torch.compile(dynamic=True)``, ``strop.optimize``) and is called at batch 256
+first. Times are those of one core, of the processor and not of a clock, the medians of rounds in
+which all take turns: others may use the machine meanwhile. The table has eager's and Inductor's
+time over Strop's. FILE is JSON, written after each row. ``lookups`` is what the first model looks
+up, stacked, without its products.
 """
 
 from __future__ import annotations
