@@ -201,3 +201,22 @@ def test_a_bag_that_is_read_in_two_ways_is_stored(folder: str) -> None:
         for lengths in LENGTHS[:4]:
             given = bags(lengths)
             torch.testing.assert_close(dispatcher.module(table, *given), function(table, *given))
+
+
+def test_a_sum_of_many_pieces_reads_them_where_they_are_joined(folder: str) -> None:
+    """In the loop of the sum each piece would be computed for each of the others."""
+
+    def function(table: Tensor, ids: Tensor) -> Tensor:
+        rows = torch.stack([table[ids[:, n]] * (n + 1) for n in range(9)], 1)
+        return rows.sum(1) + (rows * rows).sum(1)
+
+    dispatcher, table = optimized(function, folder), torch.randn(ROWS, 8)
+    with torch.no_grad():
+        for batch in (3, 40):
+            ids = torch.randint(0, ROWS, (batch, 9))
+            exact, eager = function(table.double(), ids), function(table, ids)
+            assert_as_accurate_as_eager(dispatcher.module(table, ids), eager, exact)
+    (variant,) = dispatcher.variants.all
+    kernels = [step.ops for step in variant.program.kernel_steps]
+    assert [ops for ops in kernels if "cat" in ops and "sum" not in ops], kernels
+    assert not [ops for ops in kernels if "cat" in ops and "sum" in ops], kernels

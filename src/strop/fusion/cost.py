@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from strop.fusion.legality import has_own_loops
 from strop.ir.affine import base_of
 from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
@@ -50,9 +51,9 @@ def is_cheaper_again(
     return num_consumers == 1 or (large <= 1 and not is_heavy)
 
 
-def has_bags(node: Node, stored: Set[Node]) -> bool:
-    """Tell whether computing ``node`` adds up rows of a table."""
-    return any(member.op == "bag" for member in _expression(node, stored)[0])
+def has_loops(node: Node, stored: Set[Node]) -> bool:
+    """Tell whether computing ``node`` takes loops that no reduction shares."""
+    return any(map(has_own_loops, _expression(node, stored)[0]))
 
 
 def _expression(node: Node, stored: Set[Node]) -> tuple[set[Node], set[Node]]:

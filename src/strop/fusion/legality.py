@@ -18,7 +18,8 @@ MANY_ROWS = 8192  # that keep a GPU busy, 64 side by side
 MAX_SHARED = 4096  # elements of a row of two operands that one program holds
 
 
-BAGS_APART = "bags and reductions have loops of their own"
+MANY_PIECES = 8  # of a cat: each of them would be computed for each element of a reduction
+LOOPS_APART = "bags, and the pieces of a cat, have loops of their own beside reductions"
 
 Turns = tuple[tuple[int, ...], ...]  # permutations between a member and the others
 
@@ -158,15 +159,20 @@ def _refuse_lookup(node: Node, draft: DraftGroup) -> str | None:
     looked_into = node.inputs[: LOOKED_INTO.get(node.op, 0)]
     if any(base_of(source) in draft.nodes for source in looked_into):
         return "looks up elements that other programs of this kernel compute"
-    is_apart = node.op == "bag" and draft.schedule is not Schedule.POINTWISE
-    return BAGS_APART if is_apart else None
+    is_apart = has_own_loops(node) and draft.schedule is not Schedule.POINTWISE
+    return LOOPS_APART if is_apart else None
+
+
+def has_own_loops(node: Node) -> bool:
+    """Tell whether a node is printed as loops that no reduction shares."""
+    return node.op == "bag" or (node.op == "cat" and len(node.inputs) >= MANY_PIECES)
 
 
 def _refuse_reduction(node: Node, draft: DraftGroup, schedules: Schedules) -> str | None:
     operand = base_of(node.inputs[0])
     schedule = schedules[node]
-    if any(member.op == "bag" for member in draft.nodes):
-        return BAGS_APART
+    if any(map(has_own_loops, draft.nodes)):
+        return LOOPS_APART
     if schedule is None:
         return "kept and reduced dims alternate in memory"
     is_member = operand in draft.nodes  # else it is read from memory, through whatever view

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from strop.fusion.cost import has_bags, is_cheaper_again
+from strop.fusion.cost import has_loops, is_cheaper_again
 from strop.fusion.legality import (
     DraftGroup,
     is_fusible,
@@ -268,7 +268,7 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
             continue
         largest = max(home[r].domain.eval(graph.hints) for r in outside)
         kernels = len({id(ends[id(home[r])]) for r in readers[node]})
-        if has_bags(node, stored) and not _is_read_once(node, outside, kernels, home):
+        if has_loops(node, stored) and not _is_read_once(node, outside, kernels, home):
             stored.add(node)
             continue
         if (
