@@ -68,7 +68,7 @@ def test_against_eager(name: str, tmp_path: Any) -> None:
     dispatcher: Any = module.forward
     chosen = {
         choice.kernel
-        for entry in dispatcher._entries.values()
+        for entry in dispatcher.shapes.entries
         for choice in entry.bounds[0].plan.choices.values()
         if choice.launches is not None
     }

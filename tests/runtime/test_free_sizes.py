@@ -61,7 +61,7 @@ def test_lengths_share_an_entry(module: Any) -> None:
             torch.testing.assert_close(module(*given), dispatcher.eager(*given))
     (variant,) = dispatcher.variants.all
     assert list(free_sizes(variant.program).roots.values()) == [3]
-    assert len({id(entry) for entry in dispatcher._entries.values()}) == 2, "one a batch"
+    assert len({id(entry) for entry in dispatcher.shapes.entries}) == 2, "one a batch"
 
 
 def test_lengths_that_must_be_equal_are_compared(module: Any) -> None:
@@ -127,4 +127,4 @@ def test_short_ways_of_several_lengths_share_kernels(tmp_path: Any) -> None:
     (variant,) = module.forward.variants.all
     assert free_sizes(variant.program)
     assert not variant.program.call_steps
-    assert len({id(entry) for entry in module.forward._entries.values()}) == 1
+    assert len({id(entry) for entry in module.forward.shapes.entries}) == 1

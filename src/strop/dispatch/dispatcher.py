@@ -82,7 +82,7 @@ class Dispatcher(ForwardStandIn):
         self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        self.has_left = False  # then whoever still calls it gets what the module does without us
+        self.cut, self.has_left = CutForward(module, options), False  # left: it runs the plain one
         self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
@@ -122,7 +122,6 @@ class Dispatcher(ForwardStandIn):
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused = PreparedCalls(), RefusedCalls()
-        self.cut = CutForward(module, options)
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)

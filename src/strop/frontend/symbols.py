@@ -56,7 +56,7 @@ _OF_VALUES = ("u", "zuf")  # names that torch gives to integers and numbers with
 
 
 class SizeOfValuesError(UnsupportedError):
-    """The values of a tensor decide a size, as those of ``unique`` and ``nonzero``."""
+    """This is raised for a size that the values of a tensor decide, as ``unique`` does."""
 
 
 class OutsideLanguage(UnsupportedError):
