@@ -392,6 +392,8 @@ def _lookup_sizes(kernel: LoopKernel) -> tuple[Expr | None, ...]:
     for stmt in loads:
         if stmt.param not in walked:
             count = product(sizes[axis] for axis in space[stmt.out])
+            if stmt.bag is not None:
+                count = stmt.bag.count * product(sizes[axis] for axis in stmt.index.axes)
             found[stmt.param] = found.get(stmt.param, const(0)) + count
     return tuple(found.get(number) for number in range(len(kernel.params)))
 
@@ -405,7 +407,7 @@ def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
             if base not in a.number and base not in seen:
                 seen.add(base)
                 stack.append(base)
-    takes = (n for n in seen if n.op == "take" and n.attrs["bounds"] != "known")
+    takes = (n for n in seen if n.op == "bag" or n.attrs.get("bounds", "known") != "known")
     return tuple(dict.fromkeys(n.origin for n in sorted(takes, key=lambda n: n.serial)))
 
 

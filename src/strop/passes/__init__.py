@@ -22,6 +22,7 @@ from strop.passes.grouped_heads import grouped_heads
 from strop.passes.joined_calls import joined_calls
 from strop.passes.joined_parts import joined_parts
 from strop.passes.linear_add import linear_add
+from strop.passes.looked_up_rows import looked_up_rows
 from strop.passes.low_rank_add import low_rank_add
 from strop.passes.low_rank_pair import low_rank_pair
 from strop.passes.pointwise_conv import pointwise_conv
@@ -34,6 +35,7 @@ Pass = Callable[[Graph, Options], Graph]
 
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
+    looked_up_rows,  # what is computed of a table, of the rows that are looked up
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
     dot_merge,  # GEMMs of one input as one GEMM

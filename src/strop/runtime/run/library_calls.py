@@ -219,6 +219,8 @@ def _aten(attrs: Mapping[str, Any]) -> Call:
     target = overload(attrs["target"])
     template, keywords = attrs["args"], attrs["kwargs"]
     outputs, is_single = attrs["outputs"], attrs.get("single", True)
+    if target in _KEEPING:
+        outputs = (outputs[0], *[None] * len(outputs[1:]))
 
     def call(inputs: Sequence[Tensor]) -> Any:
         args = [_filled(arg, inputs) for arg in template]
@@ -231,8 +233,9 @@ def _aten(attrs: Mapping[str, Any]) -> Call:
     return _copied(call) if _returns_view(target) else call
 
 
-# What these keep for their gradient, which alone reads it, is empty where that does not need it.
-_LEAVING_OUT = {
+# What these keep for their gradient, which alone reads it, is as long as that needs it: empty, or a
+# number longer than torch's shape rule says, where offsets have the end of the last bag.
+_KEEPING = {
     torch.ops.aten._embedding_bag.default,
     torch.ops.aten._embedding_bag_forward_only.default,
 }
@@ -246,8 +249,6 @@ def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dty
         return value
     shape, dtype = traced
     if value.shape != shape and math.prod(shape):  # of an empty one nothing is read
-        if target in _LEAVING_OUT and not value.numel():
-            return value
         raise ShapeError(
             f"{target} gives {tuple(value.shape)}, and torch's shape rule says {shape}"
         )

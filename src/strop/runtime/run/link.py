@@ -19,6 +19,7 @@ from strop.ir.contractions import FACTORS
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.runtime.build.loader import BoundKernel, KernelLoader
+from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
@@ -28,6 +29,7 @@ from strop.runtime.run.fewer_threads import (
     in_one_thread,
     is_counted,
 )
+from strop.runtime.run.free_sizes import Told, ToldSizes
 from strop.runtime.run.launched_calls import CallSite, Launched
 from strop.runtime.run.launches import GeneratedLaunch
 from strop.runtime.run.layouts import laid_out, read_as, reshaped
@@ -76,6 +78,7 @@ class Linked:
     steps: Sequence[Run]
     returned: Sequence[Callable[[], Any]]
     calls: Sequence[LibraryCall | None]
+    told: ToldSizes
 
     def put(self, number: int, tensor: Tensor) -> None:
         self.slots[number] = tensor
@@ -96,6 +99,7 @@ class Linking:
     patches: dict[int, list[Patch]]
     steady: frozenset[int]
     calls: list[LibraryCall | None] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Return the bytes of the arena from where this scratch begins."""
@@ -112,7 +116,8 @@ def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) ->
     returned = [_returned(at, place) for place in range(len(plan.program.returned))]
     # where nothing lies in it, it is not to be kept alive either
     used = memory if plan.memory.arena_bytes else memory.new_empty(0)
-    return Linked(used, slots, at.patches, steps, returned, at.calls)
+    told = ToldSizes(plan.free, plan.sizes.env, at.told)
+    return Linked(used, slots, at.patches, steps, returned, at.calls, told)
 
 
 def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Slots:
@@ -175,6 +180,8 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
     kernels, stream = at.resources.kernels, at.resources.stream
     is_early = position in at.plan.early
     kernel = kernels.bind(launch.source, pointers, launch.scalars, stream, early=is_early)
+    if isinstance(kernel, BoundNativeKernel) and at.plan.free:
+        at.told.extend((kernel, place, size) for place, size in at.plan.free.scalars(step))
     for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
         if slots[number] is None:
             at.patches[number].append((kernel, place, move))

@@ -14,6 +14,7 @@ from strop.runtime.build.loader import KernelLoader
 from strop.runtime.loop.hoisting import Hoist
 from strop.runtime.loop.timetable import TimetablePart
 from strop.runtime.run.choices import choices_of
+from strop.runtime.run.free_sizes import NONE, FreeSizes, free_sizes
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.launches import GeneratedLaunch, launches_of
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, PLANNED_OUT
@@ -29,7 +30,7 @@ class ShapePlan:
     """A plan has, by step, the ``launches`` of generated kernels and the library's ``choices`` for
     calls. ``early`` are the steps whose kernel may start before the launch before it has ended.
     Buffers are named by number: the ``arguments`` of a run, its ``results`` with their looks, and
-    those that hold nothing between runs, ``released``."""
+    those that hold nothing between runs, ``released``. It holds for all ``free`` sizes."""
 
     program: Program
     sizes: Sizes
@@ -41,6 +42,7 @@ class ShapePlan:
     arguments: tuple[int, ...]
     results: tuple[tuple[int, Look], ...]
     released: tuple[int, ...]
+    free: FreeSizes = NONE
 
     @property
     def sources(self) -> list[KernelSource]:
@@ -70,16 +72,18 @@ def plan_shape(
     for position, choice in choices.items():
         if choice.launches and choice.launches.scratch:
             scratch[position] = [scratch_bytes(choice.launches)]
-    lent = part.tensors if part else ()
+    free = NONE if hoist or part else free_sizes(program)
+    lent = part.tensors if part else [number for number, _ in free.buffers]
     memory = plan_memory(program, sizes, order, scratch, lent, shares=shares)
     kinds = {kind: _of_kind(program, kind) for kind in ("call", "result")}
     results = tuple((number, sizes.look(number)) for number in kinds["result"])
     # arguments too: a backward's are what its forward has kept, half of the device's memory
     arguments = () if part else _arguments(program)
-    released = (*arguments, *sorted(kinds["call"] + kinds["result"]))
+    long = [number for number, _ in free.buffers]
+    released = (*arguments, *sorted(kinds["call"] + kinds["result"] + long))
     early = _early(order, choices)
     return ShapePlan(
-        program, sizes, order, launches, choices, early, memory, arguments, results, released
+        program, sizes, order, launches, choices, early, memory, arguments, results, released, free
     )
 
 
