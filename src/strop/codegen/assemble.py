@@ -11,7 +11,7 @@ from strop.codegen.by_rows import made_by_rows
 from strop.codegen.copies import copies_for_calls
 from strop.codegen.mutation import Lowered, joins_of, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
-from strop.fusion.plan import CodedProduct, FusionPlan, Group, Stitch
+from strop.fusion.plan import CodedProduct, CodePanels, FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
@@ -153,6 +153,7 @@ def assemble(
     target: Target,
     stitches: Sequence[Stitch] = (),
     products: Sequence[CodedProduct] = (),
+    panels: Sequence[CodePanels] = (),
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch and product."""
@@ -179,6 +180,8 @@ def assemble(
         _join_product(a, found, lowered[found.whole], kernels, calls)
     for copied_by, copied in copies_for_calls(graph, plan.groups, a.number, a.buffers):
         _note_copy(copied_by, copied, kernels, calls)
+    for made in panels:
+        _join_panels(a, made, kernels, calls)
     finished = tuple(kernels[s] if isinstance(s, Group) else calls[s] for s in steps)
     num_compiled = sum(len(group.nodes) for group in plan.groups)
     num_calls = sum(1 for s in plan.steps if isinstance(s, Node) and s.op != "join")
@@ -381,6 +384,30 @@ def _note_copy(
     kernels[group] = replace(own, copied=copied)
     for node, step in readers.items():
         calls[node] = replace(step, copies=(*step.copies, copied))
+
+
+def _join_panels(
+    a: _Assembly,
+    made: CodePanels,
+    steps: dict[Group, KernelStep],
+    calls: dict[Node, CallStep],
+) -> None:
+    """Let the step that reads sums of products of codes do the work of the calls, but for a few
+    rows: minus so many are at most minus the fewest."""
+    emitted, step = a.target.emit(made.kernel), steps[made.group]
+    form = StepForm(
+        a.place_of(emitted.source),
+        tuple(a.number[node] for node in made.buffers),
+        made.offsets,
+        step.writes,
+        emitted.scalars,
+        const(0) - made.rows,
+        -made.fewest,
+        1,
+    )
+    steps[made.group] = replace(step, variants=(form,))
+    for call in made.calls:
+        calls[call] = replace(calls[call], absorbed=(form,))
 
 
 def _lookup_sizes(kernel: LoopKernel) -> tuple[Expr | None, ...]:

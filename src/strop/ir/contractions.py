@@ -164,6 +164,12 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", ANYWHERE, flops=_mixed_flops),
     ),
+    # codes (M, K), codes of a weight (N, K), both int8 -> sums of their products (M, N), int32
+    Op(
+        "code_sums",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", ANYWHERE, flops=_linear_flops),
+    ),
     # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op(
         "matmul",

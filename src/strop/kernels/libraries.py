@@ -24,6 +24,7 @@ from strop.kernels.tuned.attention_cpu import CASES as ON_CPUS
 # The share of the dense rate that a library's attention reaches, where nothing was measured.
 ATTENTION_SHARE = 0.5
 SDPA_NAME = "sdpa"
+CODES_A_US = 4e5  # operations of oneDNN's product of codes, on one core with VNNI
 # Libraries that torch has for attention; ``runtime.run.attention_calls`` has the calls.
 ATTENTION_LIBRARIES = ("cudnn_attention", "flash_attention", "efficient_attention")
 
@@ -120,6 +121,12 @@ def mixed_us(problem: Problem, device: Device) -> float:
     return begin + ops / times.linear_ops + 24 * rows * columns / times.behind_bytes
 
 
+def codes_us(problem: Problem, device: Device) -> float:
+    """Return a guess: what is rounded nowhere is not left to it where there is a choice."""
+    (rows, depth), (columns, _) = problem.shapes
+    return 2 * rows * depth * columns / CODES_A_US
+
+
 def attention_us(problem: Problem, device: Device) -> float:
     """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
     if not device.arch:
@@ -159,6 +166,7 @@ ACTIVATED = Kernel("cublas_gelu", ("linear_gelu",), anything, activated_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
+CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 # Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
 SDPA = Kernel(SDPA_NAME, ("attention",), anywhere, attention_us)
@@ -169,6 +177,7 @@ ROWS: tuple[Kernel, ...] = (
     ACTIVATED,
     GATES,
     MIXED,
+    CODES,
     CUDNN,
     TAPS,
     SDPA,

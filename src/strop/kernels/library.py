@@ -18,7 +18,7 @@ from strop.kernels import libraries
 from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
 from strop.kernels.conv import folded_taps, narrow
-from strop.kernels.gemm import geglu, mixed_product, skinny, small_cpu
+from strop.kernels.gemm import code_sums, geglu, mixed_product, skinny, small_cpu
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
 
@@ -37,6 +37,7 @@ KERNELS: tuple[Kernel, ...] = (
     folded_taps.ROW,
     geglu.ROW,
     mixed_product.ROW,
+    code_sums.ROW,
     *libraries.ROWS,
 )
 OURS: tuple[str, ...] = tuple(row.name for row in KERNELS if row not in libraries.ROWS)

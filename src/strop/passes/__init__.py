@@ -16,6 +16,7 @@ from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
 from strop.passes.cat_last import cat_last
 from strop.passes.channels_last import channels_last
+from strop.passes.code_sums import code_sums
 from strop.passes.dot_merge import dot_merge
 from strop.passes.gated_linear import gated_linear
 from strop.passes.grouped_heads import grouped_heads
@@ -36,6 +37,7 @@ Pass = Callable[[Graph, Options], Graph]
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
+    code_sums,  # products of int8 codes, by a kernel of ours
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
     dot_merge,  # GEMMs of one input as one GEMM
@@ -60,6 +62,7 @@ PIPELINE: tuple[Pass, ...] = (
 ONLY_ON = {
     "activated_linear": "cuda",
     "aligned_linear": "cuda",
+    "code_sums": "cpu",
     "pooled_operands": "cuda",
     "gated_linear": "cuda",
     "grouped_heads": "cuda",

@@ -324,6 +324,10 @@ def _fits_cudnn_attention(q: Tensor, v: Tensor, most: int) -> bool:
     return half and all(d % 8 == 0 and d <= most for d in dims)
 
 
+def _code_sums(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: torch._int_mm(inputs[0], inputs[1].t(), out=out)
+
+
 PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear": _linear,
     "linear_add": _linear_add,
@@ -331,6 +335,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "paired_linear_add": _paired_linear_add,
     "matmul": _matmul,
     "mixed_product": _mixed_product,
+    "code_sums": _code_sums,
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
