@@ -33,6 +33,8 @@ class Call:
     def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Describe a call of ``function``."""
         bound = inspect.signature(function).bind(*args, **kwargs)
+        if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
+            return Call(reason="its forward takes arguments without names (*args)")
         given: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             is_rest = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD

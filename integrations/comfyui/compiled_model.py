@@ -26,6 +26,7 @@ from .weights import Weights
 
 log = logging.getLogger("strop.comfyui")
 KEY = "strop"  # of what this pack registers at a patcher
+OFF = "strop off"  # is attached to a clone that is to run without, whatever the switch says
 # What a call is without Strop. It is no argument, as no function is one that can be compiled.
 _PLAIN: contextvars.ContextVar[Callable[[], Any]] = contextvars.ContextVar("plain call")
 
@@ -138,6 +139,7 @@ def optimized(patcher: Any) -> Any:
     """Return a clone of a patcher whose model runs compiled. The given one is as it was."""
     clone = loaded_whole(patcher)
     unwrap(clone)
+    clone.attachments.pop(OFF, None)
     compiled = compiled_for(clone.model)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, compiled)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _ForgetWeights(compiled))
@@ -156,7 +158,13 @@ def plain(patcher: Any) -> Any:
     """Return a clone of a patcher whose model runs as it does without Strop."""
     clone = patcher.clone()
     unwrap(clone)
+    clone.attachments[OFF] = True
     return clone
+
+
+def is_off(patcher: Any) -> bool:
+    """Say whether a node has turned Strop off for this clone."""
+    return OFF in patcher.attachments
 
 
 def unwrap(clone: Any) -> None:

@@ -268,6 +268,7 @@ class ModelPatcher:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
         self.callbacks: dict[str, dict[str, list[Any]]] = {}
+        self.attachments: dict[str, Any] = {}
         self.patches_uuid = uuid.uuid4()
 
     def clone(self) -> ModelPatcher:
@@ -277,6 +278,7 @@ class ModelPatcher:
         other.object_patches = dict(self.object_patches)
         other.model_options = copied(self.model_options)
         other.wrappers, other.callbacks = copied(self.wrappers), copied(self.callbacks)
+        other.attachments = dict(self.attachments)
         other.patches_uuid = self.patches_uuid
         return other
 
@@ -364,7 +366,100 @@ def copied(value: Any) -> Any:
     return [*value] if isinstance(value, list) else value
 
 
-# the sampler
+# comfy.sd
+
+
+class Autoencoder(nn.Module):
+    """Is the module of a VAE: two methods, and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = Conv2d(3, 16, 3, 2, 1), Conv2d(4, 16, 3, padding=1)
+        self.norm, self.code, self.out = (
+            nn.GroupNorm(4, 16),
+            Conv2d(16, 4, 1),
+            Conv2d(16, 3, 3, padding=1),
+        )
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.code(F.silu(self.norm(self.down(x))))
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.out(F.interpolate(F.silu(self.norm(self.up(z))), scale_factor=2.0))
+
+
+class VAE:
+    """Is what a workflow hands on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.first_stage_model, self.patcher = model, ModelPatcher(model)
+
+    @torch.inference_mode()
+    def decode(self, samples: Tensor) -> Tensor:
+        return self.first_stage_model.decode(samples)
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.first_stage_model.encode(pixels)
+
+
+class CLIPEncoder(nn.Module):
+    """Holds the layers of CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(PROMPT, PROMPT) for _ in range(2))
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, intermediate_output: Any = None
+    ) -> Any:
+        for layer in self.layers:
+            x = x + layer(x, x + mask[0, 0], None, {})
+        return x, None
+
+
+class TextModel(nn.Module):
+    """Is the module of a text encoder: the layers, and code around them that takes lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.encoder = nn.Embedding(50, PROMPT), CLIPEncoder()
+        self.options: dict[str, Any] = {}
+
+    def set_clip_options(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def encode_token_weights(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        mask = torch.full((len(tokens), len(tokens)), -1.0).triu_(1)
+        x, _ = self.encoder(self.table(torch.tensor([tokens])), mask=mask)
+        return x, x[:, len(tokens) - 1]
+
+
+class CLIP:
+    """Is what a workflow hands on."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        if model is not None:
+            self.cond_stage_model, self.patcher = model, ModelPatcher(model)
+
+    def clone(self) -> CLIP:
+        other = CLIP()
+        other.cond_stage_model, other.patcher = self.cond_stage_model, self.patcher.clone()
+        return other
+
+    @torch.inference_mode()
+    def encode(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        self.cond_stage_model.set_clip_options({"layer": -1})
+        return self.cond_stage_model.encode_token_weights(tokens)
+
+
+# comfy.sampler_helpers, and the sampler
+
+
+def prepare_model_patcher(model: ModelPatcher, conds: Any, model_options: dict[str, Any]) -> None:
+    """Put the wrappers and callbacks of a clone among the options of its calls."""
+    options = model_options["transformer_options"]
+    options |= {"wrappers": copied(model.wrappers), "callbacks": copied(model.callbacks)}
 
 
 @torch.inference_mode()
@@ -379,16 +474,16 @@ def sample(
     preview: Callable[[int], None] = lambda step: None,
 ) -> Tensor:
     """Load a clone's patches, and draw: Euler's steps, both prompts in one batch."""
+    model_options = copied(patcher.model_options)
+    sys.modules["comfy.sampler_helpers"].prepare_model_patcher(patcher, {}, model_options)
     patcher.unpatch_model()
     patcher.patch_model(is_low_vram=is_low_vram)
     model, x = patcher.model, noise
     sigmas = torch.linspace(1, 0, steps + 1)
     for step in range(steps):
         both, t = torch.cat([x, x]), sigmas[step].expand(2 * len(x))
-        options = copied(patcher.model_options["transformer_options"])
+        options = copied(model_options["transformer_options"])
         options |= {
-            "wrappers": patcher.wrappers,
-            "callbacks": patcher.callbacks,
             "sample_sigmas": sigmas,
             "sigmas": sigmas[step : step + 1],
             "cond_or_uncond": [1, 0],
@@ -418,10 +513,9 @@ def modules() -> dict[str, types.ModuleType]:
         setattr(management, name, getattr(here, name))
     extension = types.ModuleType("comfy.patcher_extension")
     extension.WrappersMP, extension.CallbacksMP = WrappersMP, CallbacksMP
+    helpers, sd = types.ModuleType("comfy.sampler_helpers"), types.ModuleType("comfy.sd")
+    helpers.prepare_model_patcher, sd.VAE, sd.CLIP = prepare_model_patcher, VAE, CLIP
     comfy = types.ModuleType("comfy")
     comfy.model_management, comfy.patcher_extension = management, extension
-    return {
-        "comfy": comfy,
-        "comfy.model_management": management,
-        "comfy.patcher_extension": extension,
-    }
+    comfy.sampler_helpers, comfy.sd = helpers, sd
+    return {part.__name__: part for part in (comfy, management, extension, helpers, sd)}

@@ -286,9 +286,12 @@ def test_a_part_that_a_node_replaces(patcher, optimize) -> None:
 
 def test_a_model_that_reads_what_changes_in_each_step(optimize) -> None:
     class Reading(OriginalUNet):
-        def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            x = x * float(args[-1]["sigmas"][0])
-            return super()._forward(x, *args, **kwargs)
+        def _forward(
+            self, x: Tensor, timesteps: Any, context: Any, y: Any, control: Any,
+            transformer_options: Any, **kwargs: Any,
+        ) -> Tensor:  # fmt: skip
+            x = x * float(transformer_options["sigmas"][0])
+            return super()._forward(x, timesteps, context, y, control, transformer_options)
 
     torch.manual_seed(0)
     patcher = ModelPatcher(BaseModel(Reading().eval().requires_grad_(False)))
@@ -296,6 +299,19 @@ def test_a_model_that_reads_what_changes_in_each_step(optimize) -> None:
     assert torch.equal(draw(fast, steps=3), draw(patcher, steps=3))
     (reason,) = counters(fast)[0].fallbacks
     assert "reads transformer_options['sigmas']" in reason
+
+
+def test_a_forward_whose_arguments_have_no_names(optimize) -> None:
+    class Nameless(OriginalUNet):
+        def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super()._forward(*args, **kwargs)
+
+    torch.manual_seed(0)
+    patcher = ModelPatcher(BaseModel(Nameless().eval().requires_grad_(False)))
+    fast = optimize(patcher)
+    assert torch.equal(draw(fast), draw(patcher))
+    (reason,) = plain_calls(fast)
+    assert reason == "its forward takes arguments without names (*args)"
 
 
 def test_weights_are_let_go_when_the_model_leaves_its_device(patcher, optimize) -> None:
@@ -310,9 +326,9 @@ def test_weights_are_let_go_when_the_model_leaves_its_device(patcher, optimize) 
 def test_the_report_says_what_ran(pack, patcher, optimize) -> None:
     node = pack.NODE_CLASS_MAPPINGS["StropReport"]()
     fast = optimize(patcher)
-    assert "Nothing has run compiled yet" in node.report(fast, None)["result"][0]
+    assert "Nothing has run compiled yet" in node.report(None, model=fast)["result"][0]
     draw(fast)
     draw(optimize(FreeLunch.patch(patcher, 1.5)))
-    text = node.report(fast, None)["result"][0]
+    text = node.report(None, model=fast)["result"][0]
     assert "2 calls ran without Strop: transformer_options" in text
     assert "1 graph, 0 recompiles" in text
