@@ -58,6 +58,16 @@ def functions_in(value: Any) -> list[Any]:
     return [value]
 
 
+def dense(value: Any) -> Any:
+    """Return the same with tensors that lie in their usual order. A ControlNet's and a VAE's lie
+    now in this order and now in that, by the size of the picture, and each would be a graph."""
+    if isinstance(value, torch.Tensor):
+        return value.contiguous()
+    if type(value) is dict:
+        return {key: dense(part) for key, part in value.items()}
+    return type(value)(map(dense, value)) if type(value) in (list, tuple) else value
+
+
 def reason_in(value: Any, place: str) -> str:
     """Say what in nested containers is no plain data, and who has put it there, or nothing."""
     if isinstance(value, PLAIN_DATA):

@@ -20,7 +20,7 @@ from torch import nn
 
 import strop
 
-from .calls import Call, TracedOptions
+from .calls import Call, TracedOptions, dense
 from .interrupts import keep_interrupt, stop_if_interrupted
 from .weights import Weights
 
@@ -82,7 +82,7 @@ class CompiledModel:
         assert self.module is not None
         token = _PLAIN.set(functools.partial(original, *args, **kwargs))
         try:
-            return self.module(call.given, call.options)
+            return self.module(dense(call.given), call.options)
         finally:
             _PLAIN.reset(token)
 

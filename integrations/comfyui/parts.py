@@ -17,6 +17,7 @@ from torch import nn
 
 import strop
 
+from .calls import dense
 from .interrupts import keep_interrupt, stop_if_interrupted
 from .weights import Weights
 
@@ -56,7 +57,7 @@ class CompiledPart:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_ready():
-            return self.module(*args, **kwargs)
+            return self.module(*dense(args), **dense(kwargs))
         return getattr(self.module.model, self.module.name)(*args, **kwargs)
 
     def report(self) -> str:

@@ -59,38 +59,32 @@ def transformer(wide: int) -> Shapes:
 
 def unet_inputs() -> Shapes:
     """Yield what a UNet and its ControlNet have in common: all up to the middle."""
-    wide = 2 * CHANNELS
     yield from layer("time_embed.0", TIME, CHANNELS)
     yield from layer("time_embed.2", TIME, TIME)
     yield from layer("input_blocks.0.0", CHANNELS, 4, 3, 3)
     yield from within("input_blocks.1.0", unet_block(CHANNELS, CHANNELS))
     yield from within("input_blocks.1.1", transformer(CHANNELS))
     yield from layer("input_blocks.2.0.op", CHANNELS, CHANNELS, 3, 3)
-    yield from within("input_blocks.3.0", unet_block(CHANNELS, wide))
-    yield from within("middle_block.0", unet_block(wide, wide))
-    yield from within("middle_block.1", transformer(wide))
-    yield from within("middle_block.2", unet_block(wide, wide))
+    yield from within("input_blocks.3.0", unet_block(CHANNELS, CHANNELS))
+    yield from within("middle_block.0", unet_block(CHANNELS, CHANNELS))
 
 
 def unet() -> Shapes:
-    wide = 2 * CHANNELS
     yield from unet_inputs()
-    yield from within("output_blocks.0.0", unet_block(2 * wide, wide))
-    yield from within("output_blocks.1.0", unet_block(wide + CHANNELS, wide))
-    yield from layer("output_blocks.1.1.conv", wide, wide, 3, 3)
-    yield from within("output_blocks.2.0", unet_block(wide + CHANNELS, CHANNELS))
-    yield from within("output_blocks.2.1", transformer(CHANNELS))
-    yield from within("output_blocks.3.0", unet_block(2 * CHANNELS, CHANNELS))
-    yield from within("output_blocks.3.1", transformer(CHANNELS))
+    for number in range(4):
+        yield from within(f"output_blocks.{number}.0", unet_block(2 * CHANNELS, CHANNELS))
+    yield from layer("output_blocks.1.1.conv", CHANNELS, CHANNELS, 3, 3)
+    for number in (2, 3):
+        yield from within(f"output_blocks.{number}.1", transformer(CHANNELS))
     yield from layer("out.0", CHANNELS)
     yield from layer("out.2", 4, CHANNELS, 3, 3)
 
 
 def control_net() -> Shapes:
     yield from unet_inputs()
-    for number, wide in enumerate((CHANNELS, CHANNELS, CHANNELS, 2 * CHANNELS)):
-        yield from layer(f"zero_convs.{number}.0", wide, wide, 1, 1)
-    yield from layer("middle_block_out.0", 2 * CHANNELS, 2 * CHANNELS, 1, 1)
+    for number in range(4):
+        yield from layer(f"zero_convs.{number}.0", CHANNELS, CHANNELS, 1, 1)
+    yield from layer("middle_block_out.0", CHANNELS, CHANNELS, 1, 1)
     widths = (3, 16, 16, 32, 32, 96, 96, 256, CHANNELS)
     for number, (wide, out) in enumerate(itertools.pairwise(widths)):
         yield from layer(f"input_hint_block.{2 * number}", out, wide, 3, 3)

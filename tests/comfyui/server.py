@@ -119,7 +119,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(
-    checkout: Path, python: str, folder: Path, cache: Path, **environment: str
+    checkout: Path, python: str, folder: Path, cache: Path, *flags: str, **environment: str
 ) -> Iterator[ComfyServer]:
     """Start a server whose custom nodes are the pack alone. Nothing is written into the checkout.
     Raises AssertionError with what it said if it does not start."""
@@ -131,7 +131,7 @@ def started(
     words = [python, "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port)]
     words += ["--base-directory", str(folder), "--front-end-root", str(folder / "front")]
     words += ["--database-url", f"sqlite:///{folder}/user/comfyui.db"]
-    words += ["--disable-api-nodes", "--disable-auto-launch"]
+    words += ["--disable-api-nodes", "--disable-auto-launch", *flags]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
     environment |= {"PYTHONPATH": path, "STROP_CACHE_DIR": str(cache)}
     with log.open("w") as said:

@@ -16,8 +16,8 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
 
 def text_to_latent(
     *,
-    width: int = 64,
-    height: int = 64,
+    width: int = 32,
+    height: int = 32,
     batch: int = 1,
     steps: int = 2,
     seed: int = 1,
@@ -51,7 +51,7 @@ def text_to_latent(
     if picture:
         graph["latent"] = node("VAEEncode", pixels=["picture", 0], vae=["load", 2])
     if mask:
-        graph["mask"] = node("SolidMask", value=1.0, width=32, height=64)
+        graph["mask"] = node("SolidMask", value=1.0, width=16, height=32)
         graph["masked"] = node("SetLatentNoiseMask", samples=latent, mask=["mask", 0])
         latent = ["masked", 0]
     if control:
@@ -66,7 +66,7 @@ def text_to_latent(
         prompt = ["control", 0]
     if area:
         graph["part"] = node(
-            "ConditioningSetArea", conditioning=prompt, width=32, height=64, x=0, y=0, strength=1.0
+            "ConditioningSetArea", conditioning=prompt, width=64, height=64, x=0, y=0, strength=1.0
         )
         graph["both"] = node(
             "ConditioningCombine", conditioning_1=["part", 0], conditioning_2=["without", 0]
@@ -90,7 +90,7 @@ def text_to_latent(
     return graph
 
 
-def prompt_to_picture(*, strop: bool, width: int = 64, text: str = "a red circle") -> Graph:
+def prompt_to_picture(*, strop: bool, width: int = 32, text: str = "a red circle") -> Graph:
     """Return a workflow whose CLIP and VAE are compiled. Its latent is the picture that is given,
     so that no UNet runs."""
     return {
@@ -104,7 +104,7 @@ def prompt_to_picture(*, strop: bool, width: int = 64, text: str = "a red circle
             image=["picture", 0],
             upscale_method="nearest-exact",
             width=width,
-            height=64,
+            height=32,
             crop="disabled",
         ),
         "encode": node("VAEEncode", pixels=["scaled", 0], vae=["vae", 0]),
