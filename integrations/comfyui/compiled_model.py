@@ -22,6 +22,7 @@ import strop
 
 from .calls import Call, TracedOptions, dense
 from .interrupts import keep_interrupt, stop_if_interrupted
+from .leftovers import defaults_of, empty
 from .weights import Weights
 
 log = logging.getLogger("strop.comfyui")
@@ -60,6 +61,7 @@ class CompiledModel:
         self.module: ComfyModel | None = None
         self.plain_calls: dict[str, int] = {}  # reason -> calls
         self._weights = Weights()
+        self._defaults: list[dict[Any, Any]] = []
         self._said: set[str] = set()  # reasons, in the sampling that runs
         self._sampling: Any = None  # what all its calls share
 
@@ -80,6 +82,7 @@ class CompiledModel:
             self._say(reason, call)
             return original(*args, **kwargs)
         assert self.module is not None
+        empty(self._defaults)
         token = _PLAIN.set(functools.partial(original, *args, **kwargs))
         try:
             return self.module(dense(call.given), call.options)
@@ -92,6 +95,7 @@ class CompiledModel:
         if self.module is None or self.module.model is not model or self.module.name != name:
             self.leave()
             self.module = strop.optimize(ComfyModel(model, name).eval())
+            self._defaults = defaults_of(model)
 
     def _say(self, reason: str, call: Call) -> None:
         """Log each reason once in a sampling, and count how often it comes."""

@@ -38,11 +38,19 @@ class ComfyMethod(nn.Module):
             return getattr(self.model, self.name)(*args, **kwargs)
 
 
+class ComfyLayers(ComfyMethod):
+    """These are layers in a row that add to their argument in place. Whoever calls them has no use
+    for it afterwards, so they get one of their own."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(x.clone(), *args, **kwargs)
+
+
 class CompiledPart:
     """This calls one method of a module compiled, or as it is where weights are not ready."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self.module = strop.optimize(ComfyMethod(model, name).eval())
+    def __init__(self, model: nn.Module, name: str, kind: type[ComfyMethod] = ComfyMethod) -> None:
+        self.module = strop.optimize(kind(model, name).eval())
         self._weights, self._said = Weights(), ""
 
     def is_ready(self) -> bool:
@@ -97,7 +105,7 @@ class CompiledText(StandIn):
 
     def __init__(self, model: nn.Module) -> None:
         found = {
-            (path, name): CompiledPart(layers, "forward")
+            (path, name): CompiledPart(layers, "forward", ComfyLayers)
             for path, owner in model.named_modules()
             for name, layers in owner.named_children()
             if type(layers).__name__ in TEXT_ENCODERS

@@ -174,6 +174,17 @@ def controlled(h: Tensor, control: dict[str, list[Tensor | None]] | None, name: 
     return h
 
 
+def attended(
+    layer: Transformer,
+    h: Tensor,
+    context: Tensor,
+    transformer_options: dict[str, Any] = {},  # noqa: B006 - so does ComfyUI
+) -> Tensor:
+    """Run a layer that writes into the options: those that are given, or the default, for good."""
+    transformer_options.setdefault("block", ("middle", 0))
+    return layer(h, context, transformer_options)
+
+
 class OriginalUNet(nn.Module):
     """Has the signature and the manners of the original code's UNet, on two levels."""
 
@@ -225,7 +236,7 @@ class OriginalUNet(nn.Module):
         h = controlled(self.first(x), control, "input")
         skipped = h
         options["block"] = ("middle", 0)
-        h = self.attention(self.middle(self.down(h), emb), context, options)
+        h = attended(self.attention, self.middle(self.down(h), emb), context, options)
         options["transformer_index"] += 1
         h = controlled(h, control, "middle")
         options["block"] = ("output", 0)
@@ -414,7 +425,7 @@ class CLIPEncoder(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, intermediate_output: Any = None
     ) -> Any:
         for layer in self.layers:
-            x = x + layer(x, x + mask[0, 0], None, {})
+            x += layer(x, x + mask[0, 0], None, {})  # so the first of them writes into its argument
         return x, None
 
 

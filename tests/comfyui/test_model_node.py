@@ -22,6 +22,7 @@ from tests.comfyui.stand_in import (
     OriginalUNet,
     ResidualBlock,
     WrappersMP,
+    attended,
     interrupt_current_processing,
     sample,
 )
@@ -145,6 +146,19 @@ def test_tensors_in_another_order(patcher, optimize) -> None:
             found, expected = (sample(p, given, PROMPTS, control=control) for p in (fast, patcher))
             assert_same(found, expected)
     assert len(counters(fast)[1].all) == 1
+
+
+def test_what_a_controlnet_leaves_in_defaults(patcher, optimize) -> None:
+    """Its layers call functions that the model calls, without options: they write into the default
+    of these, other sizes each time."""
+    fast = optimize(patcher)
+    first = draw(fast)
+    for size in (4, 6):
+        attended(patcher.model.diffusion_model.attention, random(1, 2 * WIDTH, size, 4), PROMPTS[0])
+        assert attended.__defaults__[0]["activations_shape"][2] == size
+        assert torch.equal(draw(fast), first)
+    assert len(counters(fast)[1].all) == 1
+    assert counters(fast)[0].rebinds == 0
 
 
 def test_adapters_come_and_go(patcher, optimize) -> None:

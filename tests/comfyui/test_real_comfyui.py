@@ -164,9 +164,9 @@ def test_a_vae_and_clip(comfy) -> None:
         assert_same(code, plain)
         assert float(expected.std()) > 5
         assert float((found - expected).square().mean()) <= 255**2 * 1e-6
-    assert report.count("1 graph, 0 recompiles") == 3, report
-    assert "(0 eager," in report
-    assert "eager calls" not in report
+    of_parts = re.findall(r"^(\d+) graphs?, 0 recompiles", report, re.MULTILINE)
+    assert of_parts == ["1", "1", "1"], report
+    assert report.count("(0 eager,") == 3, report
 
 
 def test_the_switch(models, cache_folder) -> None:
