@@ -28,6 +28,7 @@ from comfy.ldm.wan.model import WanModel  # noqa: E402
 from torch import nn  # noqa: E402
 
 MADE = {"operations": ops.disable_weight_init, "dtype": torch.float32, "device": "cpu"}
+TIMES = torch.tensor([0.7, 0.7])
 SIZES = ((8, 8), (8, 12), (12, 8))
 
 
@@ -50,7 +51,7 @@ def qwen_image() -> nn.Module:
 
 
 def z_image() -> nn.Module:
-    sizes = {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2}
+    sizes = {"in_channels": 4, "dim": 256, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 8}
     sizes |= {"cap_feat_dim": 24, "multiple_of": 32, "ffn_dim_multiplier": 2.0}
     axes = {"axes_dims": [8, 12, 12], "axes_lens": [64, 64, 64], "pad_tokens_multiple": 8}
     return NextDiT(**sizes, **axes, qk_norm=True, z_image_modulation=True, **MADE)
@@ -58,12 +59,7 @@ def z_image() -> nn.Module:
 
 def given(name: str, height: int, width: int) -> dict[str, Any]:
     frames = (3,) if name == "wan" else (1,) if name == "qwen_image" else ()
-    times = {"flux": "timestep", "wan": "timestep"}.get(name, "timesteps")
-    found = {
-        "x": torch.randn(2, 4, *frames, height, width),
-        times: torch.tensor([0.7, 0.7]),
-        "context": torch.randn(2, 7, 24),
-    }
+    found = {"x": torch.randn(2, 4, *frames, height, width), "context": torch.randn(2, 7, 24)}
     if name == "flux":
         found |= {"y": torch.randn(2, 16), "guidance": torch.full((2,), 3.5)}
     if name == "z_image":
@@ -76,10 +72,11 @@ def compare(name: str, model: nn.Module, wrapper: Any) -> dict[str, Any]:
     errors, spans = [], []
     for size in SIZES:
         call = given(name, *size)
+        x = call["x"]
         options = {"cond_or_uncond": [1, 0], "sigmas": torch.tensor([0.7])}
-        expected = model(**call, transformer_options=dict(options))
+        expected = model(call.pop("x"), TIMES, **call, transformer_options=dict(options))
         options |= {"wrappers": {kind: {"strop": [wrapper]}}, "sample_sigmas": torch.ones(3)}
-        found = model(**call, transformer_options=options)
+        found = model(x, TIMES, **call, transformer_options=options)
         errors.append(float((found - expected).square().mean().sqrt()))
         spans.append(float(expected.max() - expected.min()))
     module = wrapper.module
