@@ -42,7 +42,7 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor"
 )
 _library.define(
-    "linspace(float start, float end, SymInt steps, ScalarType dtype, Device device) -> Tensor"
+    "linspace(Scalar start, Scalar end, SymInt steps, ScalarType dtype, Device device) -> Tensor"
 )
 _library.define(
     "group_norm(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> Tensor"
@@ -339,7 +339,8 @@ def _call_linspace(
 ) -> Tensor:
     """Compute linspace from a number of steps that may be a symbol; torch's own would fix it."""
     dtype = dtype or torch.get_default_dtype()
-    are_numbers = all(isinstance(value, int | float) for value in (start, end))
+    kinds = int | float | torch.SymInt | torch.SymFloat
+    are_numbers = all(isinstance(value, kinds) for value in (start, end))
     is_known = dtype in (torch.float32, torch.float64) and are_numbers and not any(kwargs.values())
     if not isinstance(steps, torch.SymInt) or not is_known:
         return torch.linspace(start, end, steps, dtype=dtype, device=device, **kwargs)
