@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import strop
 from strop.dispatch.module_state import ModuleState
 from strop.frontend import composed_tensors
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.frontend.composed_tensors import CodesInMemory
 from strop.frontend.module_tensors import named_state
 from strop.options import Options

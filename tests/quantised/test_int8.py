@@ -10,7 +10,7 @@ from torch import nn
 import strop
 from strop.errors import CaptureError
 from strop.frontend import int8_layers
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.options import Options
 from strop.testing import assert_as_accurate_as_eager
 from tests.quantised import int8_stand_in

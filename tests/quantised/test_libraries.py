@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import strop
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.options import Options
 from strop.testing import assert_as_accurate_as_eager
 from tests.quantised.stand_ins import Net

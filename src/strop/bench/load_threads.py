@@ -61,7 +61,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """``struct mallinfo2`` of glibc (https://man7.org/linux/man-pages/man3/mallinfo.3.html)."""
+    """This is glibc's ``struct mallinfo2`` (https://man7.org/linux/man-pages/man3/mallinfo.3.html)."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

@@ -157,7 +157,7 @@ def report_on(
 
 
 def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:
-    counters, entries = dispatcher.counters, dispatcher._entries
+    counters, entries = dispatcher.counters, dispatcher.shapes.entries
     latest = _latest(dispatcher)
     graphs = tuple(_graph(v, latest, able) for v in dispatcher.variants.all)
     log = getattr(dispatcher, "log", None)  # of a TrainingDispatcher
@@ -167,7 +167,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         graphs=graphs,
         num_recompiles=num_recompiles(dispatcher.variants.variants),
         num_captures=dispatcher.variants.num_captures,
-        num_shapes=len({id(entry) for entry in entries.values()}),
+        num_shapes=len({id(entry) for entry in entries}),
         num_calls=counters.calls,
         num_eager_calls=counters.eager_calls,
         num_replays=counters.replays,
@@ -218,7 +218,7 @@ def trained_row(record: AotRecord, able: Machine) -> GraphRow:
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:
     """Return the entry that served the latest call, or else the newest one that is left."""
-    entries = dispatcher._entries.values()
+    entries = dispatcher.shapes.entries
     if any(entry is dispatcher.latest for entry in entries):
         return dispatcher.latest
     return next(reversed(entries), None)
