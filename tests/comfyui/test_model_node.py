@@ -345,6 +345,32 @@ def test_a_forward_whose_arguments_have_no_names(optimize) -> None:
     assert reason == "its forward takes arguments without names (*args)"
 
 
+class DynamicPatcher(ModelPatcher):
+    """Has weights that are nowhere until a layer asks, and can load the model as a whole."""
+
+    cached_patcher_init: Any = None
+
+    def is_dynamic(self) -> bool:
+        return True
+
+    def get_non_dynamic_delegate(self) -> ModelPatcher:
+        return ModelPatcher(self.model).clone()
+
+
+def test_a_model_under_dynamic_vram_is_loaded_whole(patcher, optimize, caplog) -> None:
+    dynamic = DynamicPatcher(patcher.model)
+    dynamic.cached_patcher_init = (list, ())
+    assert not optimize(dynamic).is_dynamic()
+    dynamic.cached_patcher_init = None
+    with caplog.at_level(logging.WARNING, "strop.comfyui"):
+        fast = optimize(dynamic)
+    assert "cannot be loaded without dynamic VRAM" in caplog.text
+    patcher.model.diffusion_model.up._v = object()
+    assert torch.equal(draw(fast), draw(patcher))
+    (reason,) = plain_calls(fast)
+    assert "under dynamic VRAM" in reason
+
+
 def test_weights_are_let_go_when_the_model_leaves_its_device(patcher, optimize) -> None:
     fast = optimize(patcher)
     before = draw(fast)
