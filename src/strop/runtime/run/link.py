@@ -18,7 +18,10 @@ from torch import Tensor
 from strop.ir.contractions import FACTORS
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
+from strop.kernels.packed.rows import NAME as PACKED
+from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import BoundKernel, KernelLoader
+from strop.runtime.derived.packed_weights import PackedWeights, has_no_gaps
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
@@ -39,6 +42,7 @@ from strop.runtime.run.library_calls import (
     in_own_memory,
     planned_on,
 )
+from strop.runtime.run.packed_calls import PRODUCTS, allocating, copying, packed_call
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
 
@@ -50,9 +54,10 @@ Table = Mapping[str, Callable[[Mapping[str, Any]], Callable[..., Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """A program is linked to these, wherever its memory is. ``state`` holds weights by argument;
-    ``lent`` holds the tensors that buffers of a part lie in. ``faults`` and ``zeroed``, scratch by
-    step and place, are its own and outlive a link."""
+    """A program is linked to these, wherever its memory is. ``state`` holds weights by argument,
+    and ``packed`` those of them that are packed, None where weights do not stay; ``lent`` holds the
+    tensors that buffers of a part lie in. ``faults`` and ``zeroed``, scratch by step and place, are
+    its own and outlive a link."""
 
     state: Sequence[Tensor | None]
     kernels: KernelLoader
@@ -60,6 +65,7 @@ class Resources:
     lent: Mapping[int, Tensor]
     faults: BoundsChecks
     zeroed: dict[tuple[int, int], Tensor]
+    packed: PackedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +187,18 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
 def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a library call, or a kernel that does one, which writes where it is told."""
     device = at.resources.kernels.device
-    call, getters = _call(at, position, step, planned_on(device)), _getters(at, step)
+    getters = _getters(at, step)
+    packed = _packed_call(at, position, step, getters)
     (number,), slots = step.outputs, at.slots
     shape = at.plan.sizes.shapes[number]
     if step.op in OF_ROWS:
         shape = (math.prod(shape[:-1]), shape[-1])
+    if packed is None:
+        call = _call(at, position, step, planned_on(device))
+    else:
+        call = copying(packed)
+    if number in at.plan.handed_on:
+        return _handing_on(at, number, getters, packed or allocating(call, shape))
     fixed = slots[number]
     if fixed is not None:
         out = reshaped(fixed, shape)
@@ -193,12 +206,51 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     return lambda: call([get() for get in getters], reshaped(slots[number], shape))
 
 
+def _handing_on(
+    at: Linking, number: int, getters: Sequence[Getter], call: Callable[[Sequence[Tensor]], Tensor]
+) -> Run:
+    """Bind a call whose result is left where it is."""
+    (shape, strides, _), slots, patches = at.plan.sizes.look(number), at.slots, at.patches[number]
+
+    def run() -> None:
+        slots[number] = laid = laid_out(call([get() for get in getters]).view(shape), strides)
+        pointer = laid.data_ptr()
+        for kernel, place, move in patches:
+            kernel.set_pointer(place, pointer + move)
+
+    return run
+
+
+def _packed_call(
+    at: Linking, position: int, step: CallStep, getters: Sequence[Getter]
+) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """Return the call of a step for which the library has chosen to pack the weight; None where it
+    has not, or the weight does not stay or has gaps in memory."""
+    choice, weights = at.plan.choices.get(position), at.resources.packed
+    if choice is None or choice.kernel != PACKED or weights is None:
+        return None
+    weight = getters[WEIGHT]()
+    if not has_no_gaps(weight):
+        return None
+    attrs = {name: at.plan.sizes.concrete(value) for name, value in step.attrs}
+    product = PRODUCTS[step.op](attrs)
+    call = packed_call(product, weight, at.resources.kernels, weights)
+    looks = tuple(_look(at, ref) for ref in step.inputs)
+    if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
+        return in_one_thread(call)
+    known = tuple(attrs.items())
+    at.calls.append(LibraryCall(step.op, known, looks, None, product.once, PACKED))
+    return call
+
+
 def _allocating_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a call that allocates its results, which kernels then get to know."""
     device = at.resources.kernels.device
     choice = at.plan.choices.get(position)
     table = allocating_on(device, choice.kernel if choice else "")
-    call, getters = _call(at, position, step, table), _getters(at, step)
+    getters = _getters(at, step)
+    packed = _packed_call(at, position, step, getters)
+    call = packed or _call(at, position, step, table)
     is_single, slots = dict(step.attrs).get("single", True), at.slots
     targets = [(n, at.plan.sizes.strides[n], at.patches[n]) for n in step.outputs]
 
