@@ -159,7 +159,9 @@ def sweep(samples: int) -> Iterator[dict[str, Any]]:
         for name, dtype in DTYPES.items():
             torch.manual_seed(0)
             calls = calls_of(case, case.operands(dtype))
-            times = one_by_one(calls, FEW * samples if case.work(dtype).ops < SMALL_OPS else samples)
+            times = one_by_one(
+                calls, FEW * samples if case.work(dtype).ops < SMALL_OPS else samples
+            )
             ratios = [a / b for a, b in zip(times["plain"], times["packed"], strict=True)]
             yield {
                 "isa": isa,

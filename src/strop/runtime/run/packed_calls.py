@@ -111,9 +111,7 @@ def copying(call: Call) -> Callable[[Sequence[Tensor], Tensor], None]:
     return write
 
 
-def allocating(
-    call: Callable[[Sequence[Tensor], Tensor], object], shape: tuple[int, ...]
-) -> Call:
+def allocating(call: Callable[[Sequence[Tensor], Tensor], object], shape: tuple[int, ...]) -> Call:
     """Return a call that makes its result of a shape, of one that writes where it is told."""
 
     def make(inputs: Sequence[Tensor]) -> Tensor:
