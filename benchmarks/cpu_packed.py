@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,8 @@ def sweep(samples: int) -> Iterator[dict[str, Any]]:
         for name, dtype in DTYPES.items():
             torch.manual_seed(0)
             calls = calls_of(case, case.operands(dtype))
-            times = one_by_one(
-                calls, FEW * samples if case.work(dtype).ops < SMALL_OPS else samples
-            )
+            more = FEW if case.work(dtype).ops < SMALL_OPS else 1
+            times = one_by_one(calls, more * samples)
             ratios = [a / b for a, b in zip(times["plain"], times["packed"], strict=True)]
             yield {
                 "isa": isa,
@@ -232,7 +232,7 @@ def unet_rows(samples: int) -> Iterator[dict[str, Any]]:
         "bf16": unet(torch.bfloat16, ()),
     }
     for size in ((16, 24), (64, 64)):
-        calls = {name: lambda call=call: call(*size) for name, call in modules.items()}
+        calls = {name: partial(call, *size) for name, call in modules.items()}
         times = in_turns(calls, samples)
         base = times["eager fp32"]
         yield {
@@ -261,7 +261,7 @@ def first_rows() -> Iterator[dict[str, Any]]:
         for _ in range(3):
             call(16, 24)
         for size in NEW_SIZES:
-            times = [1e3 * _seconds(lambda size=size: call(*size), 1) for _ in range(4)]
+            times = [1e3 * _seconds(partial(call, *size), 1) for _ in range(4)]
             yield {
                 "what": name,
                 "latents": [2, 4, *size],

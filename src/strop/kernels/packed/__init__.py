@@ -1,1 +1,1 @@
-"""Pack weights on a CPU: where products of packed weights are faster, and how a weight is watched."""
+"""Pack weights on a CPU: say where that is faster, and tell when a weight is another."""

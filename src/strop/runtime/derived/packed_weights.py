@@ -123,7 +123,8 @@ class PackedWeights:
 
 def has_no_gaps(weight: Tensor) -> bool:
     """Tell whether each element of a tensor's memory is one of its own."""
-    steps = sorted((step, size) for step, size in zip(weight.stride(), weight.shape) if size > 1)  # noqa: B905
+    both = zip(weight.stride(), weight.shape, strict=True)
+    steps = sorted((step, size) for step, size in both if size > 1)
     expected = 1
     for step, size in steps:
         if step != expected:

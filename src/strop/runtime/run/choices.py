@@ -47,7 +47,7 @@ def choices_of(
             if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
                 off = (*off, packed.NAME)
             choice = library.select(call, problem, device, off)
-            if choice is not library.TORCH:
+            if choice is not library.TORCH and choice.kernel != packed.PLAIN_NAME:
                 found[position] = choice
     return found
 

@@ -193,10 +193,7 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     shape = at.plan.sizes.shapes[number]
     if step.op in OF_ROWS:
         shape = (math.prod(shape[:-1]), shape[-1])
-    if packed is None:
-        call = _call(at, position, step, planned_on(device))
-    else:
-        call = copying(packed)
+    call = _call(at, position, step, planned_on(device)) if packed is None else copying(packed)
     if number in at.plan.handed_on:
         return _handing_on(at, number, getters, packed or allocating(call, shape))
     fixed = slots[number]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.kernels.packed.rows import CONV, WEIGHT
+from strop.kernels.packed.costs import CONV
+from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import KernelLoader
 from strop.runtime.derived.packed_weights import (
     Fingerprint,
