@@ -21,7 +21,7 @@ from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.kernels.packed.rows import NAME as PACKED
 from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import BoundKernel, KernelLoader
-from strop.runtime.derived.packed_weights import PackedWeights, has_no_gaps
+from strop.runtime.derived.packed_weights import PackedWeight, PackedWeights, has_no_gaps
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
@@ -55,9 +55,9 @@ Table = Mapping[str, Callable[[Mapping[str, Any]], Callable[..., Any]]]
 @dataclass(frozen=True, slots=True)
 class Resources:
     """A program is linked to these, wherever its memory is. ``state`` holds weights by argument,
-    and ``packed`` those of them that are packed, None where weights do not stay; ``lent`` holds the
-    tensors that buffers of a part lie in. ``faults`` and ``zeroed``, scratch by step and place, are
-    its own and outlive a link."""
+    and ``packed`` what is packed of them, or None where they do not stay; ``lent`` holds the
+    tensors that buffers of a part lie in. ``faults``, ``zeroed``, scratch by step and place, and
+    ``held``, packed weights by step, are its own and outlive a link."""
 
     state: Sequence[Tensor | None]
     kernels: KernelLoader
@@ -66,6 +66,7 @@ class Resources:
     faults: BoundsChecks
     zeroed: dict[tuple[int, int], Tensor]
     packed: PackedWeights | None = None
+    held: dict[int, PackedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,8 @@ def _packed_call(
         return None
     attrs = {name: at.plan.sizes.concrete(value) for name, value in step.attrs}
     product = PRODUCTS[step.op](attrs)
-    call = packed_call(product, weight, at.resources.kernels, weights)
+    held = at.resources.held[position] = weights.get(weight, product.way, product.pack)
+    call = packed_call(product, held, weight, at.resources.kernels)
     looks = tuple(_look(at, ref) for ref in step.inputs)
     if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
         return in_one_thread(call)

@@ -18,7 +18,7 @@ from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import KernelLoader
 from strop.runtime.derived.packed_weights import (
     Fingerprint,
-    PackedWeights,
+    PackedWeight,
 )
 
 Call = Callable[[Sequence[Tensor]], Tensor]
@@ -91,10 +91,9 @@ PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], Product]] = {
 
 
 def packed_call(
-    product: Product, weight: Tensor, kernels: KernelLoader, weights: PackedWeights
+    product: Product, held: PackedWeight, weight: Tensor, kernels: KernelLoader
 ) -> Call:
     """Return the call of a step that reads this weight, as it is then."""
-    held = weights.get(weight, product.way, product.pack)
     fingerprint = Fingerprint(weight, kernels)
 
     def call(inputs: Sequence[Tensor]) -> Tensor:
