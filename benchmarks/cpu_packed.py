@@ -297,7 +297,7 @@ def table(files: Sequence[Path]) -> str:
         kinds = dict.fromkeys((row["dtype"], row["op"]) for row in rows)
         for dtype, op in kinds:
             some = [row for row in rows if (row["dtype"], row["op"]) == (dtype, op)]
-            lines = [_text(fitted(some, way)) for way in ("plain", "packed")]
+            lines = list(map(_text, lines_of(some)))
             name, watching = dtype.replace("fp", "f").upper(), first["watching_bytes_a_us"]
             found += [
                 f'    PackedCase(\n        "{first["isa"]}",\n        {name},\n        "{op}",\n',
@@ -308,36 +308,59 @@ def table(files: Sequence[Path]) -> str:
 
 
 def _text(line: Line) -> str:
-    rates = (line.ops, line.weight_bytes, line.moved_bytes)
+    rates = (line.ops, line.weight_bytes)
     return f"Line({line.begin_us:.1f}, {', '.join(f'{rate:.0f}.0' for rate in rates)})"
 
 
 NO_TIME = 1e9  # a rate at which nothing takes time
 
 
-def fitted(rows: Sequence[Mapping[str, Any]], way: str) -> Line:
-    """Fit a line to times, by the least relative error of numbers that are not below 0."""
-    parts, times = [], []
-    for row in rows:
-        case = Case(row["op"], tuple(row["operand"]), tuple(row["weight"]))
-        work = case.work(DTYPES[row["dtype"]])
-        parts.append([1.0, work.ops, work.weight_bytes, work.moved_bytes])
-        times.append(row["us"][way])
-    scaled = torch.tensor(parts, dtype=torch.float64) / torch.tensor(times)[:, None]
-    ones = torch.ones(len(times), dtype=torch.float64)
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Line, Line]:
+    """Fit the lines of plain and of packed products, which oneDNN sums at one rate in
+    convolutions. Linears in fp32 are MKL's where they are plain."""
+    works = [_work(row) for row in rows]
+    times = {way: [row["us"][way] for row in rows] for way in ("plain", "packed")}
+    parts = [[1.0, work.ops, work.weight_bytes] for work in works]
+    packed = fitted(parts, times["packed"], times["packed"])
+    if rows[0]["op"] != CONV:
+        plain = fitted(parts, times["plain"], times["plain"])
+    else:
+        more = [a - b for a, b in zip(times["plain"], times["packed"], strict=True)]
+        begin, of_weight = fitted([[1.0, each[2]] for each in parts], more, times["plain"])
+        plain = [packed[0] + begin, packed[1], packed[2] + of_weight]
+    return _as_line(plain), _as_line(packed)
+
+
+def _work(row: Mapping[str, Any]) -> Work:
+    case = Case(row["op"], tuple(row["operand"]), tuple(row["weight"]))
+    return case.work(DTYPES[row["dtype"]])
+
+
+def _as_line(numbers: Sequence[float]) -> Line:
+    begin, *inverse = numbers
+    return Line(begin, *(1 / x if x > 1 / NO_TIME else NO_TIME for x in inverse))
+
+
+def fitted(
+    parts: Sequence[Sequence[float]], wanted: Sequence[float], scales: Sequence[float]
+) -> list[float]:
+    """Return factors of the parts, not below 0, by which their sums are nearest to what is wanted,
+    relative to the scales."""
+    scale = torch.tensor(scales, dtype=torch.float64)
+    scaled = torch.tensor(parts, dtype=torch.float64) / scale[:, None]
+    goal, width = torch.tensor(wanted, dtype=torch.float64) / scale, len(parts[0])
     best: tuple[float, list[float]] = (math.inf, [])
-    for count in range(1, 5):
-        for columns in itertools.combinations(range(4), count):
-            some = torch.linalg.lstsq(scaled[:, columns], ones).solution
-            error = float((scaled[:, columns] @ some - ones).square().sum())
+    for count in range(1, width + 1):
+        for columns in itertools.combinations(range(width), count):
+            some = torch.linalg.lstsq(scaled[:, columns], goal).solution
+            error = float((scaled[:, columns] @ some - goal).square().sum())
             if error < best[0] and bool((some >= 0).all()):
-                each = [0.0] * 4
+                each = [0.0] * width
                 for column, number in zip(columns, some.tolist(), strict=True):
                     each[column] = number
                 best = error, each
-    begin, *inverse = best[1]
-    print(f"{way}: {math.sqrt(best[0] / len(times)):.3f} RMS relative error")
-    return Line(begin, *(1 / x if x > 1 / NO_TIME else NO_TIME for x in inverse))
+    print(f"{math.sqrt(best[0] / len(wanted)):.3f} RMS relative error")
+    return best[1]
 
 
 def main() -> None:

@@ -18,17 +18,15 @@ _FLOPS = {row.name: row.anchor.flops for row in CONTRACTIONS}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Microseconds of a call: some to begin, and rates per microsecond of operations, of bytes of
-    the weight, and of bytes of pictures or rows that are read and written."""
+    """Microseconds of a call: some to begin, and the operations and the bytes of the weight that
+    are done with in one."""
 
     begin_us: float
     ops: float
     weight_bytes: float
-    moved_bytes: float
 
     def us(self, work: Work) -> float:
-        us = self.begin_us + work.ops / self.ops + work.weight_bytes / self.weight_bytes
-        return us + work.moved_bytes / self.moved_bytes
+        return self.begin_us + work.ops / self.ops + work.weight_bytes / self.weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +35,11 @@ class Work:
 
     ops: int
     weight_bytes: int
-    moved_bytes: int
 
     @staticmethod
     def of(problem: Problem) -> Work:
-        operand, weight = problem.shapes[:2]
         ops = _FLOPS[problem.op](problem.shapes, dict(problem.attrs))
-        of_weight = math.prod(weight)
-        columns = of_weight // weight[0]
-        results = ops // (2 * columns) if columns else 0
-        size = problem.dtype.itemsize
-        return Work(ops, of_weight * size, (math.prod(operand) + results) * size)
+        return Work(ops, math.prod(problem.shapes[1]) * problem.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
