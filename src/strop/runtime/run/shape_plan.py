@@ -4,7 +4,7 @@ data."""
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from strop.ir.program import KernelStep, Program
@@ -74,7 +74,7 @@ def plan_shape(
         if choice.launches and choice.launches.scratch:
             scratch[position] = [scratch_bytes(choice.launches)]
     lent = part.tensors if part else ()
-    handed_on = handed_on_by(program, order, choices)
+    handed_on = handed_on_by(program, order, choices, lent)
     memory = plan_memory(program, sizes, order, scratch, lent, handed_on, shares=shares)
     kinds = {kind: _of_kind(program, kind) for kind in ("call", "result")}
     results = tuple((number, sizes.look(number)) for number in kinds["result"])
@@ -129,11 +129,14 @@ class ShapePlans:
 
 
 def handed_on_by(
-    program: Program, order: RunOrder, choices: Mapping[int, Choice]
+    program: Program,
+    order: RunOrder,
+    choices: Mapping[int, Choice],
+    lent: Collection[int],
 ) -> frozenset[int]:
     """Return the results that are left where products of packed weights put them: a copy would take
-    as long as packing saves. A result that outlives the run, or of which several steps write a
-    part, is copied to its place."""
+    as long as packing saves. A result that outlives the run or is ``lent``, or of which several
+    steps write a part, is copied to its place."""
     writers = Counter(number for step in order.steps for number in written(step))
     kept = {item.tensor.buffer for item in program.returned if item.tensor is not None}
     found = {
@@ -144,7 +147,7 @@ def handed_on_by(
     }
     return frozenset(
         number
-        for number in found - kept
+        for number in found.difference(kept, lent)
         if writers[number] == 1 and program.buffers[number].kind == "arena"
     )
 
