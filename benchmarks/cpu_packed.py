@@ -103,7 +103,7 @@ GRID = tuple(
 def calls_of(case: Case, operands: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
     """Return the product as a program calls it: ``plain``, and ``packed`` without a look at the
     weight."""
-    product = PRODUCTS[case.op](case.attrs)
+    product = PRODUCTS[case.op](case.attrs, case.operand)
     packed = product.pack(operands[1])
     if case.op == CONV:
         of_conv = ALLOCATING[CONV](case.attrs)

@@ -23,7 +23,7 @@ def packing_everything() -> Iterator[None]:
         if case_of(CONV, dtype, isa, CASES) is None:
             pytest.skip(f"nothing is packed in {dtype} on this processor ({isa or 'no vectors'})")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "LEAST_LINEAR_BYTES", 0)
+        patch.setattr(rows, "LEAST_BYTES", dict.fromkeys(rows.LEAST_BYTES, 0))
         patch.setattr(rows, "LEAST_GAINS", dict.fromkeys(rows.LEAST_GAINS, 1e-9))
         _forget_choices()
         try:

@@ -26,7 +26,7 @@ WEIGHT = 1  # the operand
 # How many times as fast a packed product has to be by what was measured, as the memory has its
 # worth too. Linears of smaller weights, 1.1 times as fast by themselves, were slower in models.
 LEAST_GAINS = {CONV: 1.03, "linear": 1.15, "linear_add": 1.15}
-LEAST_LINEAR_BYTES = 1 << 20
+LEAST_BYTES = {CONV: 64 << 10, "linear": 1 << 20, "linear_add": 1 << 20}
 
 
 def plain_supports(call: Call, device: Device) -> str:
@@ -42,8 +42,8 @@ def supports(call: Call, device: Device) -> str:
         return reason
     if (sizes := call.known(WEIGHT)) is None:
         return "wants weights of a known size"
-    if call.op != CONV and math.prod(sizes) * call.dtype.itemsize < LEAST_LINEAR_BYTES:
-        return f"is for linears from {LEAST_LINEAR_BYTES >> 20} MB of weights on"
+    if math.prod(sizes) * call.dtype.itemsize < LEAST_BYTES[call.op]:
+        return f"is for weights from {LEAST_BYTES[call.op] >> 10} KiB on"
     if call.op == CONV and _steps(call) != ((1, 1), (1, 1), 1):
         # a stride of 2 at 96 channels of 32x32 took 8 times as long with a packed weight
         return "is for convolutions without strides, dilations and groups"

@@ -42,7 +42,7 @@ from strop.runtime.run.library_calls import (
     in_own_memory,
     planned_on,
 )
-from strop.runtime.run.packed_calls import PRODUCTS, allocating, copying, packed_call
+from strop.runtime.run.packed_calls import PRODUCTS, allocating, copying, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
 
@@ -231,10 +231,12 @@ def _packed_call(
     if not has_no_gaps(weight):
         return None
     attrs = {name: at.plan.sizes.concrete(value) for name, value in step.attrs}
-    product = PRODUCTS[step.op](attrs)
-    held = at.resources.held[position] = weights.get(weight, product.way, product.pack)
-    call = packed_call(product, held, weight, at.resources.kernels)
     looks = tuple(_look(at, ref) for ref in step.inputs)
+    (shape, _, _), look = looks[0], (tuple(weight.shape), weight.stride(), weight.dtype)
+    product = PRODUCTS[step.op](attrs, shape)
+    way = way_of(step.op, tuple(attrs.items()), shape, look)
+    held = at.resources.held[position] = weights.get(weight, way, product.pack)
+    call = packed_call(product, held, weight, at.resources.kernels)
     if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
         return in_one_thread(call)
     known = tuple(attrs.items())
