@@ -41,7 +41,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(4, 32, 3, padding=1)
-        self.down = nn.Conv2d(32, 48, 3, padding=(2, 1), bias=False)
+        self.down = nn.Conv2d(32, 48, 3, stride=2, padding=(2, 1), bias=False)
         self.point = nn.Conv2d(48, 40, 1)
         self.up, self.out = nn.Linear(40, 72), nn.Linear(72, 40)
 

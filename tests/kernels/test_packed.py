@@ -53,8 +53,8 @@ def test_choices(dtype: torch.dtype) -> None:
     assert kernel_of(empty) == rows.PLAIN_NAME
     grouped = problem(CONV, (2, 128, 4, 6), (128, 64, 3, 3), dtype=dtype, groups=2)
     assert kernel_of(grouped) == rows.PLAIN_NAME
-    strided = replace(small, attrs=tuple(sorted({**dict(small.attrs), "stride": (2, 2)}.items())))
-    assert kernel_of(strided) == rows.PLAIN_NAME
+    dilated = replace(small, attrs=tuple(sorted({**dict(small.attrs), "dilation": (2, 2)}.items())))
+    assert kernel_of(dilated) == rows.PLAIN_NAME
     few = problem("linear", (64, 64), (64, 64), dtype=dtype)
     assert kernel_of(few) == rows.PLAIN_NAME
 

@@ -9,7 +9,6 @@ bits of the weight are others, which each call looks at. Both ways were measured
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -44,14 +43,9 @@ def supports(call: Call, device: Device) -> str:
         return "wants weights of a known size"
     if math.prod(sizes) * call.dtype.itemsize < LEAST_BYTES[call.op]:
         return f"is for weights from {LEAST_BYTES[call.op] >> 10} KiB on"
-    if call.op == CONV and _steps(call) != ((1, 1), (1, 1), 1):
-        # a stride of 2 at 96 channels of 32x32 took 8 times as long with a packed weight
-        return "is for convolutions without strides, dilations and groups"
+    if call.op == CONV and (call.attr("dilation"), call.attr("groups")) != ((1, 1), 1):
+        return "was not measured with dilations or groups"
     return "" if torch.backends.mkldnn.is_available() else "is oneDNN's, which torch lacks here"
-
-
-def _steps(call: Call) -> tuple[Any, ...]:
-    return call.attr("stride"), call.attr("dilation"), call.attr("groups")
 
 
 def _times_us(problem: Problem, device: Device) -> tuple[float, float]:
