@@ -21,6 +21,7 @@ INFERENCE_KERNELS = (
     "cross_attention",
     "tma_attention",
     "short_attention",
+    "packed_weights",
 )
 # Backwards read what these leave out, or nothing was measured.
 TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "joined_calls", "linear_add")
