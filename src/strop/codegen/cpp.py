@@ -10,8 +10,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from strop.codegen import cpp_panels, nest, pieces
+from strop.codegen.cpp_fetches import fetches, print_fetches
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_parts import PartPrinter
+from strop.codegen.cpp_places import print_places
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_rewrites import with_powers
 from strop.codegen.cpp_text import TYPES
@@ -87,7 +89,8 @@ def _whole_text(loops: Loops) -> str:
 
 def _has_long_cols(loops: Loops) -> bool:
     cols = loops.kernel.num_cols
-    can_cut = loops.is_flat and not loops.staged and not loops.panels
+    is_apart = not loops.staged and not loops.bags and not loops.panels
+    can_cut = loops.is_flat and is_apart
     return can_cut and (not cols.is_const or cols.value > BLOCK_SIZE or not loops.kernel.rows)
 
 
@@ -145,9 +148,13 @@ def _print_pointwise(loops: Loops) -> None:
     """Print a POINTWISE kernel whose tasks are a chunk of rows."""
     _declare_step(loops)
     with loops.tasks():
+        print_places(loops)
         cpp_panels.multiply(loops)
+        later = fetches(loops)
         with loops.rows():
+            print_fetches(loops, later, "row")
             loops.row_values(loops.kernel.body)
+            loops.fill_bags()
             _print_cols(loops)
 
 
@@ -196,7 +203,7 @@ def _declare_step(loops: Loops) -> None:
         loops.out("const int64_t step = code_sums::PANEL;")
         return
     cols = loops.kernel.num_cols
-    task = STAGED_TASK_SIZE if loops.staged else TASK_SIZE
+    task = STAGED_TASK_SIZE if loops.staged or loops.shared else TASK_SIZE
     step = 1 + task // max(cols.value, 1) if cols.is_const else None
     size = f"sp::max<int64_t>({loops.scalars(cols)}, 1)"
     text = str(step) if step else f"1 + {task} / {size}"

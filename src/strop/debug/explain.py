@@ -32,6 +32,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.model_offload import offload_text
+from strop.dispatch.served_graph import ServedGraph
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.unfolded_layers import unfolded_layers
 from strop.dispatch.variants import Variant
@@ -162,6 +163,8 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
     graphs = tuple(_graph(v, latest, able) for v in dispatcher.variants.all)
     log = getattr(dispatcher, "log", None)  # of a TrainingDispatcher
     graphs += tuple(trained_row(record, able) for record in log.records) if log else ()
+    pieces = [graph for graph in dispatcher.cut.graphs if isinstance(graph, ServedGraph)]
+    graphs += tuple(_graph(v, None, able) for piece in pieces for v in piece.variants.all)
     return ComponentRow(
         name=name,
         graphs=graphs,
@@ -172,7 +175,9 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         num_eager_calls=counters.eager_calls,
         num_replays=counters.replays,
         num_rebinds=counters.rebinds,
-        num_launches=counters.launches + (trained_launches(log) if log else 0),
+        num_launches=counters.launches
+        + (trained_launches(log) if log else 0)
+        + sum(d.counters.launches for piece in pieces for d in piece.dispatchers),
         fallbacks={**counters.fallbacks, **(log.fallbacks if log else {})},
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),

@@ -20,6 +20,7 @@ from strop.dispatch.adapter import Adapter
 from strop.dispatch.bound_shapes import BoundShapes
 from strop.dispatch.call_reader import CallReader
 from strop.dispatch.counters import Counters
+from strop.dispatch.cut_forward import CutForward
 from strop.dispatch.decided_call import DecidedCall, in_normal_modes
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
@@ -81,7 +82,7 @@ class Dispatcher(ForwardStandIn):
         self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        self.has_left = False  # then whoever still calls it gets what the module does without us
+        self.cut, self.has_left = CutForward(module, options), False  # left: it runs the plain one
         self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
@@ -405,6 +406,10 @@ class Dispatcher(ForwardStandIn):
         is_by_row = self.state.effective.rows is not None  # of which it knows nothing
         if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
+        if str(refusal) in self.variants.by_values and self._may_be_cut():
+            why, result = self.cut.run(self.eager, args, kwargs)
+            if not why:
+                return self._noted_cut(refusal, result)
         try:
             result = self._run_plainly(args, kwargs)
         except Exception:
@@ -417,6 +422,21 @@ class Dispatcher(ForwardStandIn):
         left = self.state.note_effects()
         if self.state.effects:
             self._refused.note(self._maker.key(call), refusal, left)
+        return result
+
+    def _may_be_cut(self) -> bool:
+        """Say whether a forward may run in pieces: nobody moves its weights, or calls it in a
+        loop of which something is kept."""
+        is_plain = type(self.adapter) is Adapter and not self.options.strict
+        is_moved = self.budget is not None or self.hosted.taken is not None
+        return is_plain and not is_moved and self.cut.may_run()
+
+    def _noted_cut(self, refusal: StropError, result: Any) -> Any:
+        if not self.cut.graphs:  # nothing in it is compiled
+            self._fallbacks.note_eager(str(refusal))
+        else:
+            said = f" ({self.cut.explained})" if self.cut.explained else ""
+            self._fallbacks.note(f"torch runs the calls at which it is cut: {refusal}{said}")
         return result
 
     # weights

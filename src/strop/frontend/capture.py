@@ -10,8 +10,8 @@ against 28 s through Dynamo and AOTAutograd (docs/decisions/0002).
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
+import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -72,7 +72,7 @@ log = logging.getLogger("strop")
 # Tracing sets what belongs to the process: hooks on all modules, settings of fx. Modules of several
 # threads take turns.
 ONE_AT_A_TIME = threading.RLock()
-_CARRIED = 6  # sizes that one tensor brings into a trace
+_CARRIED, _MOST_CARRIED = 6, 2**40  # sizes that one tensor brings into a trace, and elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +321,7 @@ def settings() -> Iterator[None]:
 def fake_roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torch.SymInt]:
     """Make one symbol per root name, with its hint as traced value."""
     roots: dict[str, torch.SymInt] = {}
-    for start in range(0, len(hints), _CARRIED):  # of more dims a tensor could have no size
-        part = dict(itertools.islice(hints.items(), start, start + _CARRIED))
+    for part in _carried(hints):
         context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
             dynamic_sizes=[DimDynamic.DYNAMIC] * len(part)
         )
@@ -331,6 +330,19 @@ def fake_roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torc
         )
         roots |= zip(part, carrier.shape, strict=True)  # type: ignore[arg-type]
     return roots
+
+
+def _carried(hints: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield sizes that fit in one tensor each: torch counts its elements in 64 bits, and six tables
+    of 100,000 rows have more."""
+    part: dict[str, int] = {}
+    for name, size in hints.items():
+        if len(part) == _CARRIED or math.prod(part.values()) * size > _MOST_CARRIED:
+            yield part
+            part = {}
+        part[name] = size
+    if part:
+        yield part
 
 
 def fake_input(spec: TensorSpec, roots: Mapping[str, torch.SymInt]) -> Tensor:

@@ -19,7 +19,7 @@ and ends in the reductions, ``tail`` runs once per (parallel row, kept col) on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -28,8 +28,9 @@ from typing import Any, TypeVar, cast
 import torch
 
 from strop.ir.code_panel import CodePanel
-from strop.ir.dims import Expr, product
+from strop.ir.dims import Expr, const, product
 
+ZERO = const(0)
 MAX_LANES = 4096  # cols of a COLUMN kernel, where some of them are reduced: one tile holds them
 
 
@@ -71,11 +72,38 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
+class Bag:
+    """Say which rows a Load adds up: those of ``ids``, a param, from element ``at`` on.
+
+    ``kind`` is "sum" or "amax", which keeps what is not larger, NaN too, as torch does; of no row
+    both are 0. A row is ``stride`` elements behind the one before it, and there are ``size``; an id
+    outside of them makes the kernel report a fault. There are ``count`` ids in all bags. Rows of
+    the id ``padding`` are left out. ``weights`` is a param with a factor for each id, which begins
+    at ``weights_at``.
+    """
+
+    kind: str
+    ids: int
+    at: Expr
+    count: Expr
+    stride: Expr
+    size: Expr
+    padding: int | None = None
+    weights: int | None = None
+    weights_at: Expr = ZERO
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        return (self.ids,) if self.weights is None else (self.ids, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Load out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
 
     ``lookups`` are values that move the index: (int32 or int64 value, stride in elements) each.
-    They are places of a Place, or in range by the way they were made.
+    They are places of a Place, or in range by the way they were made. With ``bag`` they are the
+    first id of a bag and how many it has, with stride 0, and out is what the bag's rows come to.
     """
 
     out: str
@@ -84,6 +112,7 @@ class Load:
     dtype: torch.dtype  # compute type of ``out``
     guard: str | None = None
     lookups: tuple[tuple[str, Expr], ...] = ()
+    bag: Bag | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +315,11 @@ def has_guards(kernel: LoopKernel) -> bool:
 def has_places(kernel: LoopKernel) -> bool:
     """Tell whether the kernel looks up places that may be out of range."""
     return any(isinstance(stmt, CheckIndex) for stmt in kernel.body + kernel.tail)
+
+
+def bags_of(stmts: Iterable[Stmt]) -> tuple[Load, ...]:
+    """Return the loads that add up rows."""
+    return tuple(stmt for stmt in stmts if isinstance(stmt, Load) and stmt.bag is not None)
 
 
 def indices_of(kernel: LoopKernel) -> Iterator[Index]:

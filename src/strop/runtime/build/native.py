@@ -108,6 +108,9 @@ class BoundNativeKernel:
     def set_pointer(self, place: int, pointer: int) -> None:
         self.pointers[place] = pointer
 
+    def set_scalar(self, place: int, value: int) -> None:
+        self.scalars[place] = value
+
     def __call__(self) -> None:
         self.call()
 
