@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.dispatch import weights_budget
+from strop.dispatch import budgeted_memory, weights_budget
 from strop.runtime.run.weight_stream import Copy
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of sixteen in another order
@@ -79,8 +79,8 @@ def lend_memory(monkeypatch: pytest.MonkeyPatch, lane: str = "late") -> CountedM
     """Have weights go to other memory of the CPU, as to a GPU's."""
     counted = CountedMemory()
     monkeypatch.setattr(weights_budget, "DEVICES", ("cpu",))
-    monkeypatch.setattr(weights_budget, "lane_for", LANES[lane])
-    monkeypatch.setattr(weights_budget, "device_memory", counted)
+    monkeypatch.setattr(budgeted_memory, "lane_for", LANES[lane])
+    monkeypatch.setattr(budgeted_memory, "device_memory", counted)
     return counted
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
 from strop.dispatch.known_dispatchers import dispatcher_of
+from strop.dispatch.units import units_of
 from strop.errors import OptionError
 from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern
@@ -47,8 +48,9 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
     undoes it. Components of a pipeline that are compiled with the same options already, for it or
     for another that shares them, stay as they are. Where ``train`` is True, calls of a module with
     gradients are compiled too, forward and backward. A ``DistributedDataParallel`` stands for the
-    module in it, here and for the other functions. Raises OptionError for anything that is
-    neither a module nor a pipeline, and for other keywords.
+    module in it, here and for the other functions. Of a module that ``fully_shard`` (FSDP2) has
+    sharded, each unit without further units is compiled by itself, and the rest runs in eager.
+    Raises OptionError for anything that is neither a module nor a pipeline, and for other keywords.
     """
     options = _checked_options(options, unknown)
     if not isinstance(train, bool):
@@ -61,7 +63,11 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
             " it the module that was scripted or traced"
         )
     if isinstance(obj, nn.Module):
-        optimize_module(obj, options, train=train)
+        units = units_of(without_ddp(obj)) if train else {}
+        if units:
+            _optimize_units(units, options)
+        else:
+            optimize_module(obj, options, train=train)
     elif train:
         raise OptionError(
             f"strop.optimize(train=True) got a {type(obj).__name__}; it takes the torch.nn.Module"
@@ -126,6 +132,14 @@ def optimize_module(
     return dispatcher
 
 
+def _optimize_units(units: Mapping[str, nn.Module], options: Options) -> None:
+    """Compile the units of a module that is sharded. Those that are alike share their graphs."""
+    steps: dict[type, Any] = {}
+    for path, unit in units.items():
+        dispatcher: Any = optimize_module(unit, options, train=True, name=path)
+        dispatcher.steps.share(steps.setdefault(type(unit), dispatcher.steps))
+
+
 def without_ddp(module: nn.Module) -> nn.Module:
     """Return what a ``DistributedDataParallel`` trains, or the module itself. What is around that
     has hooks and averages gradients, and stays as it is."""
@@ -147,7 +161,7 @@ def restore(obj: T) -> T:
     Raises OptionError for anything that is neither a module nor a pipeline.
     """
     if isinstance(obj, nn.Module):
-        if (dispatcher := dispatcher_of(without_ddp(obj))) is not None:
+        for dispatcher in dispatchers_of(obj).values():
             dispatcher.leave()
     elif _is_pipeline(obj):
         from strop.diffusion.pipeline import restore_pipeline
@@ -301,7 +315,8 @@ def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
     """Return the dispatchers of an optimised module or pipeline, by component name."""
     if isinstance(obj, nn.Module):
         inner = without_ddp(obj)
-        found = {type(inner).__name__: dispatcher_of(inner)}
+        found = {path: dispatcher_of(unit) for path, unit in units_of(inner).items() if path}
+        found[type(inner).__name__] = dispatcher_of(inner)
     else:
         from strop.diffusion.parts import compiled_modules
 

@@ -70,7 +70,7 @@ def test_a_planned_module_gives_results_of_the_right_sizes_and_runs_nothing(
     (result,) = run(unet, *tiny.unet_args(2, 8, 16, 5), return_dict=False)
     assert (result.shape, result.dtype) == ((2, 4, 8, 16), torch.float32)
     assert not result.any()
-    assert not any(entry.bounds for entry in unet.forward._entries.values())
+    assert not any(entry.bounds for entry in unet.forward.shapes.entries)
 
 
 def test_sizes_off_the_grid_are_planned_as_well(tmp_path: Path) -> None:

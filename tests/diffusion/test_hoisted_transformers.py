@@ -144,7 +144,7 @@ def test_modulations_are_one_product_of_a_plan_for_a_gpu(
         for spec in program.inputs
         if spec.merged
     ]
-    entry = next(iter(transformer.forward._entries.values()))
+    entry = next(iter(transformer.forward.shapes.entries))
     arguments = [n for n, spec in enumerate(program.inputs) if not spec.is_state]
     steady = tuple(arguments[n] for n in entry.steady)
     timestep = arguments[entry.timestep]

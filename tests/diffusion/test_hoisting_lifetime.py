@@ -102,11 +102,11 @@ def test_shapes_share_the_memory():
                 pipe.results += [pipe.unet(*args).sample for args in many for _ in range(2)]
     assert all(map(torch.equal, on.results, off.results))
     assert counts(on) == (8, 8)
-    bounds = [entry.bounds[0] for entry in on.unet.forward._entries.values()]
+    bounds = [entry.bounds[0] for entry in on.unet.forward.shapes.entries]
     kept = strop.explain(on).components[0].derived_of(HOISTED).size_bytes
     assert kept == max(bound.kept_bytes for bound in bounds)
     # what is kept no longer lies in the arena
-    others = [entry.bounds[0] for entry in off.unet.forward._entries.values()]
+    others = [entry.bounds[0] for entry in off.unet.forward.shapes.entries]
     for bound, other in zip(bounds, others, strict=True):
         assert bound.arena_bytes + bound.kept_bytes <= other.arena_bytes + 2 * bound.kept_bytes
 

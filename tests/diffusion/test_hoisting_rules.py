@@ -121,7 +121,7 @@ def arguments() -> tuple[Tensor, Tensor]:
 
 
 def bound_of(dispatcher: Dispatcher) -> Bound:
-    (entry,) = dispatcher._entries.values()
+    (entry,) = dispatcher.shapes.entries
     (bound,) = entry.bounds.values()
     return bound
 

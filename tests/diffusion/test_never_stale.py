@@ -276,7 +276,7 @@ def _begin_loops(monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop.begin()
         try:
             found = call(self, *args, **kwargs)
-            assert self._is_settled() or self.counters.eager_calls
+            assert self._look.is_settled or self.counters.eager_calls
             return found
         finally:
             self.loop.end()

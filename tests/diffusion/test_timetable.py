@@ -231,7 +231,7 @@ def test_as_many_copies_as_the_guards_allow(batch: int, copies: int):
     with pipe.progress_bar(total=50):
         for t in pipe.scheduler.timesteps[:2]:
             pipe.unet(sample, t, prompt)
-    (entry,) = pipe.unet.forward._entries.values()
+    (entry,) = pipe.unet.forward.shapes.entries
     work = entry.bounds[0].timetable._work
     assert counts(pipe) == ((1, 1) if copies else (0, 0))
     assert (work.copies if work else 0) == copies
@@ -345,7 +345,7 @@ def test_nothing_waits_for_the_garbage_collector():
     sample, _, prompt = tiny.unet_args(2, 8, 8, 7)
     with pipe.progress_bar(total=STEPS):
         pipe.unet(sample, pipe.scheduler.timesteps[0], prompt)
-        (entry,) = pipe.unet.forward._entries.values()
+        (entry,) = pipe.unet.forward.shapes.entries
         (bound,) = entry.bounds.values()
         work = bound.timetable._work
         gone = [weakref.ref(bound), weakref.ref(work.tables[0])]
@@ -365,7 +365,7 @@ def test_a_graph_that_reads_no_argument_copies_none():
     with torch.no_grad():
         x = torch.randn(2, 3)
         expected = net(x)
-        (entry,) = dispatcher._entries.values()
+        (entry,) = dispatcher.shapes.entries
         (bound,) = entry.bounds.values()
         result = torch.empty_like(expected)
         rest = Recorded(lambda: result.copy_(*bound.run_rest([x])))
@@ -381,7 +381,7 @@ def test_a_graph_replays_what_no_timetable_has(plain: Iterator[None]):  # noqa: 
     times = pipe.scheduler.timesteps
     with pipe.progress_bar(total=1):
         expected = [pipe.unet(sample, t, prompt).sample for t in times]
-    (entry,) = pipe.unet.forward._entries.values()
+    (entry,) = pipe.unet.forward.shapes.entries
     (bound,) = entry.bounds.values()
     inputs = [prompt.clone(), sample.clone(), times[0].expand(2).float()]
     result = torch.empty_like(sample)

@@ -137,14 +137,14 @@ def test_what_is_bound_stays_bound_while_adapters_change(tmp_path: Path) -> None
     for unet in (eager, fast):
         add(unet)
     assert_as_eager(eager, fast)
-    counters, (entry,) = fast.forward.counters, fast.forward._entries.values()
+    counters, (entry,) = fast.forward.counters, fast.forward.shapes.entries
     rebinds, bounds = counters.rebinds, dict(entry.bounds)
     for name in KEEPING:
         for unet in (eager, fast):
             CHANGES[name](unet)
         assert_as_eager(eager, fast)
         assert counters.rebinds == rebinds, name
-    assert list(fast.forward._entries.values()) == [entry]
+    assert list(fast.forward.shapes.entries) == [entry]
     assert entry.bounds == bounds
     assert fast.forward.variants.num_captures == 1
 

@@ -45,7 +45,7 @@ def turn(plain: Any, fast: Any, mode: str) -> None:
 
 
 def entry_of(fast: Any) -> Any:
-    (entry,) = fast.forward._entries.values()
+    (entry,) = fast.forward.shapes.entries
     return entry
 
 
@@ -131,7 +131,7 @@ def test_few_states_are_kept() -> None:
     plain, fast = pairs()
     for number in range(2 * MOST_BINDINGS):
         turn(plain, fast, "bent" * number or "as it is")
-    known = fast.forward._known
+    known = fast.forward.shapes._known
     assert len(list(known.entries)) == MOST_BINDINGS
     fast.forward.forget_shapes()
     assert not list(known.entries)

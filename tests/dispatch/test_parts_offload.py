@@ -459,7 +459,7 @@ def test_weights_that_no_hook_moves_keep_their_place(memory: CountedMemory) -> N
     strop.optimize(net, options=tiny.options(strict=True))
     check(net, twin)
     budget = budget_of(net)
-    assert {id(t) for t, _ in budget._elsewhere.values()} == {
+    assert {id(t) for t, _ in budget._homes.elsewhere} == {
         id(net.first.weight),
         id(net.first.bias),
         id(net.last.bias),

@@ -191,7 +191,7 @@ def test_derived_inputs_lie_where_weights_do(name: str) -> None:
     assert merged.shared_bytes == merged.size_bytes > 0
     assert row.beside_bytes <= SMALL_SHARE * row.weights_bytes
     (dispatcher,) = dispatchers_of(module).values()
-    read = [t for e in dispatcher._entries.values() for t in e.placed or () if t is not None]
+    read = [t for e in dispatcher.shapes.entries for t in e.placed or () if t is not None]
     assert len(read) > len(dispatcher.state.tensors)
     assert bytes_of([*dispatcher.state.tensors, *read]) == row.weights_bytes
     attributes = [value for part in module.modules() for value in vars(part).values()]

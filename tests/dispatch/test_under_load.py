@@ -104,7 +104,7 @@ def test_calls_run_side_by_side_each_in_its_own_memory() -> None:
     assert max(most) == 4
     assert not wrong
     assert is_at_rest(module)
-    lanes = {lane for entry in module.forward._entries.values() for lane in entry.bounds}
+    lanes = {lane for entry in module.forward.shapes.entries for lane in entry.bounds}
     assert lanes <= {0, 1, 2, 3}
     assert len([1 for device, _ in workspace._WORKSPACES if device.type == "cpu"]) <= 4
 

@@ -19,7 +19,7 @@ from torch.nn.utils import (
 )
 
 import strop
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch has other forms of these, too
 

@@ -76,6 +76,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.known_dispatchers",
         "dispatch.features",
         "dispatch.training",
+        "dispatch.units",
         "diffusion",
         "debug.explain",
         "debug.report",

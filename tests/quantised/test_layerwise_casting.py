@@ -17,7 +17,7 @@ import strop
 from strop.api import optimize_module
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.frontend.layerwise_casting import cast_of
 from strop.ir.program import CallStep
 from strop.options import Options

@@ -9,7 +9,7 @@ import strop
 from strop.api import optimize_module
 from strop.dispatch.adapter import Adapter
 from strop.frontend import composed_tensors
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.frontend.composed_tensors import CodesInMemory
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop

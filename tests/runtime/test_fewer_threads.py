@@ -104,7 +104,7 @@ def bound_of(module: Any, x: Tensor) -> Bound:
     with torch.no_grad():
         for _ in range(2):
             module(x)
-    (entry,) = module.forward._entries.values()
+    (entry,) = module.forward.shapes.entries
     bound: Bound = entry.bounds[0]
     return bound
 

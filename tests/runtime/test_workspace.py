@@ -85,7 +85,7 @@ def test_graphs_have_the_memory_of_runs(shared: Workspace) -> None:
     pool = graphs.pool_of(CPU)
     assert pool._workspace is shared
     (captured,) = pool._graphs.values()
-    (entry,) = module.forward._entries.values()
+    (entry,) = module.forward.shapes.entries
     (plain,) = entry.bounds.values()
     assert captured.bound._linked.memory is plain._linked.memory is shared.memory
     assert shared.memory.numel() > 0
@@ -138,7 +138,7 @@ def test_large_memory_is_given_back(shared: Workspace, monkeypatch: pytest.Monke
         before = shared.memory
         assert_right(large, 5)
         assert shared.memory is before, "graphs of others would have to be captured again"
-        (entry,) = large.forward._entries.values()
+        (entry,) = large.forward.shapes.entries
         assert [bound._linked for bound in entry.bounds.values()] == [None]
     (reason,) = large.forward.counters.fallbacks
     assert reason.endswith("GiB, is free for others between calls")
@@ -187,7 +187,7 @@ def test_what_a_library_allocates_is_free_behind_its_last_reader() -> None:
         expected = module(x)
         fast = optimized(module)
         fast(x)
-        (entry,) = fast.forward._entries.values()
+        (entry,) = fast.forward.shapes.entries
         (bound,) = entry.bounds.values()
         calls = [n for n, b in enumerate(bound.program.buffers) if b.kind == "call"]
         most = 0

@@ -7,13 +7,14 @@ around it goes on to the next module. Nothing of the module is ever run.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
 from strop.dispatch.arguments import returned
+from strop.dispatch.bound_shapes import BoundShapes
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.flights import Flight
@@ -69,6 +70,8 @@ class PlanningDispatcher(Dispatcher):
         store = PlanningStore(module, options, name, loader)
         super().__init__(module, options, name=name, variants=store, **how)
         self.state.place = place
+        # nothing was run, least of all from a CUDA graph
+        self.shapes = BoundShapes(self.state, lambda devices, but: None)
 
     def _answer(
         self,
@@ -89,15 +92,6 @@ class PlanningDispatcher(Dispatcher):
         return None, returned(
             variant.out_spec, entry.aliases, variant.same, results, call.tensors, weights
         )
-
-    def _forget_graphs(self, before: Iterable[Entry]) -> None:
-        pass  # nothing was run, least of all from a CUDA graph
-
-    def forget_shapes(self) -> None:
-        """Let go of what was planned, of which there is no memory on the device."""
-        self._entries.clear()
-        self._known.clear()
-        self._forget_prepared()
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise UnsupportedError(

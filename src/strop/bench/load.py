@@ -23,7 +23,8 @@ CONTENDERS = ("strop", "eager")
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """Say what is measured. Calls are shared out among ``rounds``, in each of which all contenders
-    take turns: a neighbour that takes a core away meets every one of them."""
+    take turns: a neighbour that takes a core away meets every one of them. Memory is compared
+    between the first and the last."""
 
     workload: str = "sprites"
     threads: int = 200
@@ -43,6 +44,8 @@ class LoadPlan:
             raise OptionError(
                 f"{self.baseline_threads} threads to compare with are more than {self.threads}"
             )
+        if self.rounds < 2:
+            raise OptionError("growth of memory is seen over two rounds or more")
         if self.calls < 2 * self.rounds * self.threads:
             raise OptionError(
                 f"{self.calls} calls are less than two for each of {self.threads} threads in"

@@ -11,7 +11,12 @@ from strop.wording import counted
 
 LEAST_OF_FEWER = 0.95  # of the throughput of few threads
 MOST_OF_SERIAL = 1.2  # times as many serial calls as there are threads, for the 99th percentile
-MOST_GROWN_BYTES = 32 << 20  # from the first round to the last
+MOST_GROWN_BYTES = 32 << 20  # of the process, from the end of the first round to that of the last
+MOST_LEAKED_BYTES = 1 << 20  # of what is allocated, likewise
+HEADER = (
+    *("contender", "threads", "calls/s", "p20..p80", "p50 ms", "p99 ms", "wrong"),
+    *("MB more", "MB held more"),
+)
 
 
 @dataclass(slots=True)
@@ -67,7 +72,6 @@ def result_of(
 
 def _summary(windows: Sequence[LoadWindow]) -> dict[str, Any]:
     latencies = [latency for window in windows for latency in window.latencies_ms]
-    settled = [size for window in windows for size in window.settled_bytes]
     rates = [window.calls_a_second for window in windows]
     return {
         "calls": sum(window.calls for window in windows),
@@ -89,8 +93,16 @@ def _summary(windows: Sequence[LoadWindow]) -> dict[str, Any]:
             [[count, round(size / 1e6, 2)] for count, size in window.memory_bytes]
             for window in windows
         ],
-        "grown_mb": round((settled[-1] - settled[0]) / 1e6, 2),
+        "held_mb": [round(window.held_bytes / 1e6, 2) for window in windows],
+        "held_more_mb": round((windows[-1].held_bytes - windows[0].held_bytes) / 1e6, 2),
+        "grown_mb": round(_growth([window.settled_bytes for window in windows]) / 1e6, 2),
     }
+
+
+def _growth(rounds: Sequence[Sequence[int]]) -> int:
+    """Return by how much memory is larger at the end of the last round than at that of the first,
+    in which each thread and each size allocates what it needs."""
+    return rounds[-1][-1] - rounds[0][-1]
 
 
 def musts_of(contenders: Mapping[str, Any], threads: int, fewer: int) -> list[Must]:
@@ -123,9 +135,15 @@ def musts_of(contenders: Mapping[str, Any], threads: int, fewer: int) -> list[Mu
             is_least=False,
         ),
         Must(
-            "growth of memory from the first round to the last, MB",
+            "growth of the process's memory from the end of the first round to the last, MB",
             all_threads["grown_mb"],
             MOST_GROWN_BYTES / 1e6,
+            is_least=False,
+        ),
+        Must(
+            "growth of what is allocated and not freed, likewise, MB",
+            all_threads["held_more_mb"],
+            MOST_LEAKED_BYTES / 1e6,
             is_least=False,
         ),
     ]
@@ -150,8 +168,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the table, its header first."""
-    header = ("contender", "threads", "calls/s", "p20..p80", "p50 ms", "p99 ms", "wrong", "MB more")
-    rows: list[tuple[str, ...]] = [header]
+    rows: list[tuple[str, ...]] = [HEADER]
     for name, by_threads in result["contenders"].items():
         for threads, found in by_threads.items():
             rates, latency = found["calls_a_second"], found["latency_ms"]
@@ -165,6 +182,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     f"{latency['p99']:.1f}",
                     str(found["num_wrong"]),
                     f"{found['grown_mb']:+.1f}",
+                    f"{found['held_more_mb']:+.2f}",
                 )
             )
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -25,7 +26,8 @@ _STATM = Path("/proc/self/statm")
 @dataclass(slots=True)
 class LoadWindow:
     """Hold what was measured while so many threads called, without a pause. ``memory_bytes`` are
-    those of the process, or of the GPU, by how many calls were done."""
+    those of the process, or of the GPU, by how many calls were done; ``held_bytes`` is what is
+    allocated and not freed when all threads have ended."""
 
     threads: int
     calls: int
@@ -33,6 +35,7 @@ class LoadWindow:
     latencies_ms: list[float] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)  # cases whose result was not the serial one
     memory_bytes: list[tuple[int, int]] = field(default_factory=list)
+    held_bytes: int = 0
 
     @property
     def calls_a_second(self) -> float:
@@ -55,6 +58,32 @@ def used_bytes(device: torch.device) -> int:
     if not _STATM.is_file():
         return 0
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Mallinfo2(ctypes.Structure):
+    """This is glibc's ``struct mallinfo2`` (https://man7.org/linux/man-pages/man3/mallinfo.3.html)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return what has been allocated and not freed. A process keeps more than this: memory that was
+    freed lies in the lists of the many threads' heaps until an allocation of its size comes. It is
+    0 on a CPU whose C library does not count it, as glibc does from 2.33 on."""
+    if device.type == "cuda":
+        return timer.allocated(device)
+    count = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if count is None:
+        return 0
+    count.restype = _Mallinfo2
+    found = count()
+    return int(found.uordblks + found.hblkhd)
 
 
 def called(
@@ -89,6 +118,8 @@ def called(
         worker.join()
     timer.synchronise(device)
     window.seconds = time.perf_counter() - began
+    gc.collect()
+    window.held_bytes = held_bytes(device)
     if errors:
         raise StropError(f"a call of {threads} threads failed: {errors[0]}") from errors[0]
     return window

@@ -35,9 +35,9 @@ BaselineOption = Annotated[int, typer.Option(min=1, help="Compare with this many
 RoundsOption = Annotated[
     int,
     typer.Option(
-        min=1,
+        min=2,
         help="Share the calls out among this many rounds, in each of which all contenders take "
-        "turns.",
+        "turns. Memory grows in the first, and is to stay in the others.",
     ),
 ]
 SizesOption = Annotated[
@@ -76,9 +76,10 @@ def load(
     A call is one step of a UNet, or one batch of sounds, in one of several sizes and with one of
     several prompts. Each result is compared with what the same call gave alone, bit by bit. The
     table has calls a second and the time from a call to its result, for one thread, for a few, and
-    for all; "wrong" counts results with other bits, and "MB more" what memory grew by from the
-    first round to the last. In eager a scale of an adapter is wrong where threads call at once:
-    diffusers sets it in the layers, which all of them share.
+    for all; "wrong" counts results with other bits, "MB more" what the process grew by from the end
+    of the first round to the end of the last, and "MB held more" what it had allocated and not
+    freed. In eager a scale of an adapter is wrong where threads call at once: diffusers sets it in
+    the layers, which all of them share.
 
     Below the table stand the musts, each with "holds" or "misses". Each contender has a process of
     its own, whose memory is measured. On a CPU a lone call of Strop has all threads that torch

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from strop.codegen import nest
+from strop.codegen import cpp_bags, nest
+from strop.codegen.cpp_places import shared_lookups
 from strop.codegen.cpp_text import TYPES, CppScalars, Text, apply_text, number, scalar_type, times
 from strop.ir.dims import Expr, product
 from strop.ir.loops import (
@@ -31,6 +33,7 @@ from strop.ir.loops import (
     Stmt,
     Store,
     args_of,
+    bags_of,
     has_places,
     outs_of,
     spaces,
@@ -41,6 +44,7 @@ from strop.ir.source import BOUNDS_CHECK, Scratch
 # Elements below which threads cost more than they save, half a microsecond if they are awake:
 # both take about four microseconds of one core.
 THREADED_FROM, HEAVY_FROM = 32768, 16384
+CODES_AN_ELEMENT = 64  # that are multiplied in the time of other work on an element
 STACK_ROW = 4096  # longest row buffer on the stack, in elements
 
 
@@ -59,12 +63,18 @@ class Loops:
         staged = nest.irregular(kernel) if len(kernel.cols) > 1 else ()
         self.is_flat = staged is not None  # all cols run as one axis
         self.staged = staged or ()
-        self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate(self.staged)}
-        self.is_tiled = self.is_flat and not self.staged and nest.is_transposing(kernel)
+        bags = bags_of(kernel.body)
+        self.bags = tuple(s for s in bags if self.is_flat and self.outside.issuperset(args_of(s)))
+        self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate((*self.staged, *self.bags))}
+        self.is_tiled = self.is_flat and not (self.staged or bags) and nest.is_transposing(kernel)
         self.num_outer = self._count_outer_rows()
+        numbered = enumerate(kernel.params)
+        self.panels = {n: param.panel for n, param in numbered if param.panel is not None}
         self.guarded = _guarded(kernel)
         self.by_axes = False  # inside loops over single col axes
         self.printed: set[str] = set()  # values of the whole kernel
+        self.shared = shared_lookups(self)  # whose places are computed once a task
+        self.places: dict[str, str] = {}  # their buffers, once they are filled
         applied = (stmt for stmt in kernel.body if isinstance(stmt, Apply))
         is_heavy = any(OPS[stmt.op].is_heavy for stmt in applied)
         self.threaded_from = HEAVY_FROM if is_heavy else THREADED_FROM
@@ -116,6 +126,9 @@ class Loops:
         """Print a loop over the rows of a task, in order."""
         with self.out.loop("row", end, "begin"):
             self.decode("row", self.inner_rows)
+            for number in self.panels:
+                place = f"sums{number} + (row - begin) * width{number}"
+                self.out(f"const int32_t* const row{number} = {place};")
             self._fill(stmt for stmt in self.staged if self._is_inner(stmt))
             yield
 
@@ -138,7 +151,10 @@ class Loops:
         self.out("#pragma omp simd" + clauses + (" reduction(|:faults)" if self.has_places else ""))
 
     def work(self) -> str:
-        return self.scalars(self.kernel.num_rows * self.kernel.num_cols)
+        """Return the text of how many elements there are, or how much work there is instead."""
+        elements = self.scalars(self.kernel.num_rows * self.kernel.num_cols)
+        depth = sum(panel.depth for panel in self.panels.values())
+        return f"{elements} * {1 + depth // CODES_AN_ELEMENT}" if depth else elements
 
     def _is_inner(self, stmt: Load | Position) -> bool:
         return any(axis.name in stmt.index.axes for axis in self.inner_rows)
@@ -211,6 +227,16 @@ class Loops:
                 self.out(f"{self.buffers[stmt.out]}[{self.lane_at_axes()}] = {value};")
         self.by_axes = False
 
+    def fill_bags(self) -> None:
+        """Add up the rows of bags, for one row."""
+        self.by_axes = True
+        for stmt in self.bags:
+            name = self.buffers[stmt.out]
+            self.row_buffer(name, scalar_type(stmt.dtype))
+            with self.out.block(""):
+                cpp_bags.print_row(self, stmt, name)
+        self.by_axes = False
+
     # ---- statements ------------------------------------------------------------------------
 
     def varies_over(self, stmt: Stmt) -> frozenset[str]:
@@ -244,7 +270,18 @@ class Loops:
 
     def col_values(self, roots: Iterable[str]) -> None:
         """Print the statements that vary over cols and lead to ``roots``."""
-        self.statements(nest.closure(self.kernel.body, roots, self.outside))
+        self.statements(nest.closure(self._body, roots, self.outside))
+
+    @property
+    def _body(self) -> list[Stmt]:
+        """Return the statements, of which lookups ask for no place that is known."""
+        if not self.places:
+            return list(self.kernel.body)
+        loads = {stmt.out: stmt for stmt in self.shared}
+        placed = {name: replace(loads[name], lookups=()) for name in self.places}
+        named = {out: stmt for stmt in self.kernel.body for out in outs_of(stmt)} | placed
+        ordered = (named[outs_of(stmt)[0]] if outs_of(stmt) else stmt for stmt in self.kernel.body)
+        return list(ordered)
 
     def statements(self, stmts: Iterable[Stmt]) -> None:
         for stmt in stmts:
@@ -264,6 +301,8 @@ class Loops:
     def _value(self, stmt: Load | Literal | Position | Apply) -> str:
         if stmt.out in self.buffers and not self.by_axes:
             return f"{self.buffers[stmt.out]}[{self.lane}]"
+        if isinstance(stmt, Load) and stmt.bag is not None:
+            return cpp_bags.element_text(self, stmt)
         if isinstance(stmt, Load):
             return self._load(stmt)
         if isinstance(stmt, Position):
@@ -276,6 +315,9 @@ class Loops:
         return number(stmt.value, stmt.dtype)
 
     def _load(self, stmt: Load) -> str:
+        if stmt.param in self.panels:
+            is_alone = not stmt.index.axes & self.col_names  # a row of one sum
+            return f"row{stmt.param}[{0 if is_alone else self.lane}]"
         text = f"sp::widen(p{stmt.param}[{self._element(stmt)}])"
         if compute_dtype(self.kernel.params[stmt.param].dtype) != compute_dtype(stmt.dtype):
             text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"
@@ -285,6 +327,8 @@ class Loops:
         """Return the text of an element: places have 32 bits, what they are multiplied by has
         64."""
         terms = [self.element(stmt.index)]
+        if stmt.out in self.places:
+            return f"{terms[0]} + {self.places[stmt.out]}[{self.lane}]"
         for place, stride in stmt.lookups:
             step = f"int64_t{{{stride.value}}}" if stride.is_const else self.scalars(stride)
             terms.append(place if stride == nest.ONE else f"{place} * {step}")

@@ -14,6 +14,7 @@ from strop.codegen.cpp_text import TYPES
 from strop.ir.dims import Expr
 from strop.ir.loops import (
     Apply,
+    Bag,
     CheckIndex,
     Index,
     Literal,
@@ -113,6 +114,7 @@ def _with_numbers(stmt: Stmt, pointers: dict[Moved, int], names: dict[str, str])
         param, index = _at_start(stmt, pointers)
         lookups = tuple((names[name], stride) for name, stride in stmt.lookups)
         guard = stmt.guard and names[stmt.guard]
+        stmt = replace(stmt, bag=_with_own_params(stmt.bag, pointers))
         return replace(stmt, out=out, param=param, index=index, guard=guard, lookups=lookups)
     if isinstance(stmt, CheckIndex):
         guard = stmt.guard and names[stmt.guard]
@@ -121,6 +123,17 @@ def _with_numbers(stmt: Stmt, pointers: dict[Moved, int], names: dict[str, str])
         return replace(stmt, out=out, args=tuple(names[arg] for arg in stmt.args))
     assert isinstance(stmt, Literal | Position), "C++ has no pairs"
     return replace(stmt, out=out)
+
+
+def _with_own_params(bag: Bag | None, pointers: dict[Moved, int]) -> Bag | None:
+    """Count the params of a bag as they come, each from its first element on."""
+    if bag is None:
+        return None
+    ids = pointers.setdefault((bag.ids, bag.at), len(pointers))
+    weights = None
+    if bag.weights is not None:
+        weights = pointers.setdefault((bag.weights, bag.weights_at), len(pointers))
+    return replace(bag, ids=ids, at=nest.ZERO, weights=weights, weights_at=nest.ZERO)
 
 
 def _at_start(stmt: Load | Store, pointers: dict[Moved, int]) -> tuple[int, Index]:

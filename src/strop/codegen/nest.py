@@ -126,6 +126,8 @@ def irregular(kernel: LoopKernel) -> tuple[Load | Position, ...] | None:
     for stmt in kernel.body:
         if not isinstance(stmt, Load | Position | Store):
             continue
+        if isinstance(stmt, Load) and stmt.bag is not None:
+            continue  # it has a row buffer of its own
         if lane_stride(stmt.index, kernel.cols) is not None:
             continue
         if isinstance(stmt, Store) or (isinstance(stmt, Load) and (stmt.guard or stmt.lookups)):

@@ -32,6 +32,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.model_offload import offload_text
+from strop.dispatch.served_graph import ServedGraph
 from strop.dispatch.signature import NumberRef, count_numbers, number_text
 from strop.dispatch.unfolded_layers import unfolded_layers
 from strop.dispatch.variants import Variant
@@ -157,22 +158,26 @@ def report_on(
 
 
 def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:
-    counters, entries = dispatcher.counters, dispatcher._entries
+    counters, entries = dispatcher.counters, dispatcher.shapes.entries
     latest = _latest(dispatcher)
     graphs = tuple(_graph(v, latest, able) for v in dispatcher.variants.all)
     log = getattr(dispatcher, "log", None)  # of a TrainingDispatcher
     graphs += tuple(trained_row(record, able) for record in log.records) if log else ()
+    pieces = [graph for graph in dispatcher.cut.graphs if isinstance(graph, ServedGraph)]
+    graphs += tuple(_graph(v, None, able) for piece in pieces for v in piece.variants.all)
     return ComponentRow(
         name=name,
         graphs=graphs,
         num_recompiles=num_recompiles(dispatcher.variants.variants),
         num_captures=dispatcher.variants.num_captures,
-        num_shapes=len({id(entry) for entry in entries.values()}),
+        num_shapes=len({id(entry) for entry in entries}),
         num_calls=counters.calls,
         num_eager_calls=counters.eager_calls,
         num_replays=counters.replays,
         num_rebinds=counters.rebinds,
-        num_launches=counters.launches + (trained_launches(log) if log else 0),
+        num_launches=counters.launches
+        + (trained_launches(log) if log else 0)
+        + sum(d.counters.launches for piece in pieces for d in piece.dispatchers),
         fallbacks={**counters.fallbacks, **(log.fallbacks if log else {})},
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),
@@ -218,7 +223,7 @@ def trained_row(record: AotRecord, able: Machine) -> GraphRow:
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:
     """Return the entry that served the latest call, or else the newest one that is left."""
-    entries = dispatcher._entries.values()
+    entries = dispatcher.shapes.entries
     if any(entry is dispatcher.latest for entry in entries):
         return dispatcher.latest
     return next(reversed(entries), None)
@@ -270,7 +275,8 @@ def _graph_row(
 ) -> GraphRow:
     refusals = Counter(r.reason for r in compiled.plan.refusals) if compiled else Counter()
     passes = compiled.passes if compiled else ()
-    calls = Counter(operator_of(step) for step in program.call_steps)
+    running = [step for step in program.at(sizes) if isinstance(step, CallStep)]
+    calls = Counter(map(operator_of, running))
     steps = step_rows(program, compiled, sizes, able)
     return GraphRow(
         sizes=sizes,
@@ -281,7 +287,7 @@ def _graph_row(
         num_compiled_nodes=program.num_compiled_nodes,
         kernels=_kernels(program, steps, sizes, able),
         calls=dict(calls),
-        num_opaque_calls=sum(step.op == "aten" for step in program.call_steps),
+        num_opaque_calls=sum(step.op == "aten" for step in running),
         guards=tuple(map(str, program.guards)),
         seconds={},
         passes=tuple((p.name, p.seconds, p.nodes_before, p.nodes_after) for p in passes),

@@ -175,6 +175,19 @@ def _take(node: Node, x: list[Tensor], env: Env) -> Tensor:
     return source[tuple(places)].expand(sizes)
 
 
+def _bag(node: Node, x: list[Tensor]) -> Tensor:
+    table, ids, offsets, *weights = x
+    return F.embedding_bag(
+        ids.long(),
+        table,
+        offsets.long(),
+        mode={"sum": "sum", "amax": "max"}[node.attrs["kind"]],
+        per_sample_weights=weights[0].to(table.dtype) if weights else None,
+        include_last_offset=node.attrs["ends"],
+        padding_idx=node.attrs["padding"],
+    )
+
+
 def _geglu(node: Node, columns: Tensor) -> Tensor:
     gate = Gate.of(node.attrs)
     value, gates = columns.chunk(2, -1)[:: -1 if gate.is_first else 1]
@@ -212,6 +225,7 @@ _RULES: dict[str, Rule] = {
     "join": lambda n, x, env: torch.cat(x, n.attrs["dim"]),
     "part": lambda n, x, env: x[0],
     "take": _take,
+    "bag": lambda n, x, env: _bag(n, x),
     "cast": lambda n, x, env: x[0],
     "copy": lambda n, x, env: x[0],
     "write": lambda n, x, env: x[1],
@@ -231,6 +245,7 @@ _RULES: dict[str, Rule] = {
     "paired_geglu": lambda n, x, env: _geglu(n, _paired(x)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "mixed_product": lambda n, x, env: mixed_product(*x),
+    "code_sums": lambda n, x, env: torch.matmul(x[0].double(), x[1].double().t()),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)
     ),

@@ -77,6 +77,9 @@ def _group_reads(group: Group, stored: set[Node], sizes: Sizes) -> Reads:
                 cut, count = cut + asked, min(count, most)
             elif node.op == "take" and place == 0:
                 count = min(count, node.numel.eval(sizes))
+            elif node.op == "bag" and place == 0:
+                rows = node.inputs[1].numel.eval(sizes)
+                count = min(count, rows * node.shape[1].eval(sizes))
             if _is_loaded(base, stored):
                 reads[base][cut] = count if base not in group.stores else 0
             elif base.op not in ("constant", "iota") and (base, cut) not in seen:

@@ -19,7 +19,11 @@ def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list
     """Arguments in the type and layout that a program reads: adapters may want another type, and
     torch leaves it to a bit that numbers are conjugated or negated."""
     return [
-        s.arranged(t.resolve_conj().resolve_neg().to(s.dtype))
+        s.arranged(
+            t
+            if t.dtype is s.dtype and not (t.is_neg() or t.is_conj())  # these are cheaper to ask
+            else t.resolve_conj().resolve_neg().to(s.dtype)
+        )
         for t, s in zip(tensors, specs, strict=True)
     ]
 

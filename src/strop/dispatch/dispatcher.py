@@ -8,8 +8,7 @@ that is nothing but kernels on a CPU, the second call of a shape goes the short 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,10 @@ from torch import Tensor, nn
 
 from strop.dispatch import cpu_fast_path, hooks, model_offload
 from strop.dispatch.adapter import Adapter
+from strop.dispatch.bound_shapes import BoundShapes
+from strop.dispatch.call_reader import CallReader
 from strop.dispatch.counters import Counters
+from strop.dispatch.cut_forward import CutForward
 from strop.dispatch.decided_call import DecidedCall, in_normal_modes
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
@@ -28,8 +30,8 @@ from strop.dispatch.features import take_out
 from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
-from strop.dispatch.known_bindings import KnownBindings, StateBinding
 from strop.dispatch.known_dispatchers import ALL, have_others_rest
+from strop.dispatch.last_look import LastLook
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.placed_weights import give_back_order
@@ -37,10 +39,6 @@ from strop.dispatch.plain_forward import ForwardStandIn
 from strop.dispatch.prepared_calls import PreparedCalls
 from strop.dispatch.refused_calls import RefusedCalls
 from strop.dispatch.signature import (
-    NUM_ARGUMENTS,
-    Beside,
-    Skeleton,
-    count_numbers,
     is_looked_into,
 )
 from strop.dispatch.unsupported_calls import unfit_call, unfit_module
@@ -49,7 +47,6 @@ from strop.dispatch.varying_numbers import GivenCall, Turned
 from strop.dispatch.weights_budget import WeightsBudget
 from strop.errors import StropError, UnsupportedError
 from strop.frontend.adapted_layers import without_scale
-from strop.frontend.low_rank_layers import batch_of
 from strop.frontend.moving_hooks import entered
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
@@ -85,9 +82,9 @@ class Dispatcher(ForwardStandIn):
         self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        self.has_left = False  # then whoever still calls it gets what the module does without us
+        self.cut, self.has_left = CutForward(module, options), False  # left: it runs the plain one
         self.on_leave: Callable[[], object] | None = None  # is called then
-        self.counters, self._checked_loop = Counters(), 0
+        self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
         self._lock, self._in_flight = FairLock(), RunsInFlight()
         self.state = ModuleState(
@@ -98,6 +95,7 @@ class Dispatcher(ForwardStandIn):
         )
         self.state.effective.have_called(self._in_flight.wait)
         self.variants = variants or VariantStore(module, options, self.name)
+        self._look = LastLook(module, self.state, self.loop)
         self.turned, self._fallbacks = Turned(), Fallbacks(self.name, self.counters)
         self._may_hoist = options.may_hoist and loop is not None  # else no loop would ever begin
         self._maker = EntryMaker(
@@ -108,6 +106,7 @@ class Dispatcher(ForwardStandIn):
             self._fallbacks,
             may_hoist=self._may_hoist,
         )
+        self._reader = CallReader(self.state, self.turned, self.adapter, self._maker)
         self._runner = EntryRunner(
             self.name,
             options,
@@ -119,8 +118,7 @@ class Dispatcher(ForwardStandIn):
             self.hosted,
         )
         self.latest: Entry | None = None  # the shape that ran last
-        self._entries: dict[Hashable, Entry] = {}
-        self._known = KnownBindings()  # of earlier states of the module
+        self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused = PreparedCalls(), RefusedCalls()
@@ -181,22 +179,18 @@ class Dispatcher(ForwardStandIn):
         kwargs, scale = without_scale(self.module, kwargs)
         if scale != 1.0 and (reason := self._unfit_scale(scale)):
             return DecidedCall(reason=reason)
-        args, kwargs = self._normalised(args, kwargs)
-        tensors: list[Tensor] = []
-        beside = Beside(lora_scale=scale)
+        args, kwargs = self._reader.normalised(args, kwargs)
         try:
-            skeleton = self.turned.flattened((args, kwargs), tensors, beside)
+            call = self._reader.flattened(args, kwargs, scale)
         except UnsupportedError as error:
             return DecidedCall(reason=str(error))
-        skeleton = self._with_settings(skeleton, beside)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             return DecidedCall(reason="an argument requires a gradient")
-        call = GivenCall(skeleton, tensors, skeleton, beside)
-        if beside.floats or beside.generators:
-            call = self._maker.resolved(skeleton, tensors, beside)
+        call = self._seen(self._reader.resolved, call)
         plain = None if kwargs else args
         is_no_grad = not (torch.is_inference_mode_enabled() or torch.is_grad_enabled())
-        with drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
+        generators = call.beside.generators
+        with drawing_by(generators) if generators else _AS_IT_IS:
             refusal, result = in_normal_modes(
                 partial(self._serve, call, plain, flight, is_no_grad=is_no_grad)
             )
@@ -209,49 +203,27 @@ class Dispatcher(ForwardStandIn):
             self._check_state()
             if reason := self._unfit():
                 raise UnsupportedError(reason)
-            tensors: list[Tensor] = []
-            beside = Beside()
-            skeleton = self.turned.flattened((args, {}), tensors, beside)
-            call = GivenCall(skeleton, tensors, skeleton, beside)
-            key = self._maker.key(call)
-            if key not in self._entries:
-                self._entries[key], _ = self._maker.make(call)
-            if reason := self._entries[key].variant.misfit(tensors, is_no_grad=True):
+            call = self._reader.flattened(args, {})
+            entry = self.shapes.get(key := self._maker.key(call))
+            if entry is None:
+                entry, _ = self._maker.make(call)
+                self.shapes.put(key, entry)
+            if reason := entry.variant.misfit(call.tensors, is_no_grad=True):
                 raise UnsupportedError(reason)
 
-    def _normalised(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = self.adapter.normalise(args, kwargs)
-        if (rows := self.state.effective.rows) is not None:
-            rows.check(batch_of(args, kwargs))
-        return args, kwargs
+    def _seen(self, read: Callable[[GivenCall], GivenCall | None], call: GivenCall) -> GivenCall:
+        """Return what ``read`` makes of a call, with the module looked at anew as often as a
+        setting in it is no longer what it was."""
+        while (found := read(call)) is None:
+            self._reset()
+        return found
 
     def _unfit_scale(self, scale: float) -> str:
         """Say why a call cannot be served that multiplies the scales of all adapters, or
         nothing."""
-        if not self._is_undisturbed():
+        if not self._look.is_undisturbed:
             self._check_state()
         return self.state.scale_refusal(scale)
-
-    def _with_settings(self, skeleton: Skeleton, beside: Beside) -> Skeleton:
-        """Join the skeleton of a call's arguments and that of the settings that a user turns."""
-        if not self.state.turned.names:
-            return skeleton
-        part = self.state.turned.read(beside)
-        while part is None:  # one is no longer what it was
-            self._reset()
-            part = self.state.turned.read(beside)
-        return (*skeleton, part) if self.state.turned.names else skeleton
-
-    def _read_again(self, call: GivenCall) -> GivenCall:
-        """Return the call with the settings as they are now."""
-        arguments = call.bare[:NUM_ARGUMENTS]
-        if arguments == call.bare and not self.state.turned.names:
-            return call
-        floats = call.beside.floats[: count_numbers(arguments)]
-        beside = replace(call.beside, floats=floats, num_settings=0, num_wholes=0)
-        return self._maker.resolved(self._with_settings(arguments, beside), call.plain, beside)
 
     def _serve(
         self, call: GivenCall, plain: tuple[Any, ...] | None, flight: Flight, *, is_no_grad: bool
@@ -265,7 +237,7 @@ class Dispatcher(ForwardStandIn):
         key = self._maker.key(call)
         if refused := self._still_refused(key):
             return refused, None
-        has_changed, result = self._look(self._entries.get(key), call)
+        has_changed, result = self._looked(self.shapes.get(key), call)
         if result is not _NO_RESULT:
             return None, result
         if has_changed:
@@ -275,18 +247,18 @@ class Dispatcher(ForwardStandIn):
             reason = self._unfit() or self.state.effective.rows_refusal()
             if reason:  # of what has been put there
                 return UnsupportedError(reason), None
-            call = self._read_again(call)
+            call = self._seen(self._reader.read_again, call)
             key = self._maker.key(call)
-        entry = self._entries.get(key)
+        entry = self.shapes.get(key)
         if entry is None or not (entry.variant.wants is None or entry.variant.suits(self.state)):
             with collection_paused():  # up to the first result: what has been traced lives on
                 try:
                     entry, call = self._maker.make(call)
                 except REFUSALS as refusal:
                     return refusal, None
-                entry = next(filter(entry.is_like, self._entries.values()), entry)
+                entry = self.shapes.alike(entry)
                 key = self._maker.key(call)
-                self._entries[key] = entry
+                self.shapes.put(key, entry)
                 return self._answer(key, entry, call, plain, flight, is_no_grad=is_no_grad)
         return self._answer(key, entry, call, plain, flight, is_no_grad=is_no_grad)
 
@@ -307,33 +279,33 @@ class Dispatcher(ForwardStandIn):
         if reason or (reason := self.hosted.misfit(entry, call)):
             return UnsupportedError(reason), None
         is_ready = plain is None or not self._prepared.is_due(self.state, entry, plain)
-        if is_ready and self._runner.may_run_apart(entry, self._loop_of(entry)):
+        if is_ready and self._runner.may_run_apart(entry, self._look.loop_of(entry)):
             self._note_use(entry)
             self._runner.set_out(flight, entry, tensors)
             return None, None
         result = self._run(entry, tensors)
-        if plain is not None and (known := self._entries.get(key)) is not None:
+        if plain is not None and (known := self.shapes.get(key)) is not None:
             self._prepare(known, plain, tensors)
         return None, result
 
-    def _look(self, entry: Entry | None, call: GivenCall) -> tuple[bool, Any]:
+    def _looked(self, entry: Entry | None, call: GivenCall) -> tuple[bool, Any]:
         """Say whether the module is another than at the last look. If it is not, and the call has
         run ahead of this look, its result comes too. Adapters that changed change weights alone."""
-        if entry is not None and self._is_undisturbed():
+        if entry is not None and self._look.is_undisturbed:
             if self.state.effective.needs_refresh(call.beside.lora_scale):
                 self._refresh_weights(call)
             return False, _NO_RESULT
         self.state.effective.begin_look()  # also where an earlier look was never ended
         seem_others = self.state.effective.seem_others(call.beside.lora_scale)
         if entry is None or seem_others or not self._runner.may_run_ahead(entry):
-            has_changed = self._has_changed()
+            has_changed = self._look.has_changed()
             if not has_changed:
                 self._refresh_weights(call)
             return has_changed, _NO_RESULT
         hoisted = vars(self.counters.hoisted)  # programs count there
         replays, before = self.counters.replays, dict(hoisted)
         result = self._run_ahead(entry, call.tensors)
-        has_changed = self._has_changed()
+        has_changed = self._look.has_changed()
         if not has_changed and not self._refresh_weights(call):
             return False, result
         self.counters.replays = replays  # nobody sees that result
@@ -351,16 +323,16 @@ class Dispatcher(ForwardStandIn):
 
     def _run_ahead(self, entry: Entry, tensors: list[Tensor]) -> Any:
         """Return the result of a call whose module is yet to be looked at."""
-        self._checked_loop = self.loop.number  # what it keeps is of this loop
+        self._look.note()  # what it keeps is of this loop
         try:
             return self._run(entry, tensors)
         except BaseException:
-            self._checked_loop = 0  # nobody has looked at the module
+            self._look.forget()  # nobody has looked at the module
             raise
 
     def _unfit(self) -> str:
         """Say why this call cannot be served by an inference program, or nothing."""
-        if (reason := unfit_call(self.module)) or self._is_undisturbed():
+        if (reason := unfit_call(self.module)) or self._look.is_undisturbed:
             return reason
         if self._replaced:
             return self._replaced
@@ -370,7 +342,7 @@ class Dispatcher(ForwardStandIn):
     def forget_weights(self) -> None:
         """Keep nothing that refers to the weights where they are: they are about to be moved."""
         with self._lock:
-            self._checked_loop = 0
+            self._look.forget()
             self.forget_shapes()
             self.state.release_pieces()
             if self.latest is not None:
@@ -434,6 +406,10 @@ class Dispatcher(ForwardStandIn):
         is_by_row = self.state.effective.rows is not None  # of which it knows nothing
         if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
+        if str(refusal) in self.variants.by_values and self._may_be_cut():
+            why, result = self.cut.run(self.eager, args, kwargs)
+            if not why:
+                return self._noted_cut(refusal, result)
         try:
             result = self._run_plainly(args, kwargs)
         except Exception:
@@ -448,28 +424,26 @@ class Dispatcher(ForwardStandIn):
             self._refused.note(self._maker.key(call), refusal, left)
         return result
 
+    def _may_be_cut(self) -> bool:
+        """Say whether a forward may run in pieces: nobody moves its weights, or calls it in a
+        loop of which something is kept."""
+        is_plain = type(self.adapter) is Adapter and not self.options.strict
+        is_moved = self.budget is not None or self.hosted.taken is not None
+        return is_plain and not is_moved and self.cut.may_run()
+
+    def _noted_cut(self, refusal: StropError, result: Any) -> Any:
+        if not self.cut.graphs:  # nothing in it is compiled
+            self._fallbacks.note_eager(str(refusal))
+        else:
+            said = f" ({self.cut.explained})" if self.cut.explained else ""
+            self._fallbacks.note(f"torch runs the calls at which it is cut: {refusal}{said}")
+        return result
+
     # weights
 
-    def _is_settled(self) -> bool:
-        """Say whether a call has looked at everything inside the denoise loop that runs."""
-        return self.loop.is_running and self._checked_loop == self.loop.number
-
-    def _is_undisturbed(self) -> bool:
-        """Say whether all is settled, and nobody can have changed anything since."""
-        own = self.module
-        return (
-            not self.loop.has_user_code
-            and self._is_settled()
-            and not (own._forward_hooks or own._forward_pre_hooks or hooks.has_global_hooks())
-        )
-
     def _check_state(self) -> None:
-        if self._has_changed():
+        if self._look.has_changed():
             self._reset()
-
-    def _has_changed(self) -> bool:
-        self._checked_loop = self.loop.number
-        return self.state.has_new_structure() or self.state.has_new_tensors()
 
     def _reset(self, given: Sequence[Tensor] | None = None) -> None:
         """Look at the module anew, and bind everything again where weights, modules or adapters are
@@ -477,33 +451,16 @@ class Dispatcher(ForwardStandIn):
         arguments of the call that asks for it."""
         self._in_flight.wait()
         self.forget_copies()
-        before = StateBinding.of(self.state, self._entries)
+        before = self.shapes.binding()
         self.state.scan()
         if self.hosted.follow(given):
             self.forget_weights()  # somebody else moves them, though they may lie where they did
             self._maker.may_hoist = self._may_hoist and self.budget is None
             self.state.scan()
-        looks = self.state.bound_to()
-        # often nothing is another: diffusers notes with which scale adapters were fused
-        if looks != before.looks:
-            # under a budget no memory is kept for earlier weights
-            self._known.add(before, is_kept=self.budget is None)
-            self._known.prune(self.state)
-            self._entries = self._known.take(looks)
-            for entry in self._entries.values():
-                if entry.placed is not None:
-                    self.state.remember(entry.variant.program, entry.placed)
-            self.counters.rebinds += not self._entries
-            self._forget_graphs(before.entries.values())
+        # under a budget no memory is kept for earlier weights
+        self.counters.rebinds += self.shapes.follow(before, is_kept=self.budget is None)
         self._forget_prepared()
         self.loop.forget()  # nobody counts what may have been written meanwhile
-
-    def _forget_graphs(self, before: Iterable[Entry]) -> None:
-        """Drop the graphs of all entries but those that are bound to the module, or were and may be
-        again. ``before`` are those that were bound to it so far."""
-        kept = [*self._entries.values(), *self._known.entries]
-        devices = {entry.device for entry in (*kept, *before)}
-        self._runner.forget(devices, kept)
 
     def _forget_programs(self) -> None:
         """Have the next call look for its program anew: the patterns in force are others."""
@@ -511,10 +468,7 @@ class Dispatcher(ForwardStandIn):
             self.forget_shapes()
 
     def forget_shapes(self) -> None:
-        entries = (*self._entries.values(), *self._known.entries)
-        self._runner.forget({entry.device for entry in entries})
-        self._entries.clear()
-        self._known.clear()
+        self.shapes.clear()
         self._forget_prepared()
 
     def _forget_prepared(self) -> None:
@@ -539,10 +493,7 @@ class Dispatcher(ForwardStandIn):
 
     def forget_shapes_but(self, entry: Entry) -> None:
         """Forget what is bound to weights that have been moved for this entry."""
-        before = [*self._entries.values()]
-        self._entries = {key: own for key, own in self._entries.items() if own is entry}
-        self._known.prune(self.state)
-        self._forget_graphs(before)
+        self.shapes.keep_only(entry)
         self._forget_prepared()
 
     # running
@@ -553,7 +504,7 @@ class Dispatcher(ForwardStandIn):
     def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
         self._note_use(entry)
         try:
-            return self._runner.run(entry, tensors, self._loop_of(entry))
+            return self._runner.run(entry, tensors, self._look.loop_of(entry))
         except BaseException:
             entry.uses -= 1  # what a first run does is yet to be done
             raise
@@ -561,7 +512,3 @@ class Dispatcher(ForwardStandIn):
     def _note_use(self, entry: Entry) -> None:
         entry.uses += 1
         self.latest = entry
-
-    def _loop_of(self, entry: Entry) -> int | None:
-        """Return the denoise loop that this is a call of, if what comes of it may be kept."""
-        return self._checked_loop if entry.steady and self._is_settled() else None

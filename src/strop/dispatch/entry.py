@@ -28,6 +28,8 @@ class Entry:
     steady: tuple[int, ...] = ()  # see ``Adapter.steady``
     timestep: int | None = None  # see ``Adapter.timestep``
     is_pure: bool = False  # see ``Program``
+    has_free: bool = False  # it serves all lengths of some arguments (``free_places``)
+    has_short: bool = True  # it may be nothing but kernels, which have a short way
 
     def let_go(self) -> None:
         """Keep nothing that refers to weights."""

@@ -12,8 +12,9 @@ from strop.dispatch.adapter import Adapter
 from strop.dispatch.aliases import returned_arguments
 from strop.dispatch.entry import Entry
 from strop.dispatch.fallbacks import Fallbacks
+from strop.dispatch.free_places import FreePlaces
 from strop.dispatch.module_state import ModuleState
-from strop.dispatch.signature import Beside, Shapes, Skeleton, memory_order, placed
+from strop.dispatch.signature import Beside, Shapes, Skeleton, placed
 from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of
 from strop.dispatch.varying_numbers import GivenCall, Turned, all_shapes
 from strop.errors import UnsupportedError
@@ -40,6 +41,7 @@ class EntryMaker:
     ) -> None:
         self._state, self._turned, self._variants = state, turned, variants
         self._adapter, self._fallbacks, self.may_hoist = adapter, fallbacks, may_hoist
+        self.free = FreePlaces()
 
     def resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> GivenCall:
         """Return a call that has floats or generators, and decide which of its floats are
@@ -49,7 +51,7 @@ class EntryMaker:
 
     def key(self, call: GivenCall) -> Hashable:
         """Return a key that is equal for calls that one entry serves."""
-        looks = tuple((t.shape, t.dtype, t.device, memory_order(t)) for t in call.tensors)
+        looks = self.free.looks(call)
         if call.numbers:
             return (call.skeleton, looks, self._turned.outcomes(call))
         return (call.skeleton, looks)
@@ -69,6 +71,7 @@ class EntryMaker:
         for cause in variant.program.foreign_causes:
             self._fallbacks.note(f"{cause}: torch runs it")
         steady = self._steady(call)
+        has_free = self.free.note(call, variant.program, is_kept=bool(steady))
         entry = Entry(
             next(_NUMBERS),
             variant,
@@ -79,6 +82,8 @@ class EntryMaker:
             timestep=self._adapter.timestep(call.skeleton) if steady else None,
             is_pure=variant.program.is_pure,
             has_graph=not call.beside.generators,
+            has_free=has_free,
+            has_short=not variant.program.call_steps,
         )
         return entry, call
 

@@ -26,7 +26,7 @@ from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend import computed_weights, int8_layers, layerwise_casting, moving_hooks
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.frontend.composed_tensors import (
     Place,
     PlainLook,

@@ -23,11 +23,25 @@ class PreparedCalls(dict[Hashable, Short]):
     none: such calls are not looked at again. It is a dict, as it is asked at each call of a few
     microseconds."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = set[Hashable]()
+
+    def _note(self, key: Hashable) -> None:
+        if len(self._seen) >= MOST_READY:
+            self._seen.clear()
+        self._seen.add(key)
+
     def is_due(self, state: ModuleState, entry: Entry, args: tuple[Any, ...]) -> bool:
         """Say whether nobody has looked yet for a short way for such a call."""
         if entry.device.type != "cpu" or state.turned.names:
             return False
+        if entry.has_free and not entry.has_short:
+            return False
         key = cpu_fast_path.plain_key(args)
+        if entry.has_free and key not in self._seen:  # a length that may never come again
+            self._note(key)
+            return False
         return bool(key) and key not in self and not torch._C._len_torch_dispatch_stack()
 
     def prepare(

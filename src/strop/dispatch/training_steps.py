@@ -28,7 +28,7 @@ from strop.dispatch.partition import Joint
 from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
 from strop.dispatch.variants import REFUSALS, device_of, library_for
 from strop.errors import ShapeError, UnsupportedError
-from strop.frontend.capture import clone_structure
+from strop.frontend.clones import clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import TANGENT
 from strop.frontend.objects import Contents
@@ -167,6 +167,11 @@ class Steps:
             f"its graph has guards that exclude the sizes it was traced for: {sizes}"
         )
         raise ShapeError(self.refused[key])
+
+    def share(self, other: Steps) -> None:
+        """Have the steps of ``other``, and give it those that are made here: its module may be
+        another with the same structure, as weights are arguments of a step."""
+        self.by_key, self.refused = other.by_key, other.refused
 
     def forget_refusal(self) -> None:
         """The latest call was wrong in itself, which says nothing of others like it."""

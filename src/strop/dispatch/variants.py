@@ -25,6 +25,7 @@ from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.dispatch import stored_variants
 from strop.dispatch.arguments import are_dense, wants_none
+from strop.dispatch.cut_forward import is_by_values
 from strop.dispatch.effects import Effects
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.module_state import ModuleState
@@ -153,6 +154,7 @@ class VariantStore:
         self.progress = Progress()
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
+        self.by_values = set[str]()  # failures that are about sizes which values decide
 
     def library(self, device: torch.device) -> KernelLoader:
         """Return what loads the kernels of a device."""
@@ -309,6 +311,8 @@ class VariantStore:
             raise
         except REFUSALS as error:
             self._failed[key, shapes.is_ragged] = str(error)
+            if is_by_values(error):
+                self.by_values.add(str(error))
             raise
         if variant.program.foreign_calls and self.options.strict:
             raise UnsupportedError(

@@ -14,20 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strop.dispatch.budgeted_memory import BudgetedMemory
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.parts_offload import PartsOffload
 from strop.dispatch.placed_weights import place
-from strop.dispatch.weight_regions import (
-    Region,
-    Regions,
-    returned_state,
-    uses_of,
-)
+from strop.dispatch.weight_homes import WeightHomes
+from strop.dispatch.weight_regions import Region, Regions, returned_state, uses_of
 from strop.errors import OptionError
 from strop.ir.program import InputSpec, Program
 from strop.options import Options
 from strop.runtime.run.layouts import bytes_of
-from strop.runtime.run.pinned_memory import give_back_cached, pinned
 from strop.runtime.run.run_order import RunOrder
 from strop.runtime.run.stream_plan import (
     Block,
@@ -38,11 +34,10 @@ from strop.runtime.run.stream_plan import (
     scattered_regions,
 )
 from strop.runtime.run.weight_layout import aligned
-from strop.runtime.run.weight_stream import Copy, Lane, StreamedBlock, Streaming, lane_for
+from strop.runtime.run.weight_stream import Streaming
 from strop.wording import counted
 
 DEVICES = ("cuda",)  # types of devices that a budget is for; tests add another
-HOST_PIECE_BYTES = 256 << 20  # that are pinned together, while weights are copied there
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +68,10 @@ class WeightsBudget:
         self.name, self._state, self.budget_bytes = name, state, budget_bytes
         self._offload, self._stretches = offload, not budget_bytes
         self._most_bytes = budget_bytes  # as planned last
-        self._home: torch.device | None = None  # where the weights were given,
-        self._elsewhere: dict[int, tuple[Tensor, torch.device]] = {}  # but for these, by their ids
-        self._places: dict[int, torch.device] = {}  # where they were put, by their ids
-        self._host: list[Tensor] = []  # pinned pieces that regions lie in
-        self._device: list[Tensor] = []  # where that is a CPU too: what stands for its memory
+        self._homes, self._memory = WeightHomes(), BudgetedMemory(state)
         self._resident_bytes = 0  # as planned last
         self.working_bytes = 0  # that the program bound so far that needs the most takes in a run
         self._scattered = set[int]()  # ids of weights that some program reads at several places
-        self._slots: Tensor | None = None
-        self._lane: Lane | None = None
         self._plan: StreamPlan | None = None  # of the program that was bound last
         state.place = self._usual_place()
         state.scan()  # the structure says where weights are
@@ -143,7 +132,7 @@ class WeightsBudget:
     @property
     def held_bytes(self) -> int:
         """Return the memory of the device that weights and slots take."""
-        return self._resident_bytes + (self._slots.numel() if self._slots is not None else 0)
+        return self._resident_bytes + self._memory.slots_bytes
 
     @property
     def streamed_bytes(self) -> int:
@@ -171,14 +160,14 @@ class WeightsBudget:
         self._unite(program.inputs)
         placed = self._found(program, order)
         if self._is_settled(placed):
-            self._places = {id(t): t.device for t in self._state.tensors}
+            self._homes.note_put(self._state.tensors)
             return [*placed.state]
         before_move()
         self._state.release_pieces()
         plan, regions, uses = self._planned(placed), placed.regions, placed.uses
         del placed  # what it holds would keep memory that weights leave
         self._move(regions, plan, uses)
-        self._places = {id(t): t.device for t in self._state.tensors}
+        self._homes.note_put(self._state.tensors)
         return [*self._found(program, order).state]
 
     def misfit(self, program: Program) -> str:
@@ -206,23 +195,11 @@ class WeightsBudget:
         return ""
 
     def _note_homes(self) -> None:
-        """Note where weights were given, before any has been moved. What hooks take to a device is
-        at home on the host, and anything else where it is found first."""
-        if self._offload is None:
-            self._home = self._home or self._state.tensors[0].device
-            return
-        covered = self._offload.covered()
-        for tensor in self._state.tensors:
-            if id(tensor) not in covered and id(tensor) not in self._elsewhere:
-                self._elsewhere[id(tensor)] = tensor, tensor.device
-        if self._stretches:
-            there = [t for t, device in self._elsewhere.values() if device.type != "cpu"]
+        """Note where weights were given. Without a budget of the user's, it follows from them."""
+        self._homes.note(self._state.tensors, self._offload)
+        if self._offload is not None and self._stretches:
+            there = [t for t, device in self._homes.elsewhere if device.type != "cpu"]
             self.budget_bytes = self._offload.most_bytes + bytes_of(there)
-        self._home = torch.device("cpu")
-
-    def _home_of(self, region: Region) -> torch.device | None:
-        found = (self._elsewhere.get(id(t)) for t in region.weights)
-        return next((pair[1] for pair in found if pair is not None), self._home)
 
     def _unite(self, inputs: Sequence[InputSpec]) -> None:
         """Take weights that are to be one piece, and lie on several devices, to the host."""
@@ -248,18 +225,10 @@ class WeightsBudget:
         known = {n: number for n, number in numbers.items() if number is not None}
         return Placed(program, order, state, regions, uses_of(program, order, known))
 
-    def _is_resident(self, region: Region) -> bool:
-        if region.device.type != "cpu":
-            return region.device == self._state.place
-        return _holder(self._device, region) is not None
-
-    def _resident(self, regions: Regions) -> set[int]:
-        return {n for n, region in enumerate(regions.all) if self._is_resident(region)}
-
     def _is_settled(self, placed: Placed) -> bool:
         """Tell whether all weights of a program lie well, beside those of others."""
-        regions, slot = placed.regions, self._slots.numel() // 2 if self._slots is not None else 0
-        resident = self._resident(regions)
+        regions, slot = placed.regions, self._memory.slot_bytes
+        resident = self._memory.resident(regions)
         size = sum(aligned(regions.all[n].size_bytes) for n in resident)
         if not self._resident_bytes <= size <= self._most_bytes - 2 * slot:
             return False
@@ -267,12 +236,12 @@ class WeightsBudget:
         if plan is None or (plan.blocks and not slot):
             return False
         streamed = (regions.all[n] for block in plan.blocks for n in block.offsets)
-        return all(r.is_fixed or _holder(self._host, r) is not None for r in streamed)
+        return all(r.is_fixed or self._memory.is_pinned(r) for r in streamed)
 
     def _planned(self, placed: Placed) -> StreamPlan:
         regions = placed.regions
         fixed = {n for n, region in enumerate(regions.all) if region.is_fixed}
-        here = {n for n in fixed if self._is_resident(regions.all[n])}
+        here = {n for n in fixed if self._memory.is_resident(regions.all[n])}
         scattered = scattered_regions(placed.uses, regions.sizes, here) - fixed
         self._scattered.update(id(t) for n in scattered for t in regions.all[n].weights)
         for number, region in enumerate(regions.all):
@@ -295,120 +264,64 @@ class WeightsBudget:
 
     def _move(self, regions: Regions, plan: StreamPlan, uses: Sequence[Use]) -> None:
         """Take weights to where the plan has them: first those that leave the device."""
-        assert self._state.place is not None
         read = dict.fromkeys(n for use in uses for n in use.regions)
         others = (n for n in range(len(regions.all)) if n not in read)
         going = [n for n in (*read, *others) if self._is_going(regions.all[n], n, n in read, plan)]
-        leaves = any(self._is_resident(regions.all[n]) for n in going)
-        self._take_home([regions.all[n] for n in going])
-        self._let_go(regions)
-        self._hold_slots(plan.slot_bytes)
-        if leaves and self._state.place.type == "cuda":
-            torch.cuda.empty_cache()  # what weights have left is for everybody
-        if going and self._state.place.type == "cuda":
-            give_back_cached()  # libraries may have pinned them, too
+        leaves = any(self._memory.is_resident(regions.all[n]) for n in going)
+        self._memory.take_home([regions.all[n] for n in going])
+        self._memory.let_go(regions)
+        self._memory.hold_slots(plan.slot_bytes)
+        self._memory.give_to_others(of_device=leaves, of_host=bool(going))
         for number in sorted(plan.resident):
             region = regions.all[number]
-            if not self._is_resident(region) and not region.is_fixed:
-                memory = device_memory(region.size_bytes, self._state.place)
-                region.move(memory)
-                if memory.device.type == "cpu":  # elsewhere the device tells
-                    self._device.append(memory)
-        self._let_go(regions)
-        resident = [regions.all[n] for n in self._resident(regions)]
+            if not self._memory.is_resident(region) and not region.is_fixed:
+                self._memory.bring(region)
+        self._memory.let_go(regions)
+        resident = [regions.all[n] for n in self._memory.resident(regions)]
         self._resident_bytes = sum(aligned(region.size_bytes) for region in resident)
-
-    def _let_go(self, regions: Regions) -> None:
-        """Keep no memory in which nothing lies any more."""
-        self._device = [memory for memory in self._device if _is_used(memory, regions)]
-        self._host = [memory for memory in self._host if _is_used(memory, regions)]
 
     def _is_going(self, region: Region, number: int, is_read: bool, plan: StreamPlan) -> bool:
         """Tell whether a region is to be taken to pinned memory."""
         if region.is_fixed or number in plan.resident:
             return False
-        return self._is_resident(region) or (is_read and _holder(self._host, region) is None)
-
-    def _take_home(self, regions: Sequence[Region]) -> None:
-        """Take regions to pinned memory of the host, one behind the other, a few at a time: their
-        old memory is free then."""
-        some, size = list[Region](), 0
-        for region in (*regions, None):
-            if some and (region is None or size + region.size_bytes > HOST_PIECE_BYTES):
-                self._take_piece(some)
-                some, size = [], 0
-            if region is not None:
-                some.append(region)
-                size += aligned(region.size_bytes)
-
-    def _take_piece(self, regions: Sequence[Region]) -> None:
-        assert self._state.place is not None
-        sizes = [aligned(region.size_bytes) for region in regions]
-        piece, start = pinned(sum(sizes), for_gpu=self._state.place.type == "cuda"), 0
-        for region, size in zip(regions, sizes, strict=True):
-            region.move(piece[start : start + region.size_bytes])
-            start += size
-        self._host.append(piece)
-
-    def _wait(self) -> None:
-        """Wait until no stream reads weights any more, which are about to leave the device."""
-        if self._state.place is not None and self._state.place.type == "cuda":
-            torch.cuda.synchronize(self._state.place)
-
-    def _hold_slots(self, slot_bytes: int) -> None:
-        assert self._state.place is not None
-        if self._slots is not None and self._slots.numel() == 2 * slot_bytes:
-            return
-        self._slots = self._lane = None
-        if slot_bytes:
-            self._slots = device_memory(2 * slot_bytes, self._state.place)
-            self._lane = lane_for(self._slots)
+        return self._memory.is_resident(region) or (is_read and not self._memory.is_pinned(region))
 
     def rest(self, forget: Callable[[], object]) -> None:
         """Take all weights to pinned memory of the host, and let go of the slots, until the next
         call. ``forget`` has everybody let go of the weights."""
         regions = Regions(self._state.tensors, ())  # it holds pieces that weights are parts of
         forget()
-        self._wait()
-        self._take_home([region for region in regions.all if self._is_resident(region)])
-        self._let_go(regions)
-        self._slots = self._lane = None
+        self._memory.wait()
+        self._memory.take_home([r for r in regions.all if self._memory.is_resident(r)])
+        self._memory.let_go(regions)
+        self._memory.drop_slots()
         self._resident_bytes = 0
-        self._places = {id(t): t.device for t in self._state.tensors}
+        self._homes.note_put(self._state.tensors)
         self._state.merged.add([whole for region in regions.all for whole in region.wholes])
-        if self._state.place is not None and self._state.place.type == "cuda":
-            torch.cuda.empty_cache()  # what weights have left is for everybody
+        self._memory.give_to_others(of_device=True)
 
     def give_back(self) -> None:
         """Take all weights to where they were given, and let go of the slots."""
-        if self._were_moved():
+        if self._homes.were_left(self._state.tensors):
             self.forget()
             return
-        self._wait()
+        self._memory.wait()
         with torch.inference_mode(False), torch.no_grad():
-            if self._home is not None:
+            if self._homes.are_known:
                 for region in Regions(self._state.tensors, ()).all:
-                    home = self._home_of(region)
+                    home = self._homes.of(region)
                     if region.device.type == "meta":  # newer hooks have the weights
                         continue
-                    if self._is_resident(region) or region.device != home:
+                    if self._memory.is_resident(region) or region.device != home:
                         region.move(torch.empty(region.size_bytes, dtype=torch.uint8, device=home))
         self.forget()
 
     def forget(self) -> None:
         """Leave all weights where they are, and let go of the slots."""
-        self._slots = self._lane = self._plan = None
-        self._host, self._device, self._home = [], [], None
-        self._elsewhere.clear()
-        self._places.clear()
+        self._plan = None
+        self._memory.forget()
+        self._homes.forget()
         self._resident_bytes = self.working_bytes = 0
-
-    def _were_moved(self) -> bool:
-        """Tell whether somebody has taken all weights to one device since, where some were not:
-        there they are wanted."""
-        tensors = self._state.tensors
-        is_one = len({tensor.device for tensor in tensors}) == 1
-        return is_one and any(self._places.get(id(t), t.device) != t.device for t in tensors)
 
     # binding
 
@@ -418,16 +331,16 @@ class WeightsBudget:
         """Return what a program reads for its state arguments, which ``put`` has given, and what
         streams those that are not on the device."""
         placed = self._found(program, order)
-        regions, slot = placed.regions, self._slots.numel() // 2 if self._slots is not None else 0
-        plan = replan(placed.uses, regions.sizes, self._resident(regions), slot)
+        regions, slot = placed.regions, self._memory.slot_bytes
+        plan = replan(placed.uses, regions.sizes, self._memory.resident(regions), slot)
         assert plan is not None  # ``put`` has seen to it
         self._plan = plan
         where = {n: (block, at) for block in plan.blocks for n, at in block.offsets.items()}
         found = [self._seen(regions, where, tensor) for tensor in state]
-        if self._lane is None:
+        if self._memory.lane is None:
             return found, None
-        blocks = [self._streamed(regions, block) for block in plan.blocks]
-        return found, Streaming(self._lane, blocks)
+        blocks = [self._memory.streamed(regions, block) for block in plan.blocks]
+        return found, Streaming(self._memory.lane, blocks)
 
     def _seen(
         self, regions: Regions, where: dict[int, tuple[Block, int]], tensor: Tensor | None
@@ -439,31 +352,11 @@ class WeightsBudget:
         if number is None:
             return tensor.to(self._state.place)  # no element
         region = regions.all[number]
-        if self._is_resident(region):
+        if self._memory.is_resident(region):
             return tensor
         if number not in where:
             return None
-        return region.placed(tensor).at(self._slot_bytes_of(*where[number], region))
-
-    def _slot_bytes_of(self, block: Block, offset: int, region: Region) -> Tensor:
-        assert self._slots is not None
-        start = block.slot * (self._slots.numel() // 2) + offset
-        return self._slots[start : start + region.size_bytes]
-
-    def _streamed(self, regions: Regions, block: Block) -> StreamedBlock:
-        copies = list[Copy]()
-        for number, offset in block.offsets.items():
-            region = regions.all[number]
-            place = self._slot_bytes_of(block, offset, region)
-            copies.append((place, region.bytes() if region.is_fixed else self._bytes(region)))
-        return StreamedBlock(block.slot, block.first, block.last, _joined(copies))
-
-    def _bytes(self, region: Region) -> Tensor:
-        """Return a region in its pinned piece."""
-        piece = _holder(self._host, region)
-        assert piece is not None
-        start = region.start - piece.data_ptr()
-        return piece[start : start + region.size_bytes]
+        return region.placed(tensor).at(self._memory.part_of_slot(*where[number], region))
 
 
 def budget_for(
@@ -477,45 +370,3 @@ def budget_for(
     if not budget_bytes and offload is None:
         return None
     return WeightsBudget(name, state, budget_bytes, offload)
-
-
-def device_memory(size_bytes: int, device: torch.device) -> Tensor:
-    """Return memory of a device for weights. Tests count it."""
-    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-
-
-def _joined(copies: Sequence[Copy]) -> tuple[Copy, ...]:
-    """Return the same copies with those as one that lie behind each other on both sides."""
-    found = list[Copy]()
-    for copy in copies:
-        if found and (both := _one_piece(found[-1], copy)) is not None:
-            found[-1] = both
-        else:
-            found.append(copy)
-    return tuple(found)
-
-
-def _one_piece(first: Copy, second: Copy) -> Copy | None:
-    gaps = [b.data_ptr() - a.data_ptr() for a, b in zip(first, second, strict=True)]
-    is_one = all(
-        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        for a, b in zip(first, second, strict=True)
-    )
-    if not is_one or gaps[0] != gaps[1] or gaps[0] != aligned(first[0].numel()):
-        return None
-    size = gaps[0] + second[0].numel()
-    into, source = (t.as_strided((size,), (1,)) for t in first)
-    return into, source
-
-
-def _holder(pieces: Sequence[Tensor], region: Region) -> Tensor | None:
-    return next((piece for piece in pieces if _lies_in(region, piece)), None)
-
-
-def _lies_in(region: Region, memory: Tensor) -> bool:
-    start = memory.data_ptr()
-    return region.device == memory.device and start <= region.start < start + memory.numel()
-
-
-def _is_used(memory: Tensor, regions: Regions) -> bool:
-    return any(_lies_in(region, memory) for region in regions.all)

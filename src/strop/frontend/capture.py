@@ -9,17 +9,15 @@ against 28 s through Dynamo and AOTAutograd (docs/decisions/0002).
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 import logging
+import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -41,24 +39,17 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
-from strop.frontend import int8_layers
-from strop.frontend.adapted_layers import is_folded
 from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.composed_tensors import is_composed
-from strop.frontend.computed_weights import compute, computed_weights
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.formats import UnknownSizeError
 from strop.frontend.functional import WriteThroughViewError, make_functional
-from strop.frontend.layerwise_casting import cast_as, cast_of, left_out
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.library_operators import opened
-from strop.frontend.low_rank_layers import stand_in
-from strop.frontend.module_parts import graph_module_like, has_other_forward, is_inside_a_hook
-from strop.frontend.module_tensors import Tables, named_state, putting_together, tensor_places
-from strop.frontend.moving_hooks import ATTRIBUTES, moving_hooks, set_by_hooks
+from strop.frontend.module_tensors import named_state, putting_together, tensor_places
 from strop.frontend.numbers import Numbers, python_floats
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
@@ -81,7 +72,7 @@ log = logging.getLogger("strop")
 # Tracing sets what belongs to the process: hooks on all modules, settings of fx. Modules of several
 # threads take turns.
 ONE_AT_A_TIME = threading.RLock()
-_CARRIED = 6  # sizes that one tensor brings into a trace
+_CARRIED, _MOST_CARRIED = 6, 2**40  # sizes that one tensor brings into a trace, and elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,103 +105,6 @@ class Captured:
     same: tuple[Same, ...] = ()  # leaves of its result that are other tensors themselves
     rows: tuple[TensorSpec, ...] = ()  # of each table, as many elements as it has rows
     blocks: BlockReuse = field(default_factory=BlockReuse)  # repeated ones
-
-
-_HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name}
-
-
-def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) -> nn.Module:
-    """Return a copy of the modules that shares every tensor, to trace without disturbing other
-    threads. A layer that has one of ``tables`` stands in the place of the one that wraps it, with
-    the Parameters in it, and computes its low-rank part if these hold one. Another stands for each
-    linear of ``int8_layers``."""
-    held = [table[key] for _, table, key in tensor_places(module.named_modules())]
-    memo: dict[int, Any] = {id(t): t for t in (*held, *named_state(module).values())}
-    for table in tables.values():
-        memo |= {id(t): t for t in table.values()}
-    memo |= {
-        id(part): int8_layers.stand_in(part)
-        for part in module.modules()
-        if int8_layers.is_int8(part)
-    }
-    try:
-        clone = _deep_copied(module, memo)
-        for number, table in tables.items():
-            memo[number]._parameters |= table
-        clone = _unwrapped(clone) if tables else clone
-        for number in tables:
-            stand_in(memo[number])
-        return clone
-    except (TypeError, RuntimeError) as error:  # locks, open files; tensors that were computed
-        raise CaptureError(f"{type(module).__name__} cannot be copied: {error}") from error
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Put plain layers in the place of those that peft has wrapped."""
-    if is_folded(module):
-        return _unwrapped(module.base_layer)  # type: ignore[arg-type]
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = _unwrapped(child)
-    return module
-
-
-def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    around = vars(module).get("forward"), vars(module).get("_hf_hook")
-    is_around = is_inside_a_hook(module) and not moving_hooks(module)
-    if is_around:  # accelerate's hook holds the models before this one
-        memo |= {id(value): None for value in (*around, vars(module)["_old_forward"])}
-    moved = [part for part in module.modules() if moving_hooks(part)]
-    memo |= {id(value): None for part in moved for _, value in set_by_hooks(part)}
-    for part in module.modules():
-        _refuse_copy(part, is_outermost=is_around and part is module)
-        own = part.__dict__.get("forward")
-        if getattr(own, "is_strop", False):
-            memo[id(own)] = None  # dispatchers stay with the original
-    _copy_graph_modules(module, memo)
-    casts = list(left_out(module))
-    memo |= {id(hook): None for _, _, hooks in casts for hook in hooks}
-    memo |= {id(weight): None for weight in computed_weights(module)}
-    clone = copy.deepcopy(module, memo)
-    for part, cast, _ in casts:
-        cast_as(memo[id(part)], cast)
-    for part in clone.modules():
-        compute(part)
-    for hooks in _HOOKS & vars(clone).keys():  # the module's own, which run around its forward
-        vars(clone)[hooks].clear()
-    _take_out(clone, ("forward",))
-    copied = [memo[id(part)] for part in moved]
-    _take_out(clone, ATTRIBUTES, [clone, *copied] if is_around else copied)
-    return clone
-
-
-def _take_out(
-    clone: nn.Module, names: Sequence[str], parts: Sequence[nn.Module] | None = None
-) -> None:
-    """Take out of a copy, or of these parts of it, what was not copied."""
-    for own in map(vars, clone.modules() if parts is None else parts):
-        for name in names:
-            if name in own and own[name] is None:
-                del own[name]
-
-
-def _refuse_copy(part: nn.Module, *, is_outermost: bool) -> None:
-    if isinstance(part, nn.parallel.DistributedDataParallel):
-        # a copy would put hooks of its own on the parameters, and a trace has none of them
-        raise CaptureError("DistributedDataParallel cannot be traced; optimize the module in it")
-    if has_other_forward(part) and cast_of(part) is None and not is_outermost:
-        raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
-
-
-def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Put copies of all modules of torch.fx into ``memo``, which share their graphs."""
-    for part in reversed(list(module.modules())):  # what is inside of another comes first
-        if isinstance(part, GraphModule):
-            memo[id(part)] = made = graph_module_like(part)
-            children = part._modules.items()
-            made._modules = {name: copy.deepcopy(child, memo) for name, child in children}
-            if getattr(vars(made).get("forward"), "is_strop", False):
-                del vars(made)["forward"]
 
 
 def capture(
@@ -427,8 +321,7 @@ def settings() -> Iterator[None]:
 def fake_roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torch.SymInt]:
     """Make one symbol per root name, with its hint as traced value."""
     roots: dict[str, torch.SymInt] = {}
-    for start in range(0, len(hints), _CARRIED):  # of more dims a tensor could have no size
-        part = dict(itertools.islice(hints.items(), start, start + _CARRIED))
+    for part in _carried(hints):
         context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
             dynamic_sizes=[DimDynamic.DYNAMIC] * len(part)
         )
@@ -437,6 +330,19 @@ def fake_roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torc
         )
         roots |= zip(part, carrier.shape, strict=True)  # type: ignore[arg-type]
     return roots
+
+
+def _carried(hints: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield sizes that fit in one tensor each: torch counts its elements in 64 bits, and six tables
+    of 100,000 rows have more."""
+    part: dict[str, int] = {}
+    for name, size in hints.items():
+        if len(part) == _CARRIED or math.prod(part.values()) * size > _MOST_CARRIED:
+            yield part
+            part = {}
+        part[name] = size
+    if part:
+        yield part
 
 
 def fake_input(spec: TensorSpec, roots: Mapping[str, torch.SymInt]) -> Tensor:

@@ -45,6 +45,7 @@ from strop.frontend.reductions import reduction, rounded
 from strop.frontend.resize import RESIZING
 from strop.frontend.results import give, lay_out, order_or_contiguous, refuse_retyped
 from strop.frontend.scalars import node_of, of_sizes
+from strop.frontend.searching import SEARCHING
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.views import COPYING, OF_MEMORY, VIEWS, refuse_shared_memory
 from strop.frontend.whole import IN_TORCH
@@ -67,7 +68,18 @@ log = logging.getLogger("strop")
 _IN_TORCH = {**COPYING, **IN_TORCH, out_dtype: torch.ops.strop.int_mm.default}
 _MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
 
-_TABLES = (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, PADDING, DECOMPOSITIONS, COMPOSITES, BITS)
+_TABLES = (
+    VIEWS,
+    CREATION,
+    INDEXING,
+    LOOKUPS,
+    SEARCHING,
+    RESIZING,
+    PADDING,
+    DECOMPOSITIONS,
+    COMPOSITES,
+    BITS,
+)
 
 _NO_ORDER: Any = object()
 

@@ -102,8 +102,73 @@ def _index(im: Importer, fx: FxNode, x: Any, indices: Sequence[Any]) -> Node | N
     return take(b, node, spread, walks, im.shape(fx), "wrapped")
 
 
+def _embedding_bag(
+    im: Importer,
+    fx: FxNode,
+    table: Any,
+    ids: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Node | None, ...] | None:
+    """Add up rows on a CPU, where nobody asks for what a gradient needs. Where offsets have the end
+    of the last bag, eager's means and extremes go on to the last id all the same, and so do its
+    sums in fp64."""
+    is_read = any(user.args[1] != 0 and user.users for user in fx.users)
+    if im.devices != {"cpu"} or is_read or not fx.users:
+        return None
+    if include_last_offset and (_MODES[mode] != "sum" or _slow_in_eager(table.meta["val"])):
+        return None
+    if _MODES[mode] == "mean" and padding_idx >= 0:
+        return None
+    b, node = im.builder, im.node(offsets)
+    inputs = [im.node(table), im.node(ids), node, *([im.node(weights)] if weights else [])]
+    if len(inputs[1].shape) != 1 or ZERO in (inputs[0].shape[0], inputs[1].shape[0]):
+        return None
+    count = node.shape[0] - const(1) if include_last_offset else node.shape[0]
+    kind = "amax" if _MODES[mode] == "max" else "sum"
+    padding = padding_idx if padding_idx >= 0 else None
+    shape = (count, inputs[0].shape[1])
+    total = b.make(
+        "bag",
+        inputs,
+        shape,
+        inputs[0].dtype,
+        kind=kind,
+        ends=include_last_offset,
+        padding=padding,
+    )
+    return (_mean(b, total, node, inputs[1]) if _MODES[mode] == "mean" else total, None, None, None)
+
+
+_MODES = ("sum", "mean", "max")
+
+
+def _slow_in_eager(table: torch.Tensor) -> bool:
+    """Tell whether eager has no kernel of fbgemm's for a table."""
+    return table.dtype is torch.float64 or not table.is_contiguous()
+
+
+def _mean(b: Builder, total: Node, offsets: Node, ids: Node) -> Node:
+    """Divide sums by how many ids each bag has; of none they are 0."""
+    end = b.reshape(b.constant(ids.numel, torch.int64), (1,))
+    ends = b.cast(b.slice(offsets, 0, const(1), offsets.shape[0] - const(1)), torch.int64)
+    shape = (offsets.shape[0],)
+    after = b.make("cat", [ends, end], shape, torch.int64, dim=0)
+    counts = b.pointwise("sub", after, b.cast(offsets, torch.int64), dtype=torch.int64, alpha=1)
+    counts = b.pointwise("maximum", counts, b.constant(1, torch.int64), dtype=torch.int64)
+    divisor = b.reshape(b.cast(counts, total.dtype), (*shape, const(1)))
+    return b.pointwise("div", total, divisor, dtype=total.dtype)
+
+
 LOOKUPS: dict[Any, Rule] = {
     aten.embedding.default: _embedding,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
     aten.take.default: _take,

@@ -55,6 +55,10 @@ _RELATIONS = {
 _OF_VALUES = ("u", "zuf")  # names that torch gives to integers and numbers without a traced value
 
 
+class SizeOfValuesError(UnsupportedError):
+    """This is raised for a size that the values of a tensor decide, as ``unique`` does."""
+
+
 class OutsideLanguage(UnsupportedError):
     """``expression`` is no polynomial in sizes."""
 
@@ -98,7 +102,7 @@ class Symbols:
         if isinstance(e, sympy.Integer):
             return const(int(e))
         if isinstance(e, sympy.Symbol) and symbol_is_type(e, SymT.UNBACKED_INT):
-            raise UnsupportedError(f"size {e} depends on the values of a tensor")
+            raise SizeOfValuesError(f"size {e} depends on the values of a tensor")
         if isinstance(e, sympy.Symbol):
             return self.names.get(e.name, symbol(e.name))
         if isinstance(e, sympy.Pow) and isinstance(e.exp, sympy.Integer) and e.exp > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from strop.fusion.legality import has_own_loops
 from strop.ir.affine import base_of
 from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
@@ -27,6 +28,8 @@ def is_cheaper_again(
     operands. Several consumers each load the operands, so only one of them may be large.
     """
     members, loads = _expression(node, stored)
+    if any(member.op == "bag" for member in members):
+        return True  # the planner has seen that it is done once
     half = node.numel.eval(hints) / 2
     large = len({base_of(x) for x in loads if x.numel.eval(hints) >= half})
     if not loads and not any(OPS[m.op].is_heavy for m in members):
@@ -46,6 +49,11 @@ def is_cheaper_again(
     if growth > MAX_GROWTH and (is_heavy or large) and elements > SMALL:
         return False
     return num_consumers == 1 or (large <= 1 and not is_heavy)
+
+
+def has_loops(node: Node, stored: Set[Node]) -> bool:
+    """Tell whether computing ``node`` takes loops that no reduction shares."""
+    return any(map(has_own_loops, _expression(node, stored)[0]))
 
 
 def _expression(node: Node, stored: Set[Node]) -> tuple[set[Node], set[Node]]:

@@ -10,13 +10,16 @@ from strop.ir.affine import base_of, lanes_fit, merge, runs_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
-from strop.ir.ops import Kind
+from strop.ir.ops import LOOKED_INTO, Kind
 
 ONE = const(1)
 MAX_STRIDED = 512  # elements of a row across memory that fit on chip beside their neighbours
 MANY_ROWS = 8192  # that keep a GPU busy, 64 side by side
 MAX_SHARED = 4096  # elements of a row of two operands that one program holds
 
+
+MANY_PIECES = 8  # of a cat: each of them would be computed for each element of a reduction
+LOOPS_APART = "bags, and the pieces of a cat, have loops of their own beside reductions"
 
 Turns = tuple[tuple[int, ...], ...]  # permutations between a member and the others
 
@@ -133,30 +136,43 @@ def refusal(node: Node, draft: DraftGroup, schedules: Schedules) -> str | None:
     """Return why ``node`` cannot join ``draft``, or None when it can."""
     if node.kind is Kind.REDUCTION:
         return _refuse_reduction(node, draft, schedules)
-    if node.op == "take" and base_of(node.inputs[0]) in draft.nodes:
-        return "looks up elements that other programs of this kernel compute"
+    if (reason := _refuse_lookup(node, draft)) is not None:
+        return reason
     if draft.schedule is Schedule.POINTWISE:
         return None if node.numel == draft.domain else "another number of elements"
     assert draft.kept is not None
     if len(_turns(node, draft)) > 1:
         return "reads a reduced value in two orders"
     after = any(base_of(i) in draft.reduced for i in node.inputs)
+    if draft.schedule is Schedule.ROW and node.numel == draft.domain:
+        return None if _stays_in_row(node, draft) else "needs the statistics of other rows"
+    if after and node.numel == draft.kept:
+        return None
     if draft.schedule is Schedule.ROW:
-        if node.numel == draft.domain:
-            return None if _stays_in_row(node, draft) else "needs the statistics of other rows"
-        if after and node.numel == draft.kept:
-            return None
         return "another number of elements"
     if after:
-        if node.numel == draft.kept:
-            return None
         return "GLOBAL: needs the statistics of all programs"
     return "beside a column reduction, not before it"
+
+
+def _refuse_lookup(node: Node, draft: DraftGroup) -> str | None:
+    looked_into = node.inputs[: LOOKED_INTO.get(node.op, 0)]
+    if any(base_of(source) in draft.nodes for source in looked_into):
+        return "looks up elements that other programs of this kernel compute"
+    is_apart = has_own_loops(node) and draft.schedule is not Schedule.POINTWISE
+    return LOOPS_APART if is_apart else None
+
+
+def has_own_loops(node: Node) -> bool:
+    """Tell whether a node is printed as loops that no reduction shares."""
+    return node.op == "bag" or (node.op == "cat" and len(node.inputs) >= MANY_PIECES)
 
 
 def _refuse_reduction(node: Node, draft: DraftGroup, schedules: Schedules) -> str | None:
     operand = base_of(node.inputs[0])
     schedule = schedules[node]
+    if any(map(has_own_loops, draft.nodes)):
+        return LOOPS_APART
     if schedule is None:
         return "kept and reduced dims alternate in memory"
     is_member = operand in draft.nodes  # else it is read from memory, through whatever view

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from strop.fusion.cost import is_cheaper_again
+from strop.fusion.cost import has_loops, is_cheaper_again
 from strop.fusion.legality import (
     DraftGroup,
     is_fusible,
@@ -27,7 +27,7 @@ from strop.fusion.plan import FusionPlan, Group, Refusal
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
-from strop.ir.ops import OPS, Kind
+from strop.ir.ops import LOOKED_INTO, OPS, Kind
 
 # Large values that a kernel reads before no further reduction of the same loop joins it. SD1.5's
 # gradients had kernels of 30, whose tiles of one row spilled 3 KB a thread.
@@ -255,7 +255,8 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
     readers = _readers(graph)
     needed = {base_of(o) for o in graph.outputs}
     needed |= {base_of(i) for n in graph.nodes if _is_call(n) for i in n.inputs}
-    needed |= {base_of(n.inputs[0]) for n in graph.nodes if n.op == "take"}
+    looked_into = ((n, LOOKED_INTO.get(n.op, 0)) for n in graph.nodes)
+    needed |= {base_of(source) for n, count in looked_into for source in n.inputs[:count]}
     stored = {node for node in needed if node.kind in (Kind.POINTWISE, Kind.REDUCTION)}
     ends = _ends(drafts, home, readers, stored, graph.hints)
     for node in graph.nodes:
@@ -267,6 +268,9 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
             continue
         largest = max(home[r].domain.eval(graph.hints) for r in outside)
         kernels = len({id(ends[id(home[r])]) for r in readers[node]})
+        if has_loops(node, stored) and not _is_read_once(node, outside, kernels, home):
+            stored.add(node)
+            continue
         if (
             node in draft.reduced
             or node in apart
@@ -278,6 +282,18 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
             stored.remove(node)
             stored.add(narrow)
     return stored
+
+
+def _is_read_once(
+    node: Node, outside: Sequence[Node], kernels: int, home: Mapping[Node, DraftGroup]
+) -> bool:
+    """Tell whether one kernel without a reduction reads each element once: as a piece, or as one of
+    as many elements as it has."""
+    once = all(
+        home[r].schedule is Schedule.POINTWISE and (r.op == "cat" or r.numel == node.numel)
+        for r in outside
+    )
+    return kernels == 1 and once
 
 
 def _before_widening(node: Node) -> Node | None:

@@ -15,6 +15,7 @@ import torch
 from strop.ir.dims import Env, Expr
 from strop.ir.loops import (
     Apply,
+    Bag,
     CheckIndex,
     Index,
     Literal,
@@ -96,6 +97,8 @@ class _State:
         return total
 
     def _load(self, stmt: Load) -> torch.Tensor:
+        if stmt.bag is not None:
+            return self._bag(stmt, stmt.bag)
         elements = self._elements(stmt.index)
         for name, stride in stmt.lookups:
             elements = elements + self.values[name].long() * stride.eval(self.env)
@@ -106,6 +109,27 @@ class _State:
             return torch.zeros(elements.shape, dtype=_exact(self.buffers[stmt.param].dtype))
         found = self.buffers[stmt.param][torch.where(guard, elements, 0)]
         return torch.where(guard, found, torch.zeros_like(found)).to(_exact(stmt.dtype))
+
+    def _bag(self, stmt: Load, bag: Bag) -> torch.Tensor:
+        """Take one id of each bag after the other, as long as some bag has one."""
+        first, length = (self.values[name].long() for name, _ in stmt.lookups)
+        elements, size = self._elements(stmt.index), bag.size.eval(self.env)
+        shape = torch.broadcast_shapes(elements.shape, first.shape, length.shape)
+        total, is_empty = torch.zeros(shape, dtype=torch.float64), torch.ones(shape).bool()
+        for step in range(int(length.max()) if length.numel() else 0):
+            at = torch.where(step < length, first + step, 0)
+            ids = self.buffers[bag.ids][at + bag.at.eval(self.env)].long()
+            is_one = (step < length) & (ids != bag.padding if bag.padding is not None else True)
+            if bool((is_one & ((ids < 0) | (ids >= size))).any()):
+                raise IndexError(f"an id of {stmt.out} is outside of a dim of size {size}")
+            rows = torch.where(is_one, ids, 0) * bag.stride.eval(self.env) + elements
+            found = self.buffers[stmt.param][rows].double()
+            if bag.weights is not None:
+                factors = self.buffers[bag.weights][at + bag.weights_at.eval(self.env)]
+                found = found * factors.double()
+            total = _with_row(bag.kind, total, found, is_one, is_empty)
+            is_empty = is_empty & ~is_one
+        return total
 
     def _place(self, stmt: CheckIndex) -> torch.Tensor:
         place, size = self.values[stmt.value], stmt.size.eval(self.env)
@@ -150,3 +174,12 @@ class _State:
         elements = self._elements(stmt.index)
         shape = [max(pair) for pair in zip(elements.shape, value.shape, strict=True)]
         buffer[elements.expand(shape)] = value.to(buffer.dtype).expand(shape)
+
+
+def _with_row(
+    kind: str, total: torch.Tensor, row: torch.Tensor, is_one: torch.Tensor, is_first: torch.Tensor
+) -> torch.Tensor:
+    """Add a row to what a bag comes to, where there is one."""
+    if kind == "sum":
+        return total + torch.where(is_one, row, 0.0)
+    return torch.where(is_one & (is_first | (row > total)), row, total)

@@ -19,7 +19,7 @@ and ends in the reductions, ``tail`` runs once per (parallel row, kept col) on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -27,8 +27,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from strop.ir.dims import Expr, product
+from strop.ir.code_panel import CodePanel
+from strop.ir.dims import Expr, const, product
 
+ZERO = const(0)
 MAX_LANES = 4096  # cols of a COLUMN kernel, where some of them are reduced: one tile holds them
 
 
@@ -61,10 +63,38 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Describe a buffer that the kernel reads or writes."""
+    """Describe a buffer that the kernel reads or writes. With a ``panel`` it holds codes, and loads
+    read the sums of their products with a weight's."""
 
     dtype: torch.dtype
     is_output: bool
+    panel: CodePanel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bag:
+    """Say which rows a Load adds up: those of ``ids``, a param, from element ``at`` on.
+
+    ``kind`` is "sum" or "amax", which keeps what is not larger, NaN too, as torch does; of no row
+    both are 0. A row is ``stride`` elements behind the one before it, and there are ``size``; an id
+    outside of them makes the kernel report a fault. There are ``count`` ids in all bags. Rows of
+    the id ``padding`` are left out. ``weights`` is a param with a factor for each id, which begins
+    at ``weights_at``.
+    """
+
+    kind: str
+    ids: int
+    at: Expr
+    count: Expr
+    stride: Expr
+    size: Expr
+    padding: int | None = None
+    weights: int | None = None
+    weights_at: Expr = ZERO
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        return (self.ids,) if self.weights is None else (self.ids, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +102,8 @@ class Load:
     """Load out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
 
     ``lookups`` are values that move the index: (int32 or int64 value, stride in elements) each.
-    They are places of a Place, or in range by the way they were made.
+    They are places of a Place, or in range by the way they were made. With ``bag`` they are the
+    first id of a bag and how many it has, with stride 0, and out is what the bag's rows come to.
     """
 
     out: str
@@ -81,6 +112,7 @@ class Load:
     dtype: torch.dtype  # compute type of ``out``
     guard: str | None = None
     lookups: tuple[tuple[str, Expr], ...] = ()
+    bag: Bag | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +315,11 @@ def has_guards(kernel: LoopKernel) -> bool:
 def has_places(kernel: LoopKernel) -> bool:
     """Tell whether the kernel looks up places that may be out of range."""
     return any(isinstance(stmt, CheckIndex) for stmt in kernel.body + kernel.tail)
+
+
+def bags_of(stmts: Iterable[Stmt]) -> tuple[Load, ...]:
+    """Return the loads that add up rows."""
+    return tuple(stmt for stmt in stmts if isinstance(stmt, Load) and stmt.bag is not None)
 
 
 def indices_of(kernel: LoopKernel) -> Iterator[Index]:

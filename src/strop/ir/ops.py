@@ -80,6 +80,11 @@ STRUCTURAL: tuple[Op, ...] = (
     # it, or None where the next index looks it up. attrs["bounds"]: "wrapped" (negative ones count
     # from the end), "checked", or "known" to be inside. The source is always in memory.
     Op("take", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_never),
+    # Sums, or the largest, of rows (D,) of a table (R, D): inputs (table, ids (N,), offsets
+    # (B,) or (B + 1,)[, a factor (N,) of each id]) -> (B, D), all in memory. attrs["kind"]: "sum"
+    # or "amax"; ["ends"]: the offsets have the end of the last bag; ["padding"]: the id that is
+    # left out, or None. The frontend makes it on a CPU alone.
+    Op("bag", Kind.POINTWISE, is_elementwise=False, rows_kept=_never),
     # the same values in another layout
     Op("copy", Kind.POINTWISE, triton="{0}", cpp="{0}", only_moves=True, is_elementwise=False),
     # seed and position, both int64, to a number in [0, 1): ``frontend.random``
@@ -339,6 +344,8 @@ _OF_LIBRARIES = (
 )
 _NAMES = frozenset((*map(str, _BY_OVERLOAD), *_OF_LIBRARIES))
 
+# How many operands of a lookup are in memory, as it reads elements of them that values say.
+LOOKED_INTO: Mapping[str, int] = {"take": 1, "bag": 4}
 # How many operands of a contraction are read as rows.
 OF_ROWS: Mapping[str, int] = {row.name: row.anchor.rows for row in CONTRACTIONS if row.anchor.rows}
 

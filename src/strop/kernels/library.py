@@ -18,7 +18,7 @@ from strop.kernels import libraries
 from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
 from strop.kernels.conv import folded_taps, narrow
-from strop.kernels.gemm import geglu, mixed_product, skinny
+from strop.kernels.gemm import code_sums, geglu, mixed_product, skinny, small_cpu
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
 from strop.kernels.packed import rows as packed
@@ -33,10 +33,12 @@ KERNELS: tuple[Kernel, ...] = (
     wide.ROW,
     short_rows.ROW,
     cpu.ROW,
+    small_cpu.ROW,
     narrow.ROW,
     folded_taps.ROW,
     geglu.ROW,
     mixed_product.ROW,
+    code_sums.ROW,
     packed.ROW,
     packed.PLAIN,
     *libraries.ROWS,

@@ -72,7 +72,7 @@ class Drafts:
         return self.emit("literal", (), compute_dtype(dtype), detail=value)
 
     def binary(self, op: str, x: str, y: str, dtype: torch.dtype) -> str:
-        attrs = (("alpha", 1),) if op == "add" else ()
+        attrs = (("alpha", 1),) if op in ("add", "sub") else ()
         return self.emit("apply", (x, y), dtype, detail=op, attrs=attrs)
 
     def position(self, dim: Dim, dtype: torch.dtype = torch.int64) -> str:

@@ -15,6 +15,7 @@ from strop.ir.loops import (
     MAX_LANES,
     Apply,
     Axis,
+    Bag,
     CheckIndex,
     Index,
     Literal,
@@ -27,11 +28,13 @@ from strop.ir.loops import (
     Stmt,
     Store,
     args_of,
+    bags_of,
     outs_of,
     with_args,
 )
 from strop.ir.ops import Kind
 from strop.lowering.affine_places import without_affine_places
+from strop.lowering.bags import BagDraft
 from strop.lowering.drafts import DraftStatement
 from strop.lowering.generic import generic_split
 from strop.lowering.values import Values
@@ -126,7 +129,8 @@ class _Finish:
         schedule = self.group.schedule
         self._check_sweep(flagged)
         merged, stmts = _merge_axes(flagged, stmts)
-        rows, cols = _rows_and_cols(schedule, merged, stmts if self.generic else None)
+        outer = stmts if self.generic else None
+        rows, cols = _rows_and_cols(schedule, merged, outer, has_bags=bool(bags_of(stmts)))
         stmts, rows, cols = _renamed(stmts, rows, cols)
         offsets = tuple(_common_offset(stmts, i, p) for i, p in enumerate(self.params))
         stmts = [_moved(stmt, offsets) for stmt in stmts]
@@ -167,6 +171,11 @@ class _Finish:
         index = self.values.axes.index(draft.access.offset, dict(draft.access.strides))
         if draft.kind == "position":
             return Position(out, index, draft.dtype)
+        if draft.kind == "bag":
+            lookups = tuple((name, const(0)) for name in draft.args)
+            bag, table = self._bag(draft.detail), draft.detail.table
+            number = self._param(table, is_output=False)
+            return Load(out, number, index, draft.dtype, None, lookups, bag)
         if draft.kind == "load":
             strides = tuple(stride for _, stride in draft.attrs)
             lookups = tuple(zip(draft.args, strides, strict=False))
@@ -174,6 +183,21 @@ class _Finish:
             number = self._param(draft.detail, is_output=False)
             return Load(out, number, index, draft.dtype, guard, lookups)
         return Store(self._param(draft.detail, is_output=True), index, draft.args[0])
+
+    def _bag(self, draft: BagDraft) -> Bag:
+        ids = self._param(draft.ids, is_output=False)
+        weights = None if draft.weights is None else self._param(draft.weights, is_output=False)
+        return Bag(
+            draft.kind,
+            ids,
+            draft.at,
+            draft.count,
+            draft.stride,
+            draft.size,
+            draft.padding,
+            weights,
+            draft.weights_at,
+        )
 
     def _ordered_axes(self, stmts: Sequence[Stmt], reduced: Set[str]) -> list[Axis]:
         """Return all axes, outermost first, in the order in which the fullest access walks memory.
@@ -204,7 +228,7 @@ def _walks(stmts: Sequence[Stmt], hints: Mapping[str, int]) -> list[Walk]:
         walk = _largest([moved[arg] for arg in args_of(stmt)])
         if isinstance(stmt, Load | Store | Position):
             walk = {axis: abs(stride.eval(hints)) for axis, stride in stmt.index.strides}
-        if isinstance(stmt, Load):
+        if isinstance(stmt, Load) and stmt.bag is None:
             for name, stride in stmt.lookups:
                 step = abs(stride.eval(hints))
                 walk = _largest([walk, {axis: n * step for axis, n in moved[name].items()}])
@@ -224,6 +248,8 @@ def _largest(walks: Sequence[Walk]) -> Walk:
 
 def _common_offset(stmts: Sequence[Stmt], number: int, param: Param) -> Expr:
     """Return the offset of all accesses to a param, if it is one and keeps 16-byte alignment."""
+    if any(load.bag is not None and number in load.bag.params for load in bags_of(stmts)):
+        return const(0)
     offsets = {s.index.offset for s in stmts if isinstance(s, Load | Store) and s.param == number}
     if len(offsets) != 1 or not next(iter(offsets)).is_multiple_of(16 // param.dtype.itemsize):
         return const(0)
@@ -294,7 +320,11 @@ def _without_axis(stmt: Stmt, axis: str) -> Stmt:
 
 
 def _rows_and_cols(
-    schedule: Schedule, axes: Sequence[Axis], generic: Sequence[Stmt] | None
+    schedule: Schedule,
+    axes: Sequence[Axis],
+    generic: Sequence[Stmt] | None,
+    *,
+    has_bags: bool,
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     if not axes:
         return (), (Axis("one", const(1), schedule is not Schedule.POINTWISE),)
@@ -308,6 +338,8 @@ def _rows_and_cols(
         split = generic_split(axes, generic)
         return tuple(axes[:split]), tuple(axes[split:])
     split = len(axes) - 1
+    if has_bags:  # a row of one bag at a time
+        return tuple(axes[:split]), tuple(axes[split:])
     elements = axes[split].size
     while split > 0 and elements.is_const and axes[split - 1].size.is_const:
         if (elements * axes[split - 1].size).value > MAX_COLS:

@@ -19,6 +19,7 @@ from strop.ir.graph import Node
 from strop.ir.ops import Kind, Operands, compute_dtype
 from strop.ir.parts import stored_at
 from strop.lowering.axes import ONE, AxisTable, Strides
+from strop.lowering.bags import bag_of
 from strop.lowering.drafts import Access, Drafts, DraftStatement
 from strop.lowering.positions import ZERO, Dim, NodeIndex, Positions
 from strop.lowering.shared_axes import ReductionLoop, SharedAxes
@@ -64,6 +65,8 @@ class Values:
             return self._cat(node, index, guard)
         if node.op == "take":
             return self._take(node, index, guard)
+        if node.op == "bag":
+            return bag_of(self, node, index, guard)
         return self._pointwise(node, index, guard)
 
     # reading
@@ -98,7 +101,7 @@ class Values:
         view = strided(node)
         if view is None:
             raise UnsupportedError(f"{node} is not affine over its base")
-        access = self._access(view.offset, list(zip(index, view.dims, strict=True)))
+        access = self.access(view.offset, list(zip(index, view.dims, strict=True)))
         return self._emit_load(node, access, view.base, (), guard)
 
     def _emit_load(
@@ -113,7 +116,7 @@ class Values:
         args = tuple(name for name, _ in lookups) + ((guard,) if guard else ())
         return self.drafts.emit("load", args, compute_dtype(node.dtype), access, base, lookups)
 
-    def _access(self, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]) -> Access:
+    def access(self, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]) -> Access:
         """Compute the place in memory from positions along dims and the atoms of these dims."""
         strides, lookups = Strides(), list[tuple[str, Expr]]()
         for dim, atoms in walked:
@@ -148,7 +151,7 @@ class Values:
                 place = self._place(self.drafts.convert(place, torch.int64), size, node, guard)
             lookups.append((place, merged[0][1] if merged else ZERO))
             guard = self._not_empty(size, guard)
-        access = self._access(view.offset, walked)
+        access = self.access(view.offset, walked)
         return self._emit_load(node, access, view.base, tuple(lookups), guard)
 
     def _place(self, value: str, size: Expr, node: Node, guard: str | None) -> str:
@@ -301,7 +304,7 @@ class Values:
             (dim, ((size, stride),))
             for dim, size, stride in zip(index, node.shape, strides, strict=True)
         ]
-        access = self._access(start, walked)
+        access = self.access(start, walked)
         assert not access.lookups, f"{node}: stored where a value says"
         self.drafts.all.append(DraftStatement("store", (), (name,), node.dtype, access, node))
 

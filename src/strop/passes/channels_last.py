@@ -76,7 +76,8 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     else:
         inputs = _readable(b, node, inputs, hints)
         largest = inputs[:1] if node.op == "take" else inputs
-        order = order_of_largest(largest, hints, len(node.shape))
+        of_rows = node.op == "bag"
+        order = None if of_rows else order_of_largest(largest, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
 
 
@@ -125,6 +126,9 @@ def _readable(
         return (_reducible(b, inputs[0], node.attrs["dims"], hints),)
     if node.op == "cat":
         return tuple(_one_step(b, x, node.attrs["dim"]) for x in inputs)
+    if node.op == "bag":
+        table, *others = inputs
+        return (_one_step(b, table, 0), *(_contiguous(b, x, None) for x in others))
     if node.op == "take":
         return (_looked_up(b, inputs[0], node.attrs["walks"]), *inputs[1:])
     return inputs

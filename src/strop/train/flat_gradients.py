@@ -31,9 +31,7 @@ class FlatGradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._looks = _looks(parameters)
-        kinds = groupby(sorted(parameters, key=_kind), _kind)
-        parts = [part for _, group in kinds for part in _cut(list(group))]
-        self._buckets = [_bucket(part) for part in parts]
+        self._buckets = [_bucket(part) for part in buckets_of(parameters)]
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters, with gradients of the same kind."""
@@ -62,14 +60,18 @@ def _looks(parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
     return [(id(p), p.grad.dtype) for p in parameters if p.grad is not None]
 
 
+def buckets_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return parts of about ``BUCKET_BYTES``, in each of which all parameters are of one type and
+    on one device. The last layers come first: their gradients are ready first."""
+    kinds = groupby(sorted(parameters, key=_kind), _kind)
+    return [part for _, group in kinds for part in _cut(list(group))]
+
+
 def _kind(parameter: Tensor) -> str:
-    assert parameter.grad is not None
-    return f"{parameter.grad.dtype} {parameter.grad.device}"
+    return f"{parameter.dtype} {parameter.device}"  # a gradient has its parameter's
 
 
 def _cut(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Cut into parts of about ``BUCKET_BYTES``, the last layers first: their gradients are ready
-    first."""
     parts: list[list[Tensor]] = [[]]
     size = 0
     for parameter in reversed(parameters):
@@ -91,12 +93,12 @@ def _bucket(parameters: Sequence[Tensor]) -> _Bucket:
         end += -(-parameter.numel() // step) * step
     memory = torch.zeros(end, dtype=first.dtype, device=first.device)
     views = [
-        memory.as_strided(p.shape, _strides(p), start)
+        memory.as_strided(p.shape, dense_strides(p), start)
         for p, start in zip(parameters, starts, strict=True)
     ]
     return _Bucket(tuple(parameters), memory, tuple(views))
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides of dense memory in the parameter's order."""
     return torch.empty_like(parameter, device="meta").stride()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,15 +12,20 @@ from torch import Tensor, nn
 from strop.errors import OptionError
 from strop.train import quantized
 from strop.train.optimizers import FusedAdamW
+from strop.train.ranks import ALONE, Ranks
 from strop.train.scaler import GradScaler, update
 from strop.train.settings import Settings
+from strop.train.sharded_parameters import ShardedParameters
+from strop.wording import counted
 
 
 class Learner:
     """Step all weights that require a gradient; their state goes to and from checkpoints."""
 
-    def __init__(self, settings: Settings, modules: dict[str, nn.Module]) -> None:
-        self.modules = modules
+    def __init__(
+        self, settings: Settings, modules: dict[str, nn.Module], ranks: Ranks = ALONE
+    ) -> None:
+        self.modules, self._ranks = modules, ranks
         self.named = {
             f"{part}.{name}": parameter
             for part, module in modules.items()
@@ -28,8 +33,11 @@ class Learner:
             if parameter.requires_grad
         }
         self.parameters = list(self.named.values())
+        self._shards = None
+        if settings.shard_optimizer and ranks.count > 1:
+            self._shards = _sharded(self.parameters, ranks)
         self.optimizer = FusedAdamW(
-            self.parameters,
+            self.parameters if self._shards is None else self._shards.own,
             lr=settings.rate,
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_epsilon,
@@ -37,6 +45,7 @@ class Learner:
             max_grad_norm=settings.max_grad_norm,
             ema_decay=settings.ema_decay if settings.use_ema else None,
             states="8bit" if settings.use_8bit_adam else "fp32",
+            process_group=None if self._shards is None else torch.distributed.group.WORLD,
         )
         device = self.parameters[0].device.type
         self.scaler = GradScaler(device) if settings.mixed_precision == "fp16" else None
@@ -48,10 +57,19 @@ class Learner:
     def backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
+    def average_gradients(self) -> None:
+        """Put the mean over ranks in the place of each gradient that this rank needs."""
+        if self._shards is None:
+            self._ranks.average(self.parameters)
+        else:
+            self._ranks.average_sharded(self._shards)
+
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         update(self.optimizer, self.scaler)
+        if self._shards is not None:
+            self._ranks.gather(self._shards)
 
     @torch.no_grad()
     def fingerprint(self) -> list[int]:
@@ -66,6 +84,8 @@ class Learner:
 
     def forget_gradients(self) -> None:
         self.optimizer.zero_grad()
+        for parameter in self.parameters:  # of which other ranks step some
+            parameter.grad = None
 
     @property
     def norm(self) -> Tensor:
@@ -74,29 +94,39 @@ class Learner:
         assert found is not None
         return found
 
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of the optimizer, the averages among them, on rank 0 those of all
+        ranks. They all have to ask where each has its own."""
+        own = {
+            f"{name}/{key}": value
+            for name, parameter in self.named.items()
+            if parameter in self.optimizer.state
+            for key, value in self.optimizer.state[parameter].items()
+        }
+        return own if self._shards is None else self._ranks.collected(own)
+
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Put the averages in the place of the weights, if averages are kept."""
-        average = self.optimizer.ema
-        if average is None:
+    @torch.no_grad()
+    def averaged(self, states: dict[str, Tensor]) -> Iterator[None]:
+        """Put the averages among ``states`` in the place of the weights, if averages are kept."""
+        if self.optimizer.ema is None:
             yield
             return
-        average.store(self.parameters)
-        average.copy_to(self.parameters)
+        kept = [parameter.detach().cpu().clone() for parameter in self.parameters]
+        for name, parameter in self.named.items():
+            average = states.get(f"{name}/ema")
+            if average is not None:  # there is none before the first step
+                parameter.copy_(average)
         try:
             yield
         finally:
-            average.restore(self.parameters)
+            for parameter, before in zip(self.parameters, kept, strict=True):
+                parameter.copy_(before)
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return weights, and states of the optimizer with the averages among them."""
-        states = {
-            f"{name}/{key}": value
-            for name, parameter in self.named.items()
-            for key, value in self.optimizer.state[parameter].items()
-        }
+    def tensors(self, states: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return what a checkpoint keeps, with what ``states`` has given."""
         return {"weights": dict(self.named), "optimizer": states}
 
     def numbers(self) -> dict[str, Any]:
@@ -117,7 +147,10 @@ class Learner:
             parameter.copy_(weights[name])
         skeleton = self.optimizer.state_dict()
         kept: dict[int, dict[str, Tensor]] = {}
-        for place, name in enumerate(self.named):
+        places = {id(p): place for place, p in enumerate(self.optimizer.parameters())}
+        for name, parameter in self.named.items():
+            if (place := places.get(id(parameter))) is None:
+                continue  # another rank steps it
             found = {k: states[f"{name}/{k}"] for k in _KEYS if f"{name}/{k}" in states}
             if found:
                 kept[place] = found
@@ -125,6 +158,16 @@ class Learner:
         self.optimizer.load_state_dict({**skeleton, "state": kept, "strop": extra})
         if self.scaler is not None:
             self.scaler.load_state_dict(numbers["scaler"])
+
+
+def _sharded(parameters: Sequence[Tensor], ranks: Ranks) -> ShardedParameters:
+    shards = ShardedParameters(parameters, ranks.rank, ranks.count)
+    if len(parameters) < ranks.count:
+        raise OptionError(
+            f"--shard_optimizer: {counted(len(parameters), 'weight')} cannot be shared out among "
+            f"{counted(ranks.count, 'process')}; leave it out"
+        )
+    return shards
 
 
 _KEYS = ("step", "exp_avg", "exp_avg_sq", "ema", *quantized.KEYS)

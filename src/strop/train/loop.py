@@ -151,7 +151,7 @@ class TrainingLoop:
             self.learner.backward(loss / size)
             losses.append(loss.detach())
             self._window.images += batch.share.drawn
-        self.ranks.average(self.learner.parameters)
+        self.learner.average_gradients()
         rate = learning_rate(self.settings, self.step, self.total)
         self.learner.step(rate)
         self.step += 1
@@ -217,29 +217,31 @@ class TrainingLoop:
         if self.step == self.saved:
             return
         self.ranks.check_same(f"weights after step {self.step}", self.learner.fingerprint)
-        self.ranks.alone(self._write_checkpoint)
+        states = self.learner.states()
+        self.ranks.alone(lambda: self._write_checkpoint(states))
         self.saved = self.step
         self._window.start = time.monotonic()
 
-    def _write_checkpoint(self) -> None:
+    def _write_checkpoint(self, states: dict[str, Tensor]) -> None:
         self.watch.stage("saving a checkpoint", self.step, self.total)
         state = {**self.session.state(), **self.learner.numbers()}
-        checkpoint.save(self.settings.output, self.step, self.learner.tensors(), state)
+        checkpoint.save(self.settings.output, self.step, self.learner.tensors(states), state)
         checkpoint.prune(self.settings.output, self.settings.checkpoints_total_limit)
 
     def _validate(self) -> None:
         if not self.settings.validation_prompt:
             return
-        self.ranks.alone(self._draw_validation)
+        states = self.learner.states()
+        self.ranks.alone(lambda: self._draw_validation(states))
         self._window.start = time.monotonic()
 
-    def _draw_validation(self) -> None:
+    def _draw_validation(self, states: dict[str, Tensor]) -> None:
         settings = self.settings
         self.watch.stage("drawing validation pictures", self.step, self.total)
         path = settings.output / "validation" / f"step-{self.step:06d}.png"
         style = drawing.style_of(settings, self.session.side)
         self.learner.train(False)
-        with self.learner.averaged():
+        with self.learner.averaged(states):
             page = drawing.validate(settings, self.session.model, style, path)
         self.learner.train()
         self.journal.picture(numpy.asarray(page), self.step)
@@ -247,11 +249,12 @@ class TrainingLoop:
     def _finish(self) -> None:
         self._validate()
         self.ranks.check_same("weights at the end", self.learner.fingerprint)
-        self.ranks.alone(self._write_model)
+        states = self.learner.states()
+        self.ranks.alone(lambda: self._write_model(states))
 
-    def _write_model(self) -> None:
+    def _write_model(self, states: dict[str, Tensor]) -> None:
         self.watch.stage("saving the model", self.step, self.total)
         self.learner.train(False)
-        with self.learner.averaged():
+        with self.learner.averaged(states):
             outputs.save(self.settings, self.session.model)
         files.sweep(self.settings.output)

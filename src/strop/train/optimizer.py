@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from strop.train.rules import UpdateRule
 from strop.train.shards import group_of_shards, take_part
 from strop.train.step import Memory, Request, Stepper
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _EMA = "ema"  # name of the average among the states of a parameter
 _EXTRA = "strop"  # what a state dict has beside torch's keys
 STATES = ("fp32", "8bit")
@@ -40,6 +43,7 @@ class Extras:
     stochastic_rounding: bool = False
     seed: int = 0
     states: str = "fp32"
+    process_group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
@@ -67,7 +71,9 @@ class FusedOptimizer(Optimizer):
         self._extras = extras
         schedule = extras.schedule
         self.ema = None if schedule is None else ParameterEMA(self, schedule)
-        self._shards = None if extras.max_grad_norm is None else group_of_shards()
+        self._shards = extras.process_group
+        if self._shards is None and extras.max_grad_norm is not None:
+            self._shards = group_of_shards()
         self._start()
         super().__init__(params, defaults)
 

@@ -11,6 +11,8 @@ Arguments of all three, after torch's own:
 * ``stochastic_rounding``, ``seed``: how bf16 parameters are rounded.
 * ``states``: "8bit" keeps the moments of Adam in 8 bits, with a scale for each 256 of them, where a
   parameter has 4096 elements or more and is not fp64. It changes the numbers.
+* ``process_group``: these processes step other parameters of the same model, so that the norm to
+  clip to, and whether a gradient is not finite, are those of all. Each of them has to step.
 
 ``foreach``, ``fused`` and ``capturable`` are accepted and change nothing: every step is fused and,
 on a GPU, can be captured.
@@ -18,7 +20,7 @@ on a GPU, can be captured.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,9 @@ from strop.errors import OptionError, UnsupportedError
 from strop.train.ema import EMASchedule
 from strop.train.optimizer import Extras, FusedOptimizer
 from strop.train.rules import ADAM, SGD
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class FusedAdam(FusedOptimizer):
@@ -56,6 +61,7 @@ class FusedAdam(FusedOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         states: str = "fp32",
+        process_group: ProcessGroup | None = None,
     ) -> None:
         _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
         for place, beta in enumerate(betas):
@@ -74,7 +80,15 @@ class FusedAdam(FusedOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        extras = Extras(max_grad_norm, ema_decay, shadow_dtype, stochastic_rounding, seed, states)
+        extras = Extras(
+            max_grad_norm,
+            ema_decay,
+            shadow_dtype,
+            stochastic_rounding,
+            seed,
+            states,
+            process_group,
+        )
         super().__init__(params, defaults, extras)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,6 +145,7 @@ class FusedSGD(FusedOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         states: str = "fp32",
+        process_group: ProcessGroup | None = None,
     ) -> None:
         _check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if states == "8bit":
@@ -148,7 +163,15 @@ class FusedSGD(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        extras = Extras(max_grad_norm, ema_decay, shadow_dtype, stochastic_rounding, seed, states)
+        extras = Extras(
+            max_grad_norm,
+            ema_decay,
+            shadow_dtype,
+            stochastic_rounding,
+            seed,
+            states,
+            process_group,
+        )
         super().__init__(params, defaults, extras)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from strop.errors import OptionError, StropError, TrainingError
 from strop.train.flat_gradients import FlatGradients
 from strop.train.places import GroupPlace
 from strop.train.settings import Settings
+from strop.train.sharded_parameters import ShardedParameters
 from strop.wording import counted
 
 T = TypeVar("T")
@@ -61,6 +62,21 @@ class Ranks:
         if self.channel is not None:
             self.channel.average(parameters)
 
+    def average_sharded(self, shards: ShardedParameters) -> None:
+        """Give each rank the mean gradients of what it steps."""
+        if self.channel is not None:
+            self.channel.average_sharded(shards)
+
+    def gather(self, shards: ShardedParameters) -> None:
+        """Take over the weights that other ranks have stepped."""
+        if self.channel is not None:
+            self.channel.gather(shards)
+
+    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all ranks by name, on rank 0 and in the host's memory; nothing on
+        the other ranks."""
+        return tensors if self.channel is None else self.channel.collected(tensors)
+
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         return number if self.channel is None else self.channel.most(number)
@@ -94,6 +110,7 @@ class Channel:
     hosts: Any  # the group that speaks over gloo
     timeout_s: int
     _flat: FlatGradients | None = None
+    _has_grads: list[bool] | None = None  # of sharded parameters, in the last step
     _turns: Iterator[int] = field(default_factory=itertools.count)
     _step: int = 0
 
@@ -116,6 +133,33 @@ class Channel:
             self._flat = FlatGradients(active)
         with self._waiting():
             self._flat.average(self.count)
+
+    def average_sharded(self, shards: ShardedParameters) -> None:
+        has_grads = shards.has_gradients
+        if has_grads != self._has_grads:
+            self.check_same("parameters with a gradient", has_grads)
+            self._has_grads = has_grads
+        with self._waiting():
+            shards.average_gradients()
+
+    def gather(self, shards: ShardedParameters) -> None:
+        with self._waiting():
+            shards.gather_weights()
+
+    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        looks = self.all_of([(name, t.shape, t.dtype) for name, t in tensors.items()])
+        if self.rank:
+            with self._waiting():
+                for tensor in tensors.values():
+                    torch.distributed.send(_as_bytes(tensor.detach().cpu()), 0, self.hosts)
+            return {}
+        found = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        for rank in range(1, self.count):
+            for name, shape, dtype in looks[rank]:
+                found[name] = torch.empty(shape, dtype=dtype)
+                with self._waiting():
+                    torch.distributed.recv(_as_bytes(found[name]), rank, self.hosts)
+        return found
 
     def most(self, number: int) -> int:
         value = torch.tensor([number])
@@ -194,6 +238,11 @@ class Channel:
         except RuntimeError:  # the store has ended with its process
             return "their store is gone"
         return ", ".join(seen)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor as bytes, which travel whatever its type is."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _short(value: Any) -> str:

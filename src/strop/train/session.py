@@ -56,6 +56,7 @@ class Session:
             "data": self.source.digest,
             "total": self.total,
             "ranks": self.ranks.count,
+            "shard_optimizer": self.settings.shard_optimizer,
             "host": _host(self.model.device),
         }
 
@@ -102,7 +103,7 @@ def _prepare(
     source = _source(settings, model, side, folder, ranks, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
-    learner = _learner(settings, model)
+    learner = _learner(settings, model, ranks)
     step = 0 if found is None else _resume(settings, found, source, learner, total, warn)
     ranks.check_same("settings", lambda: settings.fixed)
     ranks.check_same("pictures, steps and first step", lambda: (source.digest, total, step))
@@ -264,7 +265,7 @@ def _total(settings: Settings, source: Source) -> int:
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def _learner(settings: Settings, model: DiffusionModel) -> Learner:
+def _learner(settings: Settings, model: DiffusionModel, ranks: Ranks) -> Learner:
     trained = {name: model.modules[name] for name in model.parts(settings)}
     if settings.task == "lora":
         lora.attach(settings, model)
@@ -278,7 +279,7 @@ def _learner(settings: Settings, model: DiffusionModel) -> Learner:
             getattr(text, new if hasattr(text, new) else "gradient_checkpointing_enable")()
     if model.device.type == "cuda":
         nn.Module.to(model.unet, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Learner(settings, trained)
+    return Learner(settings, trained, ranks)
 
 
 def _make_output(output: Path) -> None:
@@ -338,6 +339,9 @@ def _resume(
     if ranks_then != settings.num_processes:
         now = counted(settings.num_processes, "process")
         odd.append(f"{counted(ranks_then, 'process')} then, {now} now")
+    was_sharded = state.get("shard_optimizer", False)
+    if settings.num_processes > 1 and settings.shard_optimizer != was_sharded:
+        odd.append(f"shard_optimizer {was_sharded} then, {settings.shard_optimizer} now")
     if total != state["total"] and not settings.lr_scheduler.startswith("constant"):
         then = counted(state["total"], "step")
         odd.append(f"{then} then, {total} now, which changes the learning rate")

@@ -220,6 +220,13 @@ class TrainingSettings:
         "Start this many processes on this machine, one on each GPU, and train one model with all.",
         least=1,
     )
+    shard_optimizer: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Keep the optimizer's state and the averages of each weight on one process alone, which "
+        "steps it for all (ZeRO stage 1).",
+    )
     rank_timeout: int = setting(
         600,
         int,

@@ -251,6 +251,14 @@ inline bool is_outside(int64_t place, int64_t size) {
 // Threads may do so at once.
 inline void report(int64_t* mark) { __atomic_store_n(mark, int64_t(1), __ATOMIC_RELAXED); }
 
+// Rows that are about to be read. Nothing is read where there is no row of this number.
+template <class T>
+inline void prefetch(const T* table, int64_t row, int64_t stride, int64_t width) {
+  const uint64_t begin = reinterpret_cast<uint64_t>(table) + uint64_t(row) * stride * sizeof(T);
+  for (uint64_t at = 0; at < width * sizeof(T); at += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(begin + at));
+}
+
 // ---- elementary --------------------------------------------------------------------------------
 
 inline float half(float x) { return x * 0.5f; }

@@ -94,7 +94,7 @@ def source(dtype: torch.dtype, *, is_paired: bool) -> KernelSource:
     name = f"{NAME}_{'pairs' if is_paired else str(dtype).removeprefix('torch.')}"
     call = f"attention::attend<{TYPES[dtype]}, {'true' if is_paired else 'false'}>"
     text = (
-        f'#include "vmath.h"\n\n{_header()}\n'
+        f'#include "vmath.h"\n\n{header()}\n'
         f'extern "C" void {name}(void* const* buffers, const int64_t* scalars) {{\n'
         f"  {call}(buffers, scalars);\n"
         "}\n"
@@ -104,7 +104,8 @@ def source(dtype: torch.dtype, *, is_paired: bool) -> KernelSource:
 
 
 @lru_cache
-def _header() -> str:
+def header() -> str:
+    """Return the text of ``cpu.h``, of which products of small matrices take tiles too."""
     return Path(__file__).with_name("cpu.h").read_text()
 
 

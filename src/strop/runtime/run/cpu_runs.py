@@ -5,10 +5,11 @@ Small calls take a few microseconds, and so would finding out at each what is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
@@ -51,19 +52,25 @@ def straight(
         return None
     known = dict(plan.results)
     looks = [known[number] for number in numbers]
+    long = [(name, plan.sizes.dtypes[number]) for number, name in plan.free.buffers]
     patches = [
         (which, kernel, place, move)
-        for which, number in enumerate([*plan.arguments, *numbers])
+        for which, number in enumerate(
+            [*plan.arguments, *numbers, *(number for number, _ in plan.free.buffers)]
+        )
         for kernel, place, move in linked.patches[number]
         if isinstance(kernel, BoundNativeKernel)
     ]
-    uses_memory = plan.memory.arena_bytes or resources.zeroed or resources.faults
+    uses_memory = plan.memory.arena_bytes or resources.zeroed or resources.faults or plan.free
     is_from_one_to_one = [(which, move) for which, _, _, move in patches] == [(0, 0), (1, 0)]
     if len(kernels) == 1 and is_from_one_to_one and not uses_memory and structured is FIRST:
         return of_one(watched, kernels[0], looks[0], *(place for _, _, place, _ in patches))
     memory = linked.memory if plan.memory.arena_bytes else None
     count, faults = len(plan.arguments), resources.faults
-    return of_many(watched, kernels, looks, patches, count, structured, workspace, memory, faults)
+    told = linked.told.tell if plan.free else None
+    return of_many(
+        watched, kernels, looks, patches, count, structured, workspace, memory, faults, told, long
+    )
 
 
 def _results(plan: ShapePlan) -> list[int] | None:
@@ -85,12 +92,15 @@ def of_many(
     workspace: Workspace,
     memory: Tensor | None,
     faults: BoundsChecks,
+    told: Callable[[Sequence[Tensor]], Mapping[str, int]] | None,
+    long: Sequence[tuple[str, torch.dtype]],
 ) -> Run:
     """Return a run from ``count`` arguments to results that look so. ``memory`` is what the kernels
-    work in, if they do; a call where it has moved gives None."""
+    work in, if they do; a call where it has moved gives None. ``told`` tells them free sizes, of
+    which values are as ``long``, each with its type."""
     calls = [kernel.call for kernel in kernels]
     places = [(which, kernel.pointers, place, move) for which, kernel, place, move in patches]
-    lock, address = workspace.lock, Tensor.data_ptr
+    lock, address, end = workspace.lock, Tensor.data_ptr, count + len(looks)
 
     def run(inputs: Sequence[Tensor]) -> Any:
         with lock:
@@ -100,12 +110,16 @@ def of_many(
             tensors = [*inputs]
             for shape, strides, dtype in looks:
                 tensors.append(_empty_strided_cpu(shape, strides, dtype))
+            if told is not None:  # other calls of the kernels may have had other sizes
+                now = told(inputs)
+                for name, dtype in long:
+                    tensors.append(_empty_strided_cpu((now[name],), (1,), dtype))
             for which, array, place, move in places:
                 array[place] = address(tensors[which]) + move
             for call in calls:
                 call()
             faults.check()
-            return structured(tensors[count:])
+            return structured(tensors[count:end])
 
     return run
 

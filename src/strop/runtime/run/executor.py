@@ -251,6 +251,10 @@ class Bound:
                     f"argument {number} has strides {tensor.stride()}, the plan {strides[number]}"
                 )
             linked.put(number, tensor)
+        if plan.free:
+            now = linked.told.tell(inputs)
+            for number, name in plan.free.buffers:
+                linked.put(number, torch.empty((now[name],), dtype=buffers[number].dtype))
         return linked
 
     def _walk(self, linked: Linked, positions: Sequence[int]) -> None:

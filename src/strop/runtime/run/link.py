@@ -21,6 +21,7 @@ from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.kernels.packed.rows import NAME as PACKED
 from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import BoundKernel, KernelLoader
+from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.derived.packed_weights import PackedWeight, PackedWeights, has_no_gaps
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
@@ -31,6 +32,7 @@ from strop.runtime.run.fewer_threads import (
     in_one_thread,
     is_counted,
 )
+from strop.runtime.run.free_sizes import Told, ToldSizes
 from strop.runtime.run.launched_calls import CallSite, Launched
 from strop.runtime.run.launches import GeneratedLaunch
 from strop.runtime.run.layouts import laid_out, read_as, reshaped
@@ -39,10 +41,11 @@ from strop.runtime.run.library_calls import (
     PLANNED_OUT,
     Getter,
     allocating_on,
+    copying,
     in_own_memory,
     planned_on,
 )
-from strop.runtime.run.packed_calls import PRODUCTS, allocating, copying, packed_call, way_of
+from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
 
@@ -82,6 +85,7 @@ class Linked:
     steps: Sequence[Run]
     returned: Sequence[Callable[[], Any]]
     calls: Sequence[LibraryCall | None]
+    told: ToldSizes
 
     def put(self, number: int, tensor: Tensor) -> None:
         self.slots[number] = tensor
@@ -102,6 +106,7 @@ class Linking:
     patches: dict[int, list[Patch]]
     steady: frozenset[int]
     calls: list[LibraryCall | None] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Return the bytes of the arena from where this scratch begins."""
@@ -118,7 +123,8 @@ def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) ->
     returned = [_returned(at, place) for place in range(len(plan.program.returned))]
     # where nothing lies in it, it is not to be kept alive either
     used = memory if plan.memory.arena_bytes else memory.new_empty(0)
-    return Linked(used, slots, at.patches, steps, returned, at.calls)
+    told = ToldSizes(plan.free, plan.sizes.env, at.told)
+    return Linked(used, slots, at.patches, steps, returned, at.calls, told)
 
 
 def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Slots:
@@ -155,6 +161,8 @@ def _step(at: Linking, position: int) -> Run:
 def kind_of(plan: ShapePlan, position: int) -> str:
     step = plan.order.steps[position]
     if isinstance(step, CallStep):
+        if step.place is not None:
+            return "placed call"
         planned = CUDA_PLANNED_OUT if plan.program.device == "cuda" else PLANNED_OUT
         return "planned call" if step.op in planned else "allocating call"
     # grids are not empty, and kernels divide by sizes
@@ -179,6 +187,8 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
     kernels, stream = at.resources.kernels, at.resources.stream
     is_early = position in at.plan.early
     kernel = kernels.bind(launch.source, pointers, launch.scalars, stream, early=is_early)
+    if isinstance(kernel, BoundNativeKernel) and at.plan.free:
+        at.told.extend((kernel, place, size) for place, size in at.plan.free.scalars(step))
     for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
         if slots[number] is None:
             at.patches[number].append((kernel, place, move))
@@ -202,6 +212,20 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
         out = reshaped(fixed, shape)
         return lambda: call([get() for get in getters], out)
     return lambda: call([get() for get in getters], reshaped(slots[number], shape))
+
+
+def _placed_call(at: Linking, position: int, step: CallStep) -> Run:
+    """Bind a call whose result is a piece of a larger buffer. What a library allocates goes there
+    by a copy."""
+    assert step.place is not None
+    device, choice = at.resources.kernels.device, at.plan.choices.get(position)
+    table = dict(planned_on(device))
+    if step.op not in table:
+        makers = allocating_on(device, choice.kernel if choice else "")
+        table[step.op] = lambda attrs: copying(makers[step.op](attrs))
+    call, getters = _call(at, position, step, table), _getters(at, step)
+    out = _getter(at, step.place)
+    return lambda: call([get() for get in getters], out())
 
 
 def _handing_on(
@@ -273,6 +297,7 @@ KINDS: dict[str, Callable[[Linking, int, Any], Run]] = {
     "nothing": _nothing,
     "kernel": _kernel,
     "planned call": _planned_call,
+    "placed call": _placed_call,
     "allocating call": _allocating_call,
 }
 
@@ -327,7 +352,8 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
-    return launched.allocating(library) if choice.launches.result else launched.writing(library)
+    allocates = choice.launches.result and step.place is None
+    return launched.allocating(library) if allocates else launched.writing(library)
 
 
 def _on_cpu(
@@ -341,7 +367,7 @@ def _on_cpu(
     looks = tuple(_look(at, ref) for ref in step.inputs)
     if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
         return in_one_thread(library)
-    out = _row_look(at, step) if step.op in PLANNED_OUT else None
+    out = _row_look(at, step) if step.op in PLANNED_OUT or step.place else None
     at.calls.append(LibraryCall(step.op, tuple(attrs.items()), looks, out, library))
     return library
 
@@ -359,6 +385,8 @@ def _look(at: Linking, ref: TensorRef) -> Look:
 def _row_look(at: Linking, step: CallStep) -> Look:
     """Return how the result looks that a planned call writes, in dense rows if it is one of
     rows."""
+    if step.place is not None:
+        return _look(at, step.place)
     (number,) = step.outputs
     shape, strides, dtype = at.plan.sizes.look(number)
     if step.op in OF_ROWS:

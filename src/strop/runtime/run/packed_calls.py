@@ -128,15 +128,6 @@ def packed_call(
     return call
 
 
-def copying(call: Call) -> Callable[[Sequence[Tensor], Tensor], None]:
-    """Return a call that writes where it is told."""
-
-    def write(inputs: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(call(inputs))
-
-    return write
-
-
 def allocating(call: Callable[[Sequence[Tensor], Tensor], object], shape: tuple[int, ...]) -> Call:
     """Return a call that makes its result of a shape, of one that writes where it is told."""
 

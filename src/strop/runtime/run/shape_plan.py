@@ -15,6 +15,7 @@ from strop.runtime.build.loader import KernelLoader
 from strop.runtime.loop.hoisting import Hoist, written
 from strop.runtime.loop.timetable import TimetablePart
 from strop.runtime.run.choices import choices_of
+from strop.runtime.run.free_sizes import NONE, FreeSizes, free_sizes
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.launches import GeneratedLaunch, launches_of
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, PLANNED_OUT
@@ -31,7 +32,7 @@ class ShapePlan:
     calls. ``early`` are the steps whose kernel may start before the launch before it has ended.
     Buffers are named by number: the ``arguments`` of a run, its ``results`` with their looks, those
     that hold nothing between runs, ``released``, and those that have no place in the arena although
-    they could, ``handed_on``."""
+    they could, ``handed_on``. It holds for all ``free`` sizes."""
 
     program: Program
     sizes: Sizes
@@ -44,6 +45,7 @@ class ShapePlan:
     results: tuple[tuple[int, Look], ...]
     released: tuple[int, ...]
     handed_on: frozenset[int]
+    free: FreeSizes = NONE
 
     @property
     def sources(self) -> list[KernelSource]:
@@ -73,14 +75,16 @@ def plan_shape(
     for position, choice in choices.items():
         if choice.launches and choice.launches.scratch:
             scratch[position] = [scratch_bytes(choice.launches)]
-    lent = part.tensors if part else ()
+    free = NONE if hoist or part else free_sizes(program)
+    lent = part.tensors if part else [number for number, _ in free.buffers]
     handed_on = handed_on_by(program, order, choices, lent)
     memory = plan_memory(program, sizes, order, scratch, lent, handed_on, shares=shares)
     kinds = {kind: _of_kind(program, kind) for kind in ("call", "result")}
     results = tuple((number, sizes.look(number)) for number in kinds["result"])
     # arguments too: a backward's are what its forward has kept, half of the device's memory
     arguments = () if part else _arguments(program)
-    released = (*arguments, *sorted([*kinds["call"], *kinds["result"], *handed_on]))
+    long = [number for number, _ in free.buffers]
+    released = (*arguments, *sorted({*kinds["call"], *kinds["result"], *handed_on, *long}))
     early = _early(order, choices)
     return ShapePlan(
         program,
@@ -94,6 +98,7 @@ def plan_shape(
         results,
         released,
         handed_on,
+        free,
     )
 
 

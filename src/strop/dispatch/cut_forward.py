@@ -1,0 +1,83 @@
+"""Run a forward in which the values of tensors decide sizes: all but these calls is compiled.
+
+Our own trace has no size for what ``unique``, ``nonzero`` or a mask give. Dynamo ends its graph in
+front of such a call, has torch run it, and goes on behind it, where the size is that of an
+argument. Its graphs come to our backend, as those of ``torch.compile`` do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters as dynamo_counters
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from strop.dispatch import dynamo
+from strop.dispatch.known_dispatchers import dispatcher_of
+from strop.errors import StropError
+from strop.frontend.formats import UnknownSizeError
+from strop.frontend.symbols import SizeOfValuesError
+from strop.options import Options
+
+# Of one function. Torch's own limit is 8, and its count goes over all modules whose forward is the
+# same function: with diffusers that is one for most kinds of models.
+MOST_TRACES = 64
+_SAID = "Explanation: "
+_NESTED = "nested_tensor_from_jagged"  # torch refuses it in any trace but Dynamo's
+
+
+def is_by_values(error: StropError) -> bool:
+    """Tell whether a trace has failed for a size that the values of a tensor decide."""
+    cause = error.__cause__
+    if isinstance(cause, GuardOnDataDependentSymNode | UnknownSizeError):
+        return True
+    return isinstance(error, SizeOfValuesError) or _NESTED in str(cause)
+
+
+class CutForward:
+    """This is the forward of one module in pieces. ``graphs`` are those that served it, and
+    ``breaks`` counts why Dynamo has ended a graph."""
+
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        self._module, self._options = module, options
+        self._compiled: tuple[Any, Callable[..., Any]] | None = None  # of which function
+        self.graphs = dict[Any, None]()
+        self.breaks = Counter[str]()
+
+    @property
+    def explained(self) -> str:
+        """Return what Dynamo says of the first call that it leaves to torch, or nothing."""
+        lines = (line.strip() for text in self.breaks for line in text.splitlines())
+        said = (line.removeprefix(_SAID) for line in lines if line.startswith(_SAID))
+        return next(said, "")
+
+    def may_run(self) -> bool:
+        """Say whether no part has a dispatcher of its own, which Dynamo would trace through."""
+        return all(
+            dispatcher_of(p) is None for p in self._module.modules() if p is not self._module
+        )
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, Any]:
+        """Return the result of ``forward``, or why Dynamo cannot trace it and None."""
+        function = getattr(forward, "__func__", forward)
+        if self._compiled is None or self._compiled[0] is not function:
+            options: Any = self._options  # any object reaches the backend as it is
+            self._compiled = function, torch.compile(forward, backend="strop", options=options)
+        known, breaks = set(dynamo.AOT_LOG.served), Counter(dynamo_counters["graph_break"])
+        try:
+            with dynamo_config.patch(recompile_limit=MOST_TRACES):
+                result = self._compiled[1](*args, **kwargs)
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            return f"torch cannot trace it: {str(cause).splitlines()[0]}", None
+        self.graphs |= dict.fromkeys(g for g in dynamo.AOT_LOG.served if g not in known)
+        self.breaks += Counter(dynamo_counters["graph_break"]) - breaks
+        return "", result
