@@ -24,6 +24,7 @@ KERNELS = "kernels/"  # rows of the library of kernels say which operators they 
 # file -> why its tables are none of facts about operators
 ALLOWED = {
     "runtime/run/library_calls.py": "what torch is asked for each: code of the runtime, below",
+    "runtime/run/packed_calls.py": "what oneDNN is asked for each: code of the runtime, below",
     "debug/reference.py": "what each computes, in fp64: the judge's own code, which shares nothing",
     "codegen/cpp_reduce.py": "the reductions of a loop, in C++",
     "codegen/triton_reduce.py": "the reductions of a loop, in Triton",

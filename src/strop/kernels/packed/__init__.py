@@ -1,1 +1,1 @@
-"""Pack weights on a CPU: say where that is faster, and tell when a weight is another."""
+"""Say where weights are packed on a CPU, and tell when one is another."""

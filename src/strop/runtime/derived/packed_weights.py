@@ -50,8 +50,8 @@ class _Made:
 
 
 class PackedWeight:
-    """One weight, packed in one way. Threads may share it: a product that has begun keeps what it
-    reads, whoever packs anew meanwhile."""
+    """Hold one weight, packed in one way. Threads may share it: a product that has begun keeps what
+    it reads, whoever packs anew meanwhile."""
 
     def __init__(self, pack: Pack, note: Callable[[], None]) -> None:
         """``pack`` makes it; ``note`` is told when that has happened."""

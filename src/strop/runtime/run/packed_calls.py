@@ -29,7 +29,7 @@ _NO_ACTIVATION: tuple[Any, ...] = ("none", [], "")
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class PackedProduct:
     """Say how a weight is packed, and what multiplies by it: ``call`` gets the inputs of the step,
     and the packed weight."""
 
@@ -46,7 +46,7 @@ def _pack_rows(rows: int, weight: Tensor) -> Tensor:
     return packed
 
 
-def _linear(attrs: Mapping[str, Any], shape: Sequence[int]) -> Product:
+def _linear(attrs: Mapping[str, Any], shape: Sequence[int]) -> PackedProduct:
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def call(inputs: Sequence[Tensor], packed: Tensor) -> Tensor:
@@ -54,10 +54,10 @@ def _linear(attrs: Mapping[str, Any], shape: Sequence[int]) -> Product:
         made: Tensor = multiply(inputs[0], packed, bias, *_NO_ACTIVATION)
         return made
 
-    return Product(partial(_pack_rows, math.prod(shape[:-1])), call)
+    return PackedProduct(partial(_pack_rows, math.prod(shape[:-1])), call)
 
 
-def _linear_add(attrs: Mapping[str, Any], shape: Sequence[int]) -> Product:
+def _linear_add(attrs: Mapping[str, Any], shape: Sequence[int]) -> PackedProduct:
     multiply = torch.ops.mkldnn._linear_pointwise.binary
 
     def call(inputs: Sequence[Tensor], packed: Tensor) -> Tensor:
@@ -65,10 +65,10 @@ def _linear_add(attrs: Mapping[str, Any], shape: Sequence[int]) -> Product:
         made: Tensor = multiply(x, addend, packed, bias[0] if bias else None, "add")
         return made
 
-    return Product(partial(_pack_rows, math.prod(shape[:-1])), call)
+    return PackedProduct(partial(_pack_rows, math.prod(shape[:-1])), call)
 
 
-def _conv2d(attrs: Mapping[str, Any], shape: Sequence[int]) -> Product:
+def _conv2d(attrs: Mapping[str, Any], shape: Sequence[int]) -> PackedProduct:
     padding, stride, dilation = (list(attrs[k]) for k in ("padding", "stride", "dilation"))
     places, groups = (padding, stride, dilation), attrs["groups"]
     convolve = torch.ops.mkldnn._convolution_pointwise.default
@@ -84,11 +84,11 @@ def _conv2d(attrs: Mapping[str, Any], shape: Sequence[int]) -> Product:
         made: Tensor = convolve(inputs[0], packed, bias, *places, groups, *_NO_ACTIVATION)
         return made
 
-    return Product(pack, call)
+    return PackedProduct(pack, call)
 
 
 # By attributes, and by the sizes of the first operand, for which a weight is packed.
-PRODUCTS: Mapping[str, Callable[[Mapping[str, Any], Sequence[int]], Product]] = {
+PRODUCTS: Mapping[str, Callable[[Mapping[str, Any], Sequence[int]], PackedProduct]] = {
     "linear": _linear,
     "linear_add": _linear_add,
     CONV: _conv2d,
@@ -117,7 +117,7 @@ def way_of(
 
 
 def packed_call(
-    product: Product, held: PackedWeight, weight: Tensor, kernels: KernelLoader
+    product: PackedProduct, held: PackedWeight, weight: Tensor, kernels: KernelLoader
 ) -> Call:
     """Return the call of a step that reads this weight, as it is then."""
     fingerprint = Fingerprint(weight, kernels)
