@@ -85,7 +85,14 @@ def compile_graph(
     fusion, kernels = _planned(graph, signature.generic, device, first, clock)
     lowered = {g: (low.kernel, low.buffers, low.offsets) for g, low in kernels.lowered.items()}
     program = assemble(
-        graph, fusion, lowered, signature, target, kernels.stitches, kernels.products
+        graph,
+        fusion,
+        lowered,
+        signature,
+        target,
+        kernels.stitches,
+        kernels.products,
+        kernels.panels,
     )
     order = lean(program)
     program = in_order(program, order)
@@ -114,7 +121,8 @@ def _planned(
     while True:
         fusion = plan(graph, apart, device)
         clock.lap("fusion")
-        kernels = LoweredPlan(graph, fusion, apart, lower, first)
+        has_panels = device == "cpu"
+        kernels = LoweredPlan(graph, fusion, apart, lower, first, has_panels=has_panels)
         if device == "cuda" and not generic:
             kernels.stitch()
             kernels.multiply_codes()

@@ -21,10 +21,11 @@ INFERENCE_KERNELS = (
     "cross_attention",
     "tma_attention",
     "short_attention",
+    "packed_weights",
 )
 # Backwards read what these leave out, or nothing was measured.
-TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "linear_add")
-WGMMA_PASSES = ("low_rank_pair", "product_sum", "upsampled_conv")
+TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "joined_calls", "linear_add")
+WGMMA_PASSES = ("joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
 
 
 def _knob(

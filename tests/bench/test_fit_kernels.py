@@ -65,7 +65,7 @@ def test_every_rule_has_a_sweep() -> None:
 
 
 def test_activations_at_the_end_are_measured_beside_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operator ends so until tiles of it are fitted."""
+    """Their tiles are guesses until then; each of them is measured."""
     held: dict[str, Any] = {}
     monkeypatch.setattr(
         contest, "hold", lambda n, a, sources, shapes, m: held.update(all=[*sources], of=shapes)
@@ -76,4 +76,5 @@ def test_activations_at_the_end_are_measured_beside_cublas(monkeypatch: pytest.M
     fit_kernels.SWEEPS["linear_wgmma"].run(args)
     assert {shape[-1] for shape in held["of"]} == {ACTIVATED}
     assert all("rcp.approx" in source.text for source in held["all"])
-    assert ACTIVATED not in tuned(H100).gemm.tiles
+    sweep = fit_kernels.SWEEPS["linear_wgmma"]
+    assert tuned(H100).gemm.tiles[ACTIVATED].keys() <= {*sweep.ACTIVATED_TILES}

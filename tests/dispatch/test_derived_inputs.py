@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from strop.dispatch.derived_inputs import (
     KINDS,
     LOW_RANK,
     MERGED,
+    PACKED,
     PADDED,
     TIMETABLE,
     DerivedInput,
@@ -37,6 +39,7 @@ from strop.dispatch.weight_sums import WeightSum
 from strop.runtime.derived.known_values import KnownValues
 from strop.runtime.derived.sources import KnownMemory, KnownWrites, SourceWatch
 from strop.runtime.loop.denoise_loop import DenoiseLoop
+from tests.dispatch.packing import packing_everything
 from tests.dispatch.test_low_rank import add, layers
 from tests.e2e import tiny
 
@@ -51,6 +54,13 @@ def _pads_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     names = vars(sys.modules[passes.aligned_linear.__module__])
     for name, value in {"HALVES": (torch.float32,), "LEAST_COLUMNS": 1, "LEAST_DEPTH": 1}.items():
         monkeypatch.setitem(names, name, value)
+
+
+@pytest.fixture(autouse=True)
+def _packs_small_weights(request: pytest.FixtureRequest) -> Iterator[None]:
+    of_cpu = getattr(request.node, "callspec", None)
+    with packing_everything() if of_cpu and of_cpu.params.get("kind") == PACKED else nullcontext():
+        yield
 
 
 class Door(Adapter):
@@ -119,6 +129,7 @@ Change = Callable[[Drawing], None]
 OPTIONS: dict[str, dict[str, Any]] = {
     MERGED: {},
     PADDED: {},
+    PACKED: {},
     EFFECTIVE: {"lora": "merged"},
     LOW_RANK: {"lora": "unmerged"},
     HOISTED: {},
@@ -265,12 +276,14 @@ ARGUMENTS: dict[str, Change] = {
 }
 TIMES: dict[str, Change] = {"timesteps written": times_written}
 WEIGHTS = COUNTED | MOVED | UNCOUNTED
+SAME_BITS = ("another type and back",)  # which chance may put where they were
 
 # What changes the sources of each kind between two loops, and in the middle of one, where nobody
 # sees what torch does not count (docs/limits.md).
 BETWEEN: dict[str, dict[str, Change]] = {
     MERGED: WEIGHTS,
     PADDED: WEIGHTS,
+    PACKED: {name: WEIGHTS[name] for name in WEIGHTS if name not in SAME_BITS},
     EFFECTIVE: WEIGHTS | ADAPTERS,
     LOW_RANK: WEIGHTS | ADAPTERS,
     HOISTED: WEIGHTS | ARGUMENTS,
@@ -279,6 +292,7 @@ BETWEEN: dict[str, dict[str, Change]] = {
 WITHIN: dict[str, dict[str, Change]] = {
     MERGED: COUNTED | MOVED,
     PADDED: COUNTED | MOVED,
+    PACKED: {name: WEIGHTS[name] for name in COUNTED | MOVED if name not in SAME_BITS},
     EFFECTIVE: COUNTED | MOVED | ADAPTERS,
     LOW_RANK: COUNTED | MOVED | ADAPTERS,
     HOISTED: COUNTED | MOVED | ARGUMENTS,

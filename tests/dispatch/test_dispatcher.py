@@ -327,6 +327,30 @@ def test_a_first_call_in_inference_mode_leaves_no_inference_tensors():
     assert all(part.weight.grad is not None for part in parts)
 
 
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_module_that_was_made_in_inference_mode(needs_gradient):
+    """ComfyUI loads models within inference mode, and leaves requires_grad as it was made."""
+    with torch.inference_mode():
+        module = optimized(Net().requires_grad_(needs_gradient))
+        plain = Net().requires_grad_(needs_gradient)
+        for x in (X, torch.randn(300, 8)):
+            torch.testing.assert_close(module(x), plain(x), **CLOSE)
+        new = torch.randn(8, 8)
+        module.q.weight, plain.q.weight = nn.Parameter(new), nn.Parameter(new.clone())
+        torch.testing.assert_close(module(X), plain(X), **CLOSE)
+        for net in (module, plain):
+            net.k.weight.data.copy_(new)
+        torch.testing.assert_close(module(X), plain(X), **CLOSE)
+    assert module.forward.counters.eager_calls == 0
+    assert len(module.forward.variants.all) == 1
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():  # eager can still look at parts of weights that have been merged
+            torch.testing.assert_close(Net.forward(module, X), plain(X), **CLOSE)
+    strop.restore(module)
+    with torch.inference_mode():
+        torch.testing.assert_close(module(X), plain(X), **CLOSE)
+
+
 def test_a_copy_is_a_plain_module():
     module = optimized(Net())
     assert_as_eager(module, X)

@@ -25,6 +25,7 @@ FUNCTIONS: dict[str, Function] = {
     "its inverse": lambda x: x * (1 / x.shape[1]),
     "a root": lambda x: x * x.shape[1] ** 0.5 - 1.5 * x.shape[0] ** 0.5,
     "from the other side": lambda x: (x.shape[0] / 7) - x,
+    "positions up to a size": lambda x: x * torch.linspace(0.5, x.shape[1] - 1, x.shape[1]),
     "positions": lambda x: x + torch.arange(x.shape[1]) / (x.shape[1] / 5) / 1.25,
 }
 

@@ -177,3 +177,20 @@ def test_plain_weights_never():
             return F.linear(x, self.numbers * 2)
 
     assert num_products(compiled(Plain())) == 0
+
+
+class SideBySide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pieces = nn.ModuleList(Coded("int8", has_bias=False) for _ in range(2))
+        self.out = nn.Linear(2 * COLUMNS, 8, bias=False)
+
+    def forward(self, x):
+        return self.out(torch.cat([piece(x + n) for n, piece in enumerate(self.pieces)], 1))
+
+
+def test_products_that_write_into_a_cat_stay_calls():
+    """A kernel that decodes and multiplies has a dense result."""
+    program = compiled(SideBySide().half(), b=256)
+    assert num_products(program) == 0
+    assert [step.place is not None for step in program.call_steps] == [True, True, False]

@@ -31,7 +31,7 @@ MOST = 1.25  # times the least
 # kernels, and of them those that reduce rows: norms with what is before and behind them. A product
 # of the timestep has at most 320 MiB of weights: Flux has three, Qwen-Image two, with a bias each
 KERNELS = {
-    "flux": (41, 17),
+    "flux": (39, 17),
     "wan": (19, 11),
     "sd3": (26, 8),
     "sd35": (27, 13),

@@ -317,8 +317,8 @@ def test_few_columns_read_their_rows_once_for_each_tile() -> None:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_what_a_linear_launches(end: str) -> None:
-    """Rows may have gaps; biases come last, where there are none the weights; a sum is copied to
-    where the result lies first."""
+    """Rows may have gaps, and those of plain results; biases come last, where there are none the
+    weights; a sum is copied to where the result lies first."""
     columns = 2560 if end == GATED else 1280
     launches = products.ROW.launch(line_of(2048, columns, 640, end), H100)
     assert launches is not None
@@ -330,7 +330,13 @@ def test_what_a_linear_launches(end: str) -> None:
         RESULT,
         {PLAIN: 1, GATED: 2, SUM: 3}[end],
     ]
-    assert [operand.lies for operand in part.operands] == [Lies.ROWS, *[Lies.DENSE] * 3]
+    result = Lies.ROWS if end == PLAIN else Lies.DENSE
+    assert [operand.lies for operand in part.operands] == [
+        Lies.ROWS,
+        Lies.DENSE,
+        result,
+        Lies.DENSE,
+    ]
     assert part.scalars[6] is Late.WEIGHTS
     assert [type(each) for each in before] == [Torch] * (end == SUM)
     for each in before:

@@ -20,6 +20,7 @@ from strop.ir.source import KernelSource
 from strop.kernels.gemm.tile import (
     ACTIVATED,
     GATED,
+    GEGLU,
     MOST_SHARED,
     NARROW,
     PLAIN,
@@ -127,6 +128,8 @@ CASES = (
         )
     ),
     Case(GemmTile(1, 80, 3), (1, 1, 100, 128, 80), (1, 1, 64), 1, ACTIVATED, activation=SILU),
+    Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 300, 128, 200), (1, 1, 128), 1, ACTIVATED,
+         activation=GELU_TANH),  # columns that two tiles have
     Case(GemmTile(2, 80, 3, 1, True), (1, 1, 300, 128, 160), (1, 1, 128), 1, ACTIVATED, rank=96),
     Case(GemmTile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, GATED, rank=64,
          activation=SILU, gates_first=True),
@@ -262,7 +265,9 @@ TABLES = {
     NARROW: (1, PLAIN, 1),
     GATED: (1, GATED, 1),
     SUM: (1, SUM, 1),
+    ACTIVATED: (1, ACTIVATED, 1),
 }
+GATES = {ACTIVATED: Gate(GELU_TANH)}
 APART = ((2, 160, 4, 1, True, True), (2, 128, 5, 1, True, True), (2, 192, 3, 1, True, True))
 TRIED = {  # tiles that were measured, and are in no table
     "conv": (
@@ -309,7 +314,7 @@ TRIED = {  # tiles that were measured, and are in no table
     ),
 }
 ALL = [
-    Product(tile, *TABLES[kind])
+    Product(tile, *TABLES[kind], gate=GATES.get(kind, GEGLU))
     for kind, tiles in tuned(H100).gemm.tiles.items()
     for tile in dict.fromkeys((*tiles, *(GemmTile(*each) for each in TRIED.get(kind, ()))))
 ]

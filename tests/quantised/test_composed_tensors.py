@@ -78,8 +78,8 @@ def test_it_is_compiled_and_as_accurate_as_eager(kind, tmp_path):
     assert counters.eager_calls == 0
     assert report.num_graphs == 1
     assert not counters.findings
-    product = "aten._int_mm.default" if kind is Dynamic else "linear"
-    assert report.calls[product] == 2
+    # sums of products of codes are a part of the kernels that read them
+    assert report.calls == ({} if kind is Dynamic else {"linear": 2})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -288,6 +288,12 @@ CREATION: dict[str, Case] = {
     "linspace": _kernel(lambda x: x * torch.linspace(0, 1, 6), "b 6"),
     "linspace_down": _kernel(lambda x: x * torch.linspace(3.0, -2.5, 6), "b 6"),
     "linspace_symbolic": _kernel(lambda x: x * torch.linspace(-1, 1, x.shape[1])[:, None], "b h 6"),
+    "linspace_to_a_size": _kernel(
+        lambda x: x * torch.linspace(1, x.shape[1] - 1, x.shape[1])[:, None], "b h 6"
+    ),
+    "linspace_half_a_size": _kernel(
+        lambda x: x * torch.linspace(0, x.shape[1] / 2, x.shape[1])[:, None], "b h 6"
+    ),
     "linspace_one": _kernel(lambda x: x * torch.linspace(3, 9, 1), "b 6"),
     "one_hot": _kernel(lambda i: F.one_hot(i, 5) * 2, "i5: b h"),
     "scalar_tensor": _kernel(lambda x: x * torch.scalar_tensor(0.5), "b 6"),

@@ -8,17 +8,20 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from strop.codegen.by_rows import made_by_rows
+from strop.codegen.copies import copies_for_calls
 from strop.codegen.mutation import Lowered, joins_of, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
-from strop.fusion.plan import CodedProduct, FusionPlan, Group, Stitch
+from strop.fusion.plan import CodedProduct, CodePanels, FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
 from strop.ir.loops import CheckIndex, Load, LoopKernel, Schedule, has_places, spaces
 from strop.ir.ops import OF_ROWS
+from strop.ir.parts import as_rows, places_of_calls
 from strop.ir.program import (
     Buffer,
     CallStep,
+    Copied,
     Guard,
     InputSpec,
     KernelStep,
@@ -114,6 +117,7 @@ class _Assembly:
     graph: Graph
     target: Target
     redirected: Mapping[Node, Node]
+    places: Mapping[Node, Node]  # of calls that write into joins
     buffers: list[Buffer] = field(default_factory=list)
     number: dict[Node, int] = field(default_factory=dict)
     sources: dict[KernelSource, int] = field(default_factory=dict)
@@ -149,10 +153,12 @@ def assemble(
     target: Target,
     stitches: Sequence[Stitch] = (),
     products: Sequence[CodedProduct] = (),
+    panels: Sequence[CodePanels] = (),
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch and product."""
-    a = _Assembly(graph, target, redirected_stores(graph, plan, lowered) | joins_of(graph))
+    redirected = redirected_stores(graph, plan, lowered) | joins_of(graph)
+    a = _Assembly(graph, target, redirected, places_of_calls(graph))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
     results = {base_of(o) for o in graph.outputs}
@@ -172,6 +178,10 @@ def assemble(
         _stitch(a, stitch, lowered[stitch.whole], kernels)
     for found in products:
         _join_product(a, found, lowered[found.whole], kernels, calls)
+    for copied_by, copied in copies_for_calls(graph, plan.groups, a.number, a.buffers):
+        _note_copy(copied_by, copied, kernels, calls)
+    for made in panels:
+        _join_panels(a, made, kernels, calls)
     finished = tuple(kernels[s] if isinstance(s, Group) else calls[s] for s in steps)
     num_compiled = sum(len(group.nodes) for group in plan.groups)
     num_calls = sum(1 for s in plan.steps if isinstance(s, Node) and s.op != "join")
@@ -361,6 +371,45 @@ def _join_product(
     calls[found.call] = replace(call, absorbed=(form,))
 
 
+def _note_copy(
+    group: Group, copied: Copied, kernels: dict[Group, KernelStep], calls: dict[Node, CallStep]
+) -> None:
+    """Let products read what they have a copy of, where it lies as the copy would."""
+    own = kernels[group]
+    others = [s for s in kernels.values() if s is not own and copied.buffer in s.touched]
+    readers = {n: s for n, s in calls.items() if copied.buffer in s.touched}
+    written = {number for step in readers.values() for pair in step.in_place for number in pair}
+    if others or copied.buffer in written or not all(s.op in OF_ROWS for s in readers.values()):
+        return
+    kernels[group] = replace(own, copied=copied)
+    for node, step in readers.items():
+        calls[node] = replace(step, copies=(*step.copies, copied))
+
+
+def _join_panels(
+    a: _Assembly,
+    made: CodePanels,
+    steps: dict[Group, KernelStep],
+    calls: dict[Node, CallStep],
+) -> None:
+    """Let the step that reads sums of products of codes do the work of the calls, but for a few
+    rows: minus so many are at most minus the fewest."""
+    emitted, step = a.target.emit(made.kernel), steps[made.group]
+    form = StepForm(
+        a.place_of(emitted.source),
+        tuple(a.number[node] for node in made.buffers),
+        made.offsets,
+        step.writes,
+        emitted.scalars,
+        const(0) - made.rows,
+        -made.fewest,
+        1,
+    )
+    steps[made.group] = replace(step, variants=(form,))
+    for call in made.calls:
+        calls[call] = replace(calls[call], absorbed=(form,))
+
+
 def _lookup_sizes(kernel: LoopKernel) -> tuple[Expr | None, ...]:
     """Return for each param that is only looked into how often that is; no more of it is read."""
     sizes = {axis.name: axis.size for axis in kernel.rows + kernel.cols}
@@ -391,7 +440,8 @@ def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
     matrices = OF_ROWS.get(node.op, 0)
-    refs = tuple(a.ref(_matrix(x) if i < matrices else x) for i, x in enumerate(node.inputs))
+    rows = Builder()
+    refs = tuple(a.ref(as_rows(rows, x) if i < matrices else x) for i, x in enumerate(node.inputs))
     if node.op == "write":
         a.number[node] = a.number[base_of(node.inputs[0])]
         return CallStep("write", refs, (), (), node.origin)
@@ -399,20 +449,21 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
         return CallStep(
             node.op, refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node), node.origin
         )
+    attrs = tuple(sorted(node.attrs.items()))
+    if node in a.places:
+        place = a.ref(_within(a, a.places[node], results))
+        return CallStep(node.op, refs, attrs, (place.buffer,), node.origin, place=place)
     planned = "result" if node in results else "arena"
     out = a.add(node, planned if node.op in a.target.planned else "call")
-    return CallStep(
-        node.op,
-        refs,
-        tuple(sorted(node.attrs.items())),
-        (out,),
-        node.origin,
-    )
+    return CallStep(node.op, refs, attrs, (out,), node.origin)
 
 
-def _matrix(x: Node) -> Node:
-    """View (..., K) as (rows, K): the layout pass has made sure that this is a view."""
-    return Builder().reshape(x, (product(x.shape[:-1]), x.shape[-1]))
+def _within(a: _Assembly, place: Node, results: set[Node]) -> Node:
+    """Return a piece of a join, which has a buffer then."""
+    whole = base_of(place)
+    if whole not in a.number:
+        a.add(whole, "result" if whole in results else "arena")
+    return place
 
 
 def _opaque_outputs(a: _Assembly, call: Node) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from strop.codegen import nest, pieces
+from strop.codegen import cpp_panels, nest, pieces
 from strop.codegen.cpp_fetches import fetches, print_fetches
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_parts import PartPrinter
@@ -17,6 +17,7 @@ from strop.codegen.cpp_places import print_places
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_rewrites import with_powers
 from strop.codegen.cpp_text import TYPES
+from strop.ir.code_panel import header
 from strop.ir.loops import LoopKernel, Schedule
 from strop.ir.source import Emitted, KernelSource
 
@@ -51,6 +52,7 @@ def emit(kernel: LoopKernel) -> Emitted:
 
 def _print_all(loops: Loops) -> None:
     with loops.faults():
+        cpp_panels.pack(loops)
         loops.uniform_values()
         _print_loops(loops)
 
@@ -73,6 +75,7 @@ def _whole_text(loops: Loops) -> str:
     lines = [
         '#include "vmath.h"',
         "",
+        *([header()] if loops.panels else []),
         f'extern "C" void {kernel.name}(void* const* buffers, const int64_t* scalars) {{',
     ]
     pointers = [f"{'' if p.is_output else 'const '}{TYPES[p.dtype]}*" for p in kernel.params]
@@ -86,7 +89,8 @@ def _whole_text(loops: Loops) -> str:
 
 def _has_long_cols(loops: Loops) -> bool:
     cols = loops.kernel.num_cols
-    can_cut = loops.is_flat and not loops.staged and not loops.bags
+    is_apart = not loops.staged and not loops.bags and not loops.panels
+    can_cut = loops.is_flat and is_apart
     return can_cut and (not cols.is_const or cols.value > BLOCK_SIZE or not loops.kernel.rows)
 
 
@@ -145,6 +149,7 @@ def _print_pointwise(loops: Loops) -> None:
     _declare_step(loops)
     with loops.tasks():
         print_places(loops)
+        cpp_panels.multiply(loops)
         later = fetches(loops)
         with loops.rows():
             print_fetches(loops, later, "row")
@@ -178,6 +183,7 @@ def _print_row(loops: Loops) -> None:
     sweeps = RowSweeps(loops)
     _declare_step(loops)
     with loops.tasks():
+        cpp_panels.multiply(loops)
         sweeps.declare_buffers()
         with loops.rows():
             sweeps.print_row()
@@ -193,6 +199,9 @@ def _print_column(loops: Loops) -> None:
 
 
 def _declare_step(loops: Loops) -> None:
+    if loops.panels:
+        loops.out("const int64_t step = code_sums::PANEL;")
+        return
     cols = loops.kernel.num_cols
     task = STAGED_TASK_SIZE if loops.staged or loops.shared else TASK_SIZE
     step = 1 + task // max(cols.value, 1) if cols.is_const else None

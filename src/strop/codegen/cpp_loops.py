@@ -44,6 +44,7 @@ from strop.ir.source import BOUNDS_CHECK, Scratch
 # Elements below which threads cost more than they save, half a microsecond if they are awake:
 # both take about four microseconds of one core.
 THREADED_FROM, HEAVY_FROM = 32768, 16384
+CODES_AN_ELEMENT = 64  # that are multiplied in the time of other work on an element
 STACK_ROW = 4096  # longest row buffer on the stack, in elements
 
 
@@ -67,6 +68,8 @@ class Loops:
         self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate((*self.staged, *self.bags))}
         self.is_tiled = self.is_flat and not (self.staged or bags) and nest.is_transposing(kernel)
         self.num_outer = self._count_outer_rows()
+        numbered = enumerate(kernel.params)
+        self.panels = {n: param.panel for n, param in numbered if param.panel is not None}
         self.guarded = _guarded(kernel)
         self.by_axes = False  # inside loops over single col axes
         self.printed: set[str] = set()  # values of the whole kernel
@@ -123,6 +126,9 @@ class Loops:
         """Print a loop over the rows of a task, in order."""
         with self.out.loop("row", end, "begin"):
             self.decode("row", self.inner_rows)
+            for number in self.panels:
+                place = f"sums{number} + (row - begin) * width{number}"
+                self.out(f"const int32_t* const row{number} = {place};")
             self._fill(stmt for stmt in self.staged if self._is_inner(stmt))
             yield
 
@@ -145,7 +151,10 @@ class Loops:
         self.out("#pragma omp simd" + clauses + (" reduction(|:faults)" if self.has_places else ""))
 
     def work(self) -> str:
-        return self.scalars(self.kernel.num_rows * self.kernel.num_cols)
+        """Return the text of how many elements there are, or how much work there is instead."""
+        elements = self.scalars(self.kernel.num_rows * self.kernel.num_cols)
+        depth = sum(panel.depth for panel in self.panels.values())
+        return f"{elements} * {1 + depth // CODES_AN_ELEMENT}" if depth else elements
 
     def _is_inner(self, stmt: Load | Position) -> bool:
         return any(axis.name in stmt.index.axes for axis in self.inner_rows)
@@ -306,6 +315,9 @@ class Loops:
         return number(stmt.value, stmt.dtype)
 
     def _load(self, stmt: Load) -> str:
+        if stmt.param in self.panels:
+            is_alone = not stmt.index.axes & self.col_names  # a row of one sum
+            return f"row{stmt.param}[{0 if is_alone else self.lane}]"
         text = f"sp::widen(p{stmt.param}[{self._element(stmt)}])"
         if compute_dtype(self.kernel.params[stmt.param].dtype) != compute_dtype(stmt.dtype):
             text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"

@@ -25,8 +25,9 @@ from strop.debug.reference import evaluate, has_reference, is_random
 from strop.debug.steps import Planned, planned_steps
 from strop.fusion.plan import Group
 from strop.ir.affine import base_of
+from strop.ir.dims import Expr
 from strop.ir.graph import Node
-from strop.ir.program import KernelStep
+from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.patterns.pattern import EXACT
 from strop.runtime.run.executor import Bound
 from strop.testing import MAX_FACTOR, MAX_ULPS
@@ -118,6 +119,7 @@ class _Judge:
         self.findings: list[Finding] = []
         self.num_unjudged = 0  # random, or without a reference
         self._held: dict[Node, int] = {n: i for i, n in enumerate(compiled.graph.inputs)}
+        self._places = {p.plan: place for p in self.steps if (place := _place_of(p)) is not None}
 
     def around(self, position: int, run: Callable[[], None]) -> None:
         planned = self.steps[position]
@@ -150,10 +152,17 @@ class _Judge:
 
     def _contents(self, node: Node, number: int) -> Tensor:
         whole = self.bound.contents(number)
+        if node in self._places:
+            return self._piece(whole, self._places[node]).reshape(_sizes(node.shape, self.env))
         if node.op != "part":
             return whole
         dim, start = node.attrs["dim"], node.attrs["start"].eval(self.env)
         return whole.narrow(dim, start, node.shape[dim].eval(self.env))
+
+    def _piece(self, whole: Tensor, place: TensorRef) -> Tensor:
+        sizes, strides = (_sizes(each, self.env) for each in (place.shape, place.strides))
+        start = whole.storage_offset() + place.offset.eval(self.env)
+        return whole.as_strided(sizes, strides, start)
 
     def _operands(self, made: Mapping[Node, int]) -> Iterator[tuple[Node, int]]:
         """Yield the values that this step finds in memory, through whatever it computes again."""
@@ -228,6 +237,14 @@ def _is_rounding(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
 
 def _nodes(planned: Planned) -> tuple[Node, ...]:
     return planned.plan.nodes if isinstance(planned.plan, Group) else (planned.plan,)
+
+
+def _place_of(planned: Planned) -> TensorRef | None:
+    return planned.step.place if isinstance(planned.step, CallStep) else None
+
+
+def _sizes(shape: Sequence[Expr], env: Mapping[str, int]) -> list[int]:
+    return [size.eval(env) for size in shape]
 
 
 def _has_judge(node: Node) -> bool:

@@ -46,7 +46,7 @@ def _time(us: float) -> str:
 
 def chosen(program: Program, sizes: Mapping[str, int], device: Device) -> tuple[ChoiceRow, ...]:
     """A row for each kind of call, in the order of the program. On a CPU they are those of
-    attention: a library runs every other call."""
+    attention, and products whose weights are packed: a library runs every other call."""
 
     def evaluated(exprs: tuple[Expr, ...]) -> Sequence[int]:
         return tuple(expr.eval(sizes) for expr in exprs)

@@ -21,7 +21,7 @@ from strop.ir.device import Device
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
-from strop.ir.program import CallStep, KernelStep, Program, Step
+from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
 from strop.kernels import library
 from strop.runtime.run.choices import call_of
@@ -98,9 +98,9 @@ def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
         return sum(
             _kernel_bytes(program, n, lookups.get(n), sizes) for n in dict.fromkeys(step.buffers)
         )
-    read = sum(
-        _numel(r.shape, sizes) * program.buffers[r.buffer].dtype.itemsize for r in step.inputs
-    )
+    read = sum(_piece_bytes(program, ref, sizes) for ref in step.inputs)
+    if step.place is not None:
+        return read + _piece_bytes(program, step.place, sizes)
     return read + sum(_buffer_bytes(program, n, sizes) for n in step.outputs if n >= 0)
 
 
@@ -151,6 +151,10 @@ def _kernel_bytes(program: Program, number: int, lookups: Expr | None, sizes: Si
     whole = _buffer_bytes(program, number, sizes)
     itemsize = program.buffers[number].dtype.itemsize
     return whole if lookups is None else min(whole, lookups.eval(sizes) * itemsize)
+
+
+def _piece_bytes(program: Program, ref: TensorRef, sizes: Sizes) -> int:
+    return _numel(ref.shape, sizes) * program.buffers[ref.buffer].dtype.itemsize
 
 
 def _buffer_bytes(program: Program, number: int, sizes: Sizes) -> int:

@@ -275,7 +275,8 @@ def _graph_row(
 ) -> GraphRow:
     refusals = Counter(r.reason for r in compiled.plan.refusals) if compiled else Counter()
     passes = compiled.passes if compiled else ()
-    calls = Counter(operator_of(step) for step in program.call_steps)
+    running = [step for step in program.at(sizes) if isinstance(step, CallStep)]
+    calls = Counter(map(operator_of, running))
     steps = step_rows(program, compiled, sizes, able)
     return GraphRow(
         sizes=sizes,
@@ -286,7 +287,7 @@ def _graph_row(
         num_compiled_nodes=program.num_compiled_nodes,
         kernels=_kernels(program, steps, sizes, able),
         calls=dict(calls),
-        num_opaque_calls=sum(step.op == "aten" for step in program.call_steps),
+        num_opaque_calls=sum(step.op == "aten" for step in running),
         guards=tuple(map(str, program.guards)),
         seconds={},
         passes=tuple((p.name, p.seconds, p.nodes_before, p.nodes_after) for p in passes),

@@ -245,6 +245,7 @@ _RULES: dict[str, Rule] = {
     "paired_geglu": lambda n, x, env: _geglu(n, _paired(x)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "mixed_product": lambda n, x, env: mixed_product(*x),
+    "code_sums": lambda n, x, env: torch.matmul(x[0].double(), x[1].double().t()),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)
     ),

@@ -243,6 +243,7 @@ class EntryRunner:
             in_place=not self._options.check,
             plans=entry.variant.plans,
             streaming=streaming,
+            packed=self._state.packed,
         )
         if self.budget is not None:
             self.budget.working_bytes = max(self.budget.working_bytes, bound.working_bytes)

@@ -41,6 +41,7 @@ from strop.frontend.stable_text import is_plain
 from strop.frontend.tables import table_names
 from strop.ir.program import Program
 from strop.options import Options
+from strop.runtime.derived.packed_weights import PackedWeights
 from strop.runtime.derived.sources import KnownMemory
 
 _DATA_PTR = Tensor.data_ptr
@@ -71,6 +72,7 @@ class ModuleState:
         self.effective = AdaptedWeights(options)
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
         self.merged, self.padded = PlacedPieces(), PlacedPieces()
+        self.packed = PackedWeights()
         self.place: torch.device | None = None  # where weights are to lie when a plan of them runs
         self._looks: dict[int, PlainLook] = {}  # at the memory of tensors, by their ids
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from strop.dispatch.moved_weights import lie_in
 from strop.dispatch.placed_weights import note_wholes, wholes_among
 from strop.frontend.composed_tensors import is_composed
 from strop.runtime.run.flat_copy import ROW_BYTES, FlatCopy, FlatSums
@@ -166,7 +167,7 @@ class OffloadedWeights:
         assert self._layout is not None
         placed = self._on_host if flat is self._host else self._views_at(flat)
         for tensor, new in zip(tensors, placed, strict=False):
-            tensor.data = new
+            lie_in(tensor, new)
         self._wholes = placed[len(tensors) :]
         note_wholes(self._wholes, tensors)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from strop.dispatch.cornered_factors import standing
+from strop.dispatch.moved_weights import lie_in
 from strop.ir.ops import OPS
 from strop.ir.program import InputSpec, Program
 from strop.runtime.run.layouts import bytes_of, read_as, written_as
@@ -123,7 +124,7 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
             if not weight.is_contiguous(memory_format=torch.channels_last):
                 _GIVEN.setdefault(weight, weight.stride())
                 keep_for_readers(weight)
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+                lie_in(weight, weight.data.contiguous(memory_format=torch.channels_last))
     return [*(t.detach() for t in tensors), *pieces]  # where they lie now
 
 
@@ -136,7 +137,7 @@ def give_back_order(tensors: Sequence[Tensor]) -> None:
             continue
         given = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         keep_for_readers(tensor)
-        tensor.data = given.copy_(tensor.detach())
+        lie_in(tensor, given.copy_(tensor.detach()))
 
 
 def _lay_out(tensor: Tensor, spec: InputSpec) -> None:
@@ -148,7 +149,7 @@ def _lay_out(tensor: Tensor, spec: InputSpec) -> None:
     new = torch.empty_strided(seen.shape, strides, dtype=seen.dtype, device=seen.device)
     new.copy_(seen)
     keep_for_readers(tensor)
-    tensor.data = written_as(new, tensor.dtype)
+    lie_in(tensor, written_as(new, tensor.dtype))
 
 
 def _pieces(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -240,8 +241,8 @@ def _merged(
         left.note(part)
         for twin in twins.get(part.data_ptr(), ()):
             if _is_laid_out_as(twin, part):
-                twin.data = piece
-        part.data = piece
+                lie_in(twin, piece)
+        lie_in(part, piece)
         start += part.shape[0]
         _WHOLES[whole.device, part.data_ptr()] = whole
     return whole

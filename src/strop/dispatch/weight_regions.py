@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from strop.dispatch.moved_weights import lie_in
 from strop.dispatch.placed_weights import note_wholes, wholes_among
 from strop.ir.program import Program
 from strop.runtime.loop.hoisting import read_by
@@ -57,7 +58,7 @@ class Region:
                 done = _end(tensor)
         count = len(self.wholes)
         for tensor, own in zip(self.weights, new[count:], strict=True):
-            tensor.data = own
+            lie_in(tensor, own)
         self.wholes = new[:count]
         self.device, self.start = place.device, place.data_ptr()
         self.end = self.start + place.numel()

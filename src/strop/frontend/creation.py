@@ -81,7 +81,8 @@ def _linspace(im: Importer, fx: FxNode, start: Any, end: Any, *_: Any, **__: Any
     if dtype not in (torch.float32, torch.float64):
         return None
     count = im.shape(fx)[0]
-    first, last = (b.constant(float(x), dtype) for x in (start, end))
+    ends = (float(x) if isinstance(x, int | float) else x for x in (start, end))  # else a size
+    first, last = (im.operand(x, dtype) for x in ends)
     gaps = b.pointwise("maximum", b.constant(count - 1, dtype), b.constant(1, dtype), dtype=dtype)
     step = b.pointwise("div", _add(b, "sub", last, first), gaps, dtype=dtype)
     place = positions(b, (count,), 0)

@@ -29,7 +29,8 @@ def fake_weights(
     mode: FakeTensorMode, state: Mapping[str, Tensor], device: torch.device | None = None
 ) -> dict[str, Tensor]:
     """Return what stands for each tensor of a module. Those that share memory do so here too, but
-    where all are to be on another ``device``."""
+    where all are to be on another ``device``. One of inference mode has no gradients, whatever it
+    says of them, and torch refuses to be told so outside of that mode."""
     plain = {name: memory_of(t) for name, t in state.items() if _is_plain(t)}
     sharing = Counter(memory_of(t) for t in state.values() if _has_memory(t))
     found = {}
@@ -39,7 +40,7 @@ def fake_weights(
             fake: Tensor = FakeTensor(mode, meta, device or t.device)
         else:
             fake = mode.from_tensor(t.detach(), static_shapes=True)
-        found[name] = fake.requires_grad_(t.requires_grad)
+        found[name] = fake if fake.is_inference() else fake.requires_grad_(t.requires_grad)
     return found
 
 

@@ -46,7 +46,7 @@ NF4 = (
 def is_yet_to_be_packed(part: nn.Module) -> bool:
     """Tell whether a layer will put its weight into another order in its next call in eager: the
     library does so once, in the forward, for its own kernel on CPUs with AVX512 BF16."""
-    if not getattr(part, "support_avx512bf16_for_cpu", False):
+    if not vars(part).get("support_avx512bf16_for_cpu", False):  # asked of all parts in each call
         return False
     weight = part._parameters.get("weight")
     state = getattr(weight, "quant_state", None)

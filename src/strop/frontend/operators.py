@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
@@ -42,7 +42,7 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor"
 )
 _library.define(
-    "linspace(float start, float end, SymInt steps, ScalarType dtype, Device device) -> Tensor"
+    "linspace(Scalar start, Scalar end, SymInt steps, ScalarType dtype, Device device) -> Tensor"
 )
 _library.define(
     "group_norm(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> Tensor"
@@ -339,9 +339,9 @@ def _call_linspace(
 ) -> Tensor:
     """Compute linspace from a number of steps that may be a symbol; torch's own would fix it."""
     dtype = dtype or torch.get_default_dtype()
-    are_numbers = all(isinstance(value, int | float) for value in (start, end))
-    is_known = dtype in (torch.float32, torch.float64) and are_numbers and not any(kwargs.values())
-    if not isinstance(steps, torch.SymInt) or not is_known:
+    are_numbers = (isinstance(x, int | float | SymInt | SymFloat) for x in (start, end))
+    is_known = dtype in (torch.float32, torch.float64) and all(are_numbers)
+    if not isinstance(steps, SymInt) or not is_known or any(kwargs.values()):
         return torch.linspace(start, end, steps, dtype=dtype, device=device, **kwargs)
     torch._check(steps >= 0)
     device = torch.get_default_device() if device is None else torch.device(device)

@@ -20,6 +20,7 @@ from strop.ir.dims import const, product
 from strop.ir.graph import Builder, Graph, Node
 from strop.ir.loops import Schedule
 from strop.ir.ops import CODES, Kind
+from strop.ir.parts import places_of_calls
 
 # Each row reads the codes again, from a cache: two take fewer bytes than a decoded weight does.
 MOST_ROWS = 2
@@ -30,9 +31,9 @@ def coded_products(graph: Graph, plan: FusionPlan) -> Iterator[CodedProduct]:
     """Yield the linears of which one kernel could decode the weight and multiply by it."""
     writers = {node: group for group in plan.groups for node in group.stores}
     stored, results = frozenset(writers), {base_of(o) for o in graph.outputs}
-    users, alone = graph.users(), _made_of_weights(graph)
+    users, alone, placed = graph.users(), _made_of_weights(graph), places_of_calls(graph)
     for place, call in enumerate(plan.steps):
-        if not isinstance(call, Node) or not _may_have_few_rows(call):
+        if not isinstance(call, Node) or call in placed or not _may_have_few_rows(call):
             continue
         weight = base_of(call.inputs[1])
         decoding = writers.get(weight)

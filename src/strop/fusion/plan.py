@@ -7,7 +7,7 @@ from enum import Enum
 
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
-from strop.ir.loops import Schedule
+from strop.ir.loops import LoopKernel, Schedule
 
 
 class Scheme(Enum):
@@ -55,6 +55,21 @@ class CodedProduct:
     whole: Group
     rows: Expr
     most: int
+
+
+@dataclass(frozen=True, slots=True)
+class CodePanels:
+    """``kernel`` does what the kernel of ``group`` does, and the work of ``calls``, whose sums of
+    products of codes it makes itself, where there are no fewer ``rows`` than ``fewest``.
+    ``buffers`` and ``offsets`` stand behind its params."""
+
+    group: Group
+    calls: tuple[Node, ...]
+    kernel: LoopKernel
+    buffers: tuple[Node, ...]
+    offsets: tuple[Expr, ...]
+    rows: Expr
+    fewest: int
 
 
 @dataclass(frozen=True, slots=True)

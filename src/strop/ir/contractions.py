@@ -64,6 +64,9 @@ PAIRED: Mapping[str, str] = {
 FACTORS: Mapping[str, int] = dict.fromkeys(PAIRED, 2) | dict.fromkeys(PAIRED.values(), 4)
 LINEARS = ("linear", PAIRED["linear"])  # the plain form of both
 
+# The attribute of a call whose result is some columns of a wider value, with gaps between rows.
+AMONG_COLUMNS = "among_columns"
+
 GELU, GELU_TANH, SILU = GATE_OPS = ("gelu", "gelu_tanh", "silu")  # operators that gates go through
 
 
@@ -97,7 +100,15 @@ CONTRACTIONS: tuple[Op, ...] = (
         "linear",
         Kind.CONTRACTION,
         rows_kept=lambda attrs, rank: True,
-        anchor=Anchor("GEMM", ANYWHERE, rows=2, is_movable=True, warm_up=1, flops=_linear_flops),
+        anchor=Anchor(
+            "GEMM",
+            ANYWHERE,
+            rows=2,
+            takes_gaps=True,
+            is_movable=True,
+            warm_up=1,
+            flops=_linear_flops,
+        ),
     ),
     # x (..., K), weight (N, K), addend (..., N) -> (..., N), rounded once
     Op(
@@ -112,18 +123,27 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", CUDA, rows=2, warm_up=1, flops=_linear_flops),
     ),
-    # x (..., K), weight (N, K), bias (N,) -> (..., N): GELU's tanh form of a linear, rounded once
+    # x (..., K), weight (N, K), bias (N,) -> (..., N): GELU's tanh form of a linear, rounded once;
+    # maybe AMONG_COLUMNS
     Op(
         "linear_gelu",
         Kind.CONTRACTION,
-        anchor=Anchor("GEMM", CUDA, rows=2, warm_up=1, flops=_linear_flops),
+        anchor=Anchor("GEMM", CUDA, rows=2, takes_gaps=True, warm_up=1, flops=_linear_flops),
     ),
     # x (..., K), weight (N, K), low (..., R), up (N, R)[, bias (N,)] -> (..., N), rounded once
     Op(
         "paired_linear",
         Kind.CONTRACTION,
         rows_kept=lambda attrs, rank: True,
-        anchor=Anchor("GEMM", ANYWHERE, rows=4, is_movable=True, warm_up=1, flops=_paired_flops),
+        anchor=Anchor(
+            "GEMM",
+            ANYWHERE,
+            rows=4,
+            takes_gaps=True,
+            is_movable=True,
+            warm_up=1,
+            flops=_paired_flops,
+        ),
     ),
     # x, weight, low, up, addend (..., N)[, bias] -> (..., N)
     Op(
@@ -143,6 +163,12 @@ CONTRACTIONS: tuple[Op, ...] = (
         "mixed_product",
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", ANYWHERE, flops=_mixed_flops),
+    ),
+    # codes (M, K), codes of a weight (N, K), both int8 -> sums of their products (M, N), int32
+    Op(
+        "code_sums",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", ANYWHERE, flops=_linear_flops),
     ),
     # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op(
@@ -178,7 +204,12 @@ CONTRACTIONS: tuple[Op, ...] = (
         "attention",
         Kind.CONTRACTION,
         anchor=Anchor(
-            "attention", order=BSHD, has_dense_ends=True, warm_up=3, flops=_attention_flops
+            "attention",
+            order=BSHD,
+            takes_gaps=True,
+            has_dense_ends=True,
+            warm_up=3,
+            flops=_attention_flops,
         ),
     ),
 )

@@ -27,6 +27,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from strop.ir.code_panel import CodePanel
 from strop.ir.dims import Expr, const, product
 
 ZERO = const(0)
@@ -62,10 +63,12 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Describe a buffer that the kernel reads or writes."""
+    """Describe a buffer that the kernel reads or writes. With a ``panel`` it holds codes, and loads
+    read the sums of their products with a weight's."""
 
     dtype: torch.dtype
     is_output: bool
+    panel: CodePanel | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class Anchor:
     rows: int = 0
     pictures: int = 0
     order: tuple[int, ...] | None = None
+    takes_gaps: bool = False  # rows of its result may have gaps, as columns of a wider value
     has_dense_ends: bool = False  # operands want elements of the last dim side by side
     weight: int | None = None
     is_movable: bool = False  # it draws no numbers and writes to nothing but its result

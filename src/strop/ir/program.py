@@ -93,6 +93,26 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """Describe a buffer of these ``strides``, into which a kernel copies a piece of another one for
+    calls. Where the piece lies so already they read it there, and nothing is copied."""
+
+    buffer: int
+    piece: TensorRef
+    strides: tuple[Expr, ...]
+
+    def lies_so(self, value: Callable[[Expr], int]) -> bool:
+        """Tell whether the strides are the same where they are stepped over."""
+        dims = zip(self.piece.shape, self.piece.strides, self.strides, strict=True)
+        return all(value(size) == 1 or value(old) == value(new) for size, old, new in dims)
+
+    def there(self, ref: TensorRef) -> TensorRef:
+        """Return what a piece of the buffer is of the other one."""
+        offset = ref.offset + self.piece.offset
+        return replace(ref, buffer=self.piece.buffer, offset=offset)
+
+
+@dataclass(frozen=True, slots=True)
 class StepForm:
     """Launch ``sources[kernel]`` instead, where ``size`` is small enough and a multiple.
 
@@ -131,6 +151,7 @@ class KernelStep:
     lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
     in_place: tuple[tuple[int, int], ...] = ()  # (written, read): buffers that may be one memory
     parts: tuple[tuple[int, Expr], ...] = ()  # buffers of which it writes so many elements alone
+    copied: Copied | None = None  # all that it does
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -139,8 +160,10 @@ class KernelStep:
 
     def at(self, value: Callable[[Expr], int]) -> KernelStep | None:
         """Return what runs where sizes have these values; None where another step does this one's
-        work."""
+        work, or nobody has to."""
         if any(v.fits(value(v.size)) for v in self.absorbed):
+            return None
+        if self.copied is not None and self.copied.lies_so(value):
             return None
         form = next((v for v in self.variants if v.fits(value(v.size))), None)
         if form is None:
@@ -158,7 +181,8 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """Run a library call (``run.library_calls``). ``outputs``: a buffer, or -1 for one unused.
+    """Run a library call (``run.library_calls``). ``outputs``: a buffer, or -1 for one unused; the
+    one result of a call that has a ``place`` is this piece of its buffer.
 
     Kernels of the library (``kernels.library``) run it instead at sizes where they are faster.
     """
@@ -169,10 +193,19 @@ class CallStep:
     outputs: tuple[int, ...]
     origin: str
     absorbed: tuple[StepForm, ...] = ()  # of a kernel's step, that do this call's work as well
+    place: TensorRef | None = None
+    copies: tuple[Copied, ...] = ()  # buffers that it reads
 
     def at(self, value: Callable[[Expr], int]) -> CallStep | None:
-        """Return the call, or None at sizes where a kernel does its work."""
-        return None if any(v.fits(value(v.size)) for v in self.absorbed) else self
+        """Return the call as it reads its operands at these sizes, or None where a kernel does its
+        work."""
+        if any(v.fits(value(v.size)) for v in self.absorbed):
+            return None
+        near = {copied.buffer: copied for copied in self.copies if copied.lies_so(value)}
+        if not near:
+            return self
+        refs = (near[r.buffer].there(r) if r.buffer in near else r for r in self.inputs)
+        return replace(self, inputs=tuple(refs))
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
@@ -221,8 +254,8 @@ class Program:
     by_rows: tuple[int, ...] = ()  # buffers (b, ...), row-major, as ``codegen.by_rows`` has them
 
     def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
-        """Return what runs at these sizes, by step; None where another step does its work. Sizes
-        alone decide, never which kernels happen to be built."""
+        """Return what runs at these sizes, by step; None where another step does its work, or
+        nobody has to. Sizes alone decide, never which kernels happen to be built."""
         known: dict[Expr, int] = {}
 
         def value(size: Expr) -> int:

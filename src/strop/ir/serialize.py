@@ -22,6 +22,7 @@ _CLASSES: dict[str, Any] = {
         program.InputSpec,
         program.Buffer,
         program.TensorRef,
+        program.Copied,
         program.KernelStep,
         program.StepForm,
         program.CallStep,

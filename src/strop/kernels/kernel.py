@@ -237,7 +237,8 @@ class Kernel:
     ``supports`` gives "" where the kernel can do such a call on such a device at some sizes, else
     the reason for the no, a clause that goes on from "it". ``cost_us`` gives microseconds, FASTEST
     or NEVER. ``launch`` gives None where a library is called, which looks at memory itself.
-    ``forms`` gives what the row may launch at any sizes, for builds in the background.
+    ``forms`` gives what the row may launch at any sizes, for builds in the background, and
+    ``beside`` what runs beside each call of the library.
     """
 
     name: str
@@ -246,3 +247,4 @@ class Kernel:
     cost_us: Callable[[Problem, Device], float]
     launch: Callable[[Problem, Device], Launches | None] = _no_launches
     forms: Callable[[Call, Device], Iterable[KernelSource]] = _no_forms
+    beside: tuple[KernelSource, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from strop.ir.contractions import PAIRED
+from strop.ir.contractions import AMONG_COLUMNS, PAIRED
 from strop.ir.device import Device
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cases import measured_us, speaks_of, unmeasured
@@ -24,6 +24,7 @@ from strop.kernels.tuned.attention_cpu import CASES as ON_CPUS
 # The share of the dense rate that a library's attention reaches, where nothing was measured.
 ATTENTION_SHARE = 0.5
 SDPA_NAME = "sdpa"
+CODES_A_US = 4e5  # operations of oneDNN's product of codes, on one core with VNNI
 # Libraries that torch has for attention; ``runtime.run.attention_calls`` has the calls.
 ATTENTION_LIBRARIES = ("cudnn_attention", "flash_attention", "efficient_attention")
 
@@ -79,11 +80,15 @@ def product_us(problem: Problem, device: Device) -> float:
 
 
 def activated_us(problem: Problem, device: Device) -> float:
-    """Add GELU in the epilogue: 0.4 to 0.6 us for a million numbers were measured on an H100."""
+    """Add GELU in the epilogue, for which 0.4 to 0.6 us a million numbers were measured on an
+    H100."""
     linear = replace(problem, op="linear")
     rows_by_columns = math.prod(problem.shapes[0][:-1]) * problem.shapes[1][0]
     times = tuned(device).gemm.library
-    return linear_us(linear, device) + 1.5 * rows_by_columns / times.behind_bytes
+    us = linear_us(linear, device) + 1.5 * rows_by_columns / times.behind_bytes
+    if dict(problem.attrs).get(AMONG_COLUMNS):  # by a copy
+        us += times.adding_us + 4 * rows_by_columns / times.behind_bytes
+    return us
 
 
 def unfused_gates_us(problem: Problem, device: Device) -> float:
@@ -114,6 +119,12 @@ def mixed_us(problem: Problem, device: Device) -> float:
     begin = times.linear_begin_us + times.gap_us + times.adding_us
     ops = 2 * rows * columns * depth
     return begin + ops / times.linear_ops + 24 * rows * columns / times.behind_bytes
+
+
+def codes_us(problem: Problem, device: Device) -> float:
+    """Return a guess: what is rounded nowhere is not left to it where there is a choice."""
+    (rows, depth), (columns, _) = problem.shapes
+    return 2 * rows * depth * columns / CODES_A_US
 
 
 def attention_us(problem: Problem, device: Device) -> float:
@@ -155,6 +166,7 @@ ACTIVATED = Kernel("cublas_gelu", ("linear_gelu",), anything, activated_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
+CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 # Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
 SDPA = Kernel(SDPA_NAME, ("attention",), anywhere, attention_us)
@@ -165,6 +177,7 @@ ROWS: tuple[Kernel, ...] = (
     ACTIVATED,
     GATES,
     MIXED,
+    CODES,
     CUDNN,
     TAPS,
     SDPA,

@@ -18,9 +18,10 @@ from strop.kernels import libraries
 from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
 from strop.kernels.conv import folded_taps, narrow
-from strop.kernels.gemm import geglu, mixed_product, skinny, small_cpu
+from strop.kernels.gemm import code_sums, geglu, mixed_product, skinny, small_cpu
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
+from strop.kernels.packed import rows as packed
 
 # Rows of equal cost are preferred in this order.
 KERNELS: tuple[Kernel, ...] = (
@@ -37,9 +38,14 @@ KERNELS: tuple[Kernel, ...] = (
     folded_taps.ROW,
     geglu.ROW,
     mixed_product.ROW,
+    code_sums.ROW,
+    packed.ROW,
+    packed.PLAIN,
     *libraries.ROWS,
 )
-OURS: tuple[str, ...] = tuple(row.name for row in KERNELS if row not in libraries.ROWS)
+LIBRARIES: tuple[Kernel, ...] = (packed.ROW, packed.PLAIN, *libraries.ROWS)
+OURS: tuple[str, ...] = tuple(row.name for row in KERNELS if row not in LIBRARIES)
+MAY_BE_OFF: tuple[str, ...] = (*OURS, packed.NAME)
 
 
 def _by_op() -> dict[str, tuple[Kernel, ...]]:
@@ -55,17 +61,18 @@ class Choice:
     """Say what runs a call at some sizes, and what it was compared with.
 
     ``launches`` is None where a library is called. ``beaten``: the rows that support the call and
-    cost more, with microseconds as ``cost_us`` gives them.
+    cost more, with microseconds as ``cost_us`` gives them. ``beside``: what the kernel's row says.
     """
 
     kernel: str
     cost_us: float
     launches: Launches | None = None
     beaten: tuple[tuple[str, float], ...] = ()
+    beside: tuple[KernelSource, ...] = ()
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:
-        return () if self.launches is None else self.launches.sources
+        return self.beside if self.launches is None else self.launches.sources
 
 
 TORCH = Choice("torch", NEVER)  # for operators without a row: torch computes them
@@ -91,7 +98,7 @@ def select(call: Call, problem: Problem, device: Device, off: tuple[str, ...] = 
         return TORCH
     best = min(costs, key=lambda row: costs[row])
     beaten = tuple((row.name, us) for row, us in costs.items() if row is not best)
-    return Choice(best.name, costs[best], best.launch(problem, device), beaten)
+    return Choice(best.name, costs[best], best.launch(problem, device), beaten, best.beside)
 
 
 def sources_of(
@@ -108,6 +115,7 @@ def forms(call: Call, device: Device, off: tuple[str, ...] = ()) -> Iterable[Ker
     """All kernels that ``select`` may choose for a call at any sizes, and possibly more."""
     for row in _known(call, device, off):
         yield from row.forms(call, device)
+        yield from row.beside
 
 
 def reasons(call: Call, device: Device, off: Collection[str] = ()) -> dict[str, str]:

@@ -16,9 +16,11 @@ from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
 from strop.passes.cat_last import cat_last
 from strop.passes.channels_last import channels_last
+from strop.passes.code_sums import code_sums
 from strop.passes.dot_merge import dot_merge
 from strop.passes.gated_linear import gated_linear
 from strop.passes.grouped_heads import grouped_heads
+from strop.passes.joined_calls import joined_calls
 from strop.passes.joined_parts import joined_parts
 from strop.passes.linear_add import linear_add
 from strop.passes.looked_up_rows import looked_up_rows
@@ -35,6 +37,7 @@ Pass = Callable[[Graph, Options], Graph]
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
+    code_sums,  # products of int8 codes, by a kernel of ours
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
     dot_merge,  # GEMMs of one input as one GEMM
@@ -51,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     channels_last,  # memory order of every value, copies where an anchor needs one
     cat_last,  # what is computed of a cat of norms, before the cat
     reduce_in_steps,  # kept dims between reduced ones
+    joined_calls,  # results of calls written where a cat has them
     joined_parts,  # pieces of a cat of norms stored where the cat has them
 )
 # Nine lookups cost a CPU more than a trip through its caches: the stem of ResNet takes 5.1 ms
@@ -58,9 +62,11 @@ PIPELINE: tuple[Pass, ...] = (
 ONLY_ON = {
     "activated_linear": "cuda",
     "aligned_linear": "cuda",
+    "code_sums": "cpu",
     "pooled_operands": "cuda",
     "gated_linear": "cuda",
     "grouped_heads": "cuda",
+    "joined_calls": "cuda",
     "linear_add": "cuda",
     "low_rank_add": "cuda",
     "low_rank_pair": "cuda",

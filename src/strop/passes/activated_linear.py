@@ -26,14 +26,15 @@ def activated_linear(graph: Graph, options: Options) -> Graph:
         linear = node.inputs[0] if node.op == GELU_TANH else None
         if linear is None or len(users[linear]) > 1 or linear in graph.outputs:
             return None
-        if node.dtype != linear.dtype or not _fits(linear, graph):
+        if node.dtype != linear.dtype or not can_end_in_gelu(linear, graph):
             return None
         return b.make("linear_gelu", inputs[0].inputs, node.shape, node.dtype)
 
     return rewrite(graph, rule)
 
 
-def _fits(linear: Node, graph: Graph) -> bool:
+def can_end_in_gelu(linear: Node, graph: Graph) -> bool:
+    """Tell whether a library can compute GELU of a linear, and its rows are enough for that."""
     if linear.op != "linear" or len(linear.inputs) < 3 or not fits(linear, PIECE, halves=1):
         return False
     return product(linear.shape[:-1]).eval(graph.hints) >= LEAST_ROWS

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, finish
 from strop.options import Options
+from strop.passes.joined_calls import joined_activations
 
 # An H100 reads as much in 0.1 ms, beside which a launch more is nothing. Both halves of a gated
 # linear of a network of 14B parameters are less.
@@ -24,7 +25,7 @@ MOST_BYTES = 320 << 20
 
 
 def dot_merge(graph: Graph, options: Options) -> Graph:
-    groups = _groups(graph)
+    groups = _groups(graph, joined_activations(graph, options))
     if not groups:
         return graph
     b = Builder()
@@ -42,15 +43,16 @@ def dot_merge(graph: Graph, options: Options) -> Graph:
     return finish(b, inputs, [new[o] for o in graph.outputs], graph.hints, graph.num_saved)
 
 
-def _groups(graph: Graph) -> dict[Node, list[Node]]:
+def _groups(graph: Graph, apart: Set[Node]) -> dict[Node, list[Node]]:
     """Map the first linear of each mergeable set to the set, in execution order. Factors of low
-    rank merge with each other: weights stay together in one order, with adapters and without."""
+    rank merge with each other: weights stay together in one order, with adapters and without.
+    Those that stay ``apart`` have something else at the end."""
     by_input: dict[tuple[Node, int, bool], list[Node]] = defaultdict(list)
     taken, given = set[Node](), graph.given()
     for node in graph.nodes:
         if node.op != "linear" or not all(_is_state(w) for w in node.inputs[1:]):
             continue
-        if node in given:  # which has memory of its own, as in eager
+        if node in apart or node in given:  # which has memory of its own, as in eager
             continue
         if taken.isdisjoint(node.inputs[1:]):  # a storage can be part of one merge only
             is_small = bool(node.inputs[1].attrs.get("small"))

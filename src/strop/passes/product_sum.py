@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from strop.ir.contractions import alike
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import OPS, Kind
+from strop.ir.parts import undone
 from strop.options import Options
 from strop.passes.gated_linear import fits_sum
 from strop.passes.linear_add import Users, is_biased, is_sum, readers_of, side_of
@@ -88,7 +89,7 @@ def _made(b: Builder, node: Node, views: Sequence[Node], side: Node, other: Node
     """Make the sum where the other value lies, which is seen through the views of the linear
     backwards. ``side`` and ``other`` are the builder's twins."""
     for view in views:
-        other = _undone(b, view, other)
+        other = undone(b, view, other)
         side = side.inputs[0] if OPS[side.op].has_all_once else side
     linear, bias = side.inputs
     op = alike("linear_add", linear.op)
@@ -96,10 +97,3 @@ def _made(b: Builder, node: Node, views: Sequence[Node], side: Node, other: Node
     for view in reversed(views):
         total = b.copy_of(view, (total,))
     return total
-
-
-def _undone(b: Builder, view: Node, value: Node) -> Node:
-    if view.op == "reshape":
-        return b.reshape(value, view.inputs[0].shape)
-    dims = view.attrs["dims"]
-    return b.permute(value, [dims.index(d) for d in range(len(dims))])

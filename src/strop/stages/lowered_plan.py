@@ -6,13 +6,14 @@ from collections.abc import Set
 
 from strop.errors import UnsupportedError
 from strop.fusion.coded_products import coded_products
-from strop.fusion.plan import CodedProduct, FusionPlan, Group, Stitch
+from strop.fusion.plan import CodedProduct, CodePanels, FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by
 from strop.fusion.stitch import stitches
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
 from strop.lowering.alike import Lower
 from strop.lowering.lower import Lowered, OutOfPlaceError
+from strop.stages.code_panels import panels_of, readers_of_sums
 from strop.stages.first_kernels import FirstKernels
 
 
@@ -23,13 +24,24 @@ class LoweredPlan:
     first."""
 
     def __init__(
-        self, graph: Graph, fusion: FusionPlan, apart: Set[Node], lower: Lower, first: FirstKernels
+        self,
+        graph: Graph,
+        fusion: FusionPlan,
+        apart: Set[Node],
+        lower: Lower,
+        first: FirstKernels,
+        *,
+        has_panels: bool = False,
     ) -> None:
+        """Begin with nothing. ``has_panels`` says whether kernels may make the sums of products of
+        codes that they read."""
         self._graph, self._fusion, self._first = graph, fusion, first
         self._apart, self._lower = apart, lower
         self.lowered: dict[Group, Lowered] = {}
         self.stitches: list[Stitch] = []
         self.products: list[CodedProduct] = []
+        self.panels: list[CodePanels] = []
+        self._readers = readers_of_sums(graph, fusion) if has_panels else {}
         self.failed: frozenset[Node] = frozenset()
         self._stored = {node for group in fusion.groups for node in group.stores}
 
@@ -75,4 +87,13 @@ class LoweredPlan:
                 raise
             self.failed |= members
         else:
-            self._first.needs(group, self.lowered[group].kernel)
+            self._needs(group)
+
+    def _needs(self, group: Group) -> None:
+        """Begin the kernel of a group, or what runs in its place."""
+        low = self.lowered[group]
+        made = panels_of(group, low, self._readers)
+        if made is not None:
+            self.panels.append(made)
+        has_few = made is None or made.rows.eval(self._graph.hints) < made.fewest
+        self._first.needs(group, low.kernel if made is None or has_few else made.kernel)

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from strop.ir.contractions import FACTORS, PAIRED, Gate
+from strop.ir.contractions import AMONG_COLUMNS, FACTORS, GELU_TANH, PAIRED, Gate
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.implicit import Box, ConvShape, box_of, boxes_along, windows_of
 from strop.kernels.gemm.implicit import picture_of as convolution_of
-from strop.kernels.gemm.tile import GATED, NARROW, PLAIN, SUM, GemmTile, Product
+from strop.kernels.gemm.tile import ACTIVATED, GATED, NARROW, PLAIN, SUM, GemmTile, Product
 from strop.kernels.gemm.times import Cost, GemmTimes
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
@@ -40,11 +40,12 @@ _ENDS = {
     "linear": PLAIN,
     "geglu": GATED,
     "linear_add": SUM,
+    "linear_gelu": ACTIVATED,
 }
 OPS: Mapping[str, str] = _ENDS | {op: _ENDS[plain] for plain, op in PAIRED.items()}
 # What ends read behind the operands that are multiplied. SUM: what is added, biases. GATED: biases,
 # if there are any.
-MORE: Mapping[str, int] = {PLAIN: 0, GATED: 1, SUM: 2}
+MORE: Mapping[str, int] = {PLAIN: 0, GATED: 1, SUM: 2, ACTIVATED: 1}
 CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
 LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
 
@@ -171,10 +172,13 @@ def has_steps(tile: GemmTile, of: ConvShape) -> bool:
 
 
 def is_able(product: Product, of: ConvShape) -> bool:
-    """Say whether it can do this: its parts have steps, its gates lie behind the values, and no
-    column is added twice."""
+    """Say whether it can do this: its parts have steps, its gates lie behind the values, no column
+    is added twice, and each has a bias where all do."""
+    if product.end == PLAIN:
+        return has_steps(product.tile, of)
     is_whole = of.outs % product.width == 0
-    return has_steps(product.tile, of) and (is_whole or product.end == PLAIN)
+    is_wide = product.end == ACTIVATED and of.outs > product.width
+    return has_steps(product.tile, of) and (is_whole or is_wide)
 
 
 @lru_cache(maxsize=4096)
@@ -219,6 +223,8 @@ def supports(call: Call, device: Device) -> str:
     wanted, given = factors + MORE[end], len(call.shapes)
     if given != wanted and not (end == GATED and given == factors):
         return f"takes {wanted} operands for {call.op}, not {given}"
+    if end == ACTIVATED and not dict(call.attrs).get(AMONG_COLUMNS):
+        return "was not measured beside a library with the same end"
     weight, up = call.known(1), call.known(factors - 1)
     if weight is None or up is None:
         return "wants weights of a known size"
@@ -263,7 +269,6 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
     order = CHANNELS_LAST if problem.op in CONVOLUTIONS else ()
     columns = problem.shapes[1][0], math.prod(problem.shapes[1][1:])
     weights = View(columns, (columns[1], 1))
-    result = View(of.result, dense(of.result), found.results) if found.results else None
     factors, is_paired = FACTORS.get(problem.op, 2), bool(of.further)
     # where there are no biases none are read
     biases = len(problem.shapes) - 1 if len(problem.shapes) > factors else 1
@@ -273,7 +278,7 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
         Operand(0, Lies.ROWS, order, view=rows),
         Operand(1, order=order, view=weights),
         *((Operand(2, Lies.ROWS, view=further), Operand(3, Lies.ROWS, view=View())) * is_paired),
-        Operand(RESULT, order=order, view=result),
+        _result(found, of, order),
         Operand(biases, order=order if biases == 1 else ()),
     )
     source = wgmma_gemm(ended_as(found.product, problem), problem.dtype)
@@ -283,8 +288,21 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
     return Launches((Torch("copy", (Operand(factors), Operand(RESULT))), product))
 
 
+def _result(found: GemmForm, of: ConvShape, order: tuple[int, ...]) -> Operand:
+    """Return the result: rows may have gaps, as columns of a wider value, where it leaves by
+    boxes."""
+    if not found.results:
+        return Operand(RESULT, order=order)
+    if found.product.end in (PLAIN, ACTIVATED) and not order:
+        return Operand(RESULT, Lies.ROWS, view=View(box=found.results, ones=2))
+    return Operand(RESULT, order=order, view=View(of.result, dense(of.result), found.results))
+
+
 def ended_as(product: Product, call: Call | Problem) -> Product:
-    """Return the product with the gates that a call asks for, which take as long as any."""
+    """Return the product with the gates or the activation that a call asks for, which take as long
+    as any."""
+    if product.end == ACTIVATED:
+        return replace(product, gate=Gate(GELU_TANH))
     if product.end != GATED:
         return product
     has_biases = len(call.shapes) > FACTORS[call.op]
@@ -325,7 +343,7 @@ def picture_of(problem: Problem) -> ConvShape:
     if problem.op in CONVOLUTIONS:
         return convolution_of(x, weight, dict(problem.attrs).get("stride", (1,))[0])
     *rows, depth = x
-    further = problem.shapes[3][1] if FACTORS[problem.op] > 2 else 0
+    further = problem.shapes[3][1] if FACTORS.get(problem.op, 2) > 2 else 0
     return line_of(math.prod(rows), weight[0], depth, OPS[problem.op], further)
 
 

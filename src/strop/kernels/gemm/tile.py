@@ -14,7 +14,7 @@ MIXED = 1024  # bytes after which lines of shared memory are mixed as before
 # What becomes of the sums: they are the results; values times the activation of gates, biases
 # added; they and biases are added, rounded, to what lies where the results go.
 PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
-# The results are the activation of sums and biases. No operator ends so until tiles are fitted.
+# The results are the activation of sums and biases.
 ACTIVATED = "activated"
 NARROW = "narrow"  # the kind of a plain product with few columns
 

@@ -77,7 +77,8 @@ def processor(target: str = "") -> Device:
     isa = _ISA.get(target or target_name(), "")
     if not target and isa == "avx512" and torch.cpu._is_avx512_bf16_supported():
         isa = "avx512_bf16"
-    return replace(CPU, isa=isa)
+    has_vnni = not target and isa.startswith("avx512") and torch.cpu._is_vnni_supported()
+    return replace(CPU, isa=isa, has_vnni=has_vnni)
 
 
 def targets_here() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import library
 from strop.kernels.kernel import Call, Problem, mask_dtype
 from strop.kernels.library import Choice
+from strop.kernels.packed import rows as packed
 from strop.runtime.loop.hoisting import written
 
 BuildOrder = Callable[[Sequence[KernelSource]], dict[KernelSource, float]]
@@ -36,14 +37,17 @@ def choices_of(
 ) -> dict[int, Choice]:
     """Return what runs each call that the library has rows for on this device, by its position
     among ``steps``."""
-    found = {}
+    found, steady = {}, steady_weights(program)
     for position, step in enumerate(steps if device.has_library else ()):
         if isinstance(step, CallStep) and step.op in library.BY_OP:
             call = call_of(program, step)
             shapes = tuple(tuple(sizes(shape)) for shape in call.shapes)
             problem = Problem(call.op, call.attrs, shapes, call.dtype, call.mask)
-            choice = library.select(call, problem, device, program.kernels_off)
-            if choice is not library.TORCH:
+            off = program.kernels_off
+            if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
+                off = (*off, packed.NAME)
+            choice = library.select(call, problem, device, off)
+            if choice is not library.TORCH and choice.kernel != packed.PLAIN_NAME:
                 found[position] = choice
     return found
 

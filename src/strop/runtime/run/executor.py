@@ -18,6 +18,7 @@ from torch import Tensor
 from strop.errors import ShapeError
 from strop.ir.program import Program, Step
 from strop.runtime.build.loader import KernelLoader
+from strop.runtime.derived.packed_weights import PackedWeights
 from strop.runtime.loop.hoisting import Hoist, Hoisted, Moment, Stamp, read_by
 from strop.runtime.loop.timetable import Timetable, TimetablePart
 from strop.runtime.run import cpu_runs, graph_keep_alive
@@ -60,11 +61,13 @@ class Bound:
         part: TimetablePart | None = None,
         plans: ShapePlans | None = None,
         streaming: Streaming | None = None,
+        packed: PackedWeights | None = None,
     ) -> None:
         """Plan the program at these sizes, and build a kernel that no shape before has needed, and
         that the background has not come to. Unless ``in_place``, operands of a step are still there
         when it has run. A ``part`` binds some steps alone, for a timetable. ``plans``: those of
-        this program so far. ``streaming`` has weights in place when a step wants them."""
+        this program so far. ``streaming`` has weights in place when a step wants them; ``packed``
+        holds those that are packed, for all programs of one module."""
         self.program, self.env = program, env
         self._plans = ShapePlans() if plans is None else plans
         self.plan = self._plans.plan(program, env, kernels, hoist, part, shares=in_place)
@@ -78,7 +81,9 @@ class Bound:
         self.timetable = Timetable(program, self.plan.order.timed, hoist, env, stream)
         kernels.build(self.plan.sources)
         faults, lent = BoundsChecks(program, workspace.device), part.tensors if part else {}
-        self._resources = Resources(state, kernels, stream, lent, faults, {})
+        self._packed = PackedWeights() if packed is None else packed
+        stays = None if streaming is not None else self._packed
+        self._resources = Resources(state, kernels, stream, lent, faults, {}, stays)
         self._workspace = workspace
         self._linked: Linked | None = None
         self._shares: dict[int, tuple[int, ...]] = {}
@@ -329,7 +334,15 @@ class Bound:
         workspace = Workspace(self._workspace.device, grows=False)
         state, kernels, stream = self.state, self._resources.kernels, self._resources.stream
         bound = Bound(
-            self.program, env, state, kernels, workspace, stream, part=part, plans=self._plans
+            self.program,
+            env,
+            state,
+            kernels,
+            workspace,
+            stream,
+            part=part,
+            plans=self._plans,
+            packed=self._packed,
         )
 
         def run() -> None:

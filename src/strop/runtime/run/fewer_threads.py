@@ -31,13 +31,14 @@ _MOST_KEPT = 8192  # answers
 @dataclass(frozen=True, slots=True)
 class LibraryCall:
     """This is a call, without its operands: how they look, and its result where the call writes
-    where it is told."""
+    where it is told. Calls that are equal are alike."""
 
     op: str
     attrs: tuple[tuple[str, Any], ...]
     operands: tuple[Look, ...]
     out: Look | None
     call: Callable[..., Any] = field(compare=False)
+    kernel: str = ""  # the row of the kernel library that was chosen
 
     @property
     def flops(self) -> int:

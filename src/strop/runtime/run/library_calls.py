@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
-from strop.ir.contractions import GELU, GELU_TANH, SILU, Gate
+from strop.ir.contractions import AMONG_COLUMNS, GELU, GELU_TANH, SILU, Gate
 from strop.ir.device import Device
 from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.mixed_product import mixed_product
@@ -61,12 +61,19 @@ def _linear(attrs: Mapping[str, Any]) -> OutCall:
 
 
 def _linear_gelu(attrs: Mapping[str, Any]) -> OutCall:
-    """Run the tanh form in the epilogue of cuBLASLt, which torch has on a GPU alone."""
+    """Run the tanh form in the epilogue of cuBLASLt, which torch has on a GPU alone. Where rows of
+    the result have gaps torch would leave that library, and take longer than a copy does."""
 
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, bias = inputs
         torch._addmm_activation(bias, x, weight.t(), use_gelu=True, out=out)
 
+    if attrs.get(AMONG_COLUMNS):
+        return copying(
+            lambda inputs: torch._addmm_activation(
+                inputs[2], inputs[0], inputs[1].t(), use_gelu=True
+            )
+        )
     return call
 
 
@@ -317,6 +324,10 @@ def _fits_cudnn_attention(q: Tensor, v: Tensor, most: int) -> bool:
     return half and all(d % 8 == 0 and d <= most for d in dims)
 
 
+def _code_sums(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: torch._int_mm(inputs[0], inputs[1].t(), out=out)
+
+
 PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear": _linear,
     "linear_add": _linear_add,
@@ -324,6 +335,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "paired_linear_add": _paired_linear_add,
     "matmul": _matmul,
     "mixed_product": _mixed_product,
+    "code_sums": _code_sums,
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
@@ -366,6 +378,11 @@ def _chosen_attention(
     kernel: str, widest: int, usual: Callable[[Mapping[str, Any]], Call], attrs: Mapping[str, Any]
 ) -> Call:
     return attention_calls.call_of(kernel, attrs, widest, usual(attrs))
+
+
+def copying(call: Call) -> OutCall:
+    """Return a call that writes where it is told, by a copy of what it allocates."""
+    return lambda inputs, out: out.copy_(call(inputs))
 
 
 def planned_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], OutCall]]:

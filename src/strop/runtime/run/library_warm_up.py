@@ -82,6 +82,10 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[C
     def look(ref: TensorRef) -> Look:
         return sizes(ref.shape), sizes(ref.strides), program.buffers[ref.buffer].dtype
 
+    def whole(number: int) -> Look:
+        buffer = program.buffers[number]
+        return sizes(buffer.shape), sizes(buffer.strides), buffer.dtype
+
     steps, found = program.at(env), dict[CallForm, None]()
     chosen = choices.choices_of(program, steps, sizes, device)
     for position, step in enumerate(steps):
@@ -90,13 +94,12 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[C
             and step.op in LONGEST_FIRST
             and not chosen[position].launches
         ):
-            result = program.buffers[step.outputs[0]]
             form = CallForm(
                 step.op,
                 chosen[position].kernel,
                 step.attrs,
                 tuple(map(look, step.inputs)),
-                (sizes(result.shape), sizes(result.strides), result.dtype),
+                look(step.place) if step.place else whole(step.outputs[0]),
             )
             if form.num_bytes <= MOST_BYTES:
                 found[form] = None
@@ -115,6 +118,6 @@ def _call(form: CallForm, device: Device) -> None:
 
 def _result(form: CallForm) -> Tensor:
     sizes, strides, dtype = form.result
-    if form.op in OF_ROWS:
+    if form.op in OF_ROWS and len(sizes) != 2:  # a piece of a larger buffer is seen as rows
         return torch.empty(math.prod(sizes[:-1]), sizes[-1], dtype=dtype)
     return torch.empty_strided(sizes, strides, dtype=dtype)

@@ -18,8 +18,11 @@ from torch import Tensor
 from strop.ir.contractions import FACTORS
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
+from strop.kernels.packed.rows import NAME as PACKED
+from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.build.native import BoundNativeKernel
+from strop.runtime.derived.packed_weights import PackedWeight, PackedWeights, has_no_gaps
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
@@ -38,9 +41,11 @@ from strop.runtime.run.library_calls import (
     PLANNED_OUT,
     Getter,
     allocating_on,
+    copying,
     in_own_memory,
     planned_on,
 )
+from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
 
@@ -52,9 +57,10 @@ Table = Mapping[str, Callable[[Mapping[str, Any]], Callable[..., Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """A program is linked to these, wherever its memory is. ``state`` holds weights by argument;
-    ``lent`` holds the tensors that buffers of a part lie in. ``faults`` and ``zeroed``, scratch by
-    step and place, are its own and outlive a link."""
+    """A program is linked to these, wherever its memory is. ``state`` holds weights by argument,
+    and ``packed`` what is packed of them, or None where they do not stay; ``lent`` holds the
+    tensors that buffers of a part lie in. ``faults``, ``zeroed``, scratch by step and place, and
+    ``held``, packed weights by step, are its own and outlive a link."""
 
     state: Sequence[Tensor | None]
     kernels: KernelLoader
@@ -62,6 +68,8 @@ class Resources:
     lent: Mapping[int, Tensor]
     faults: BoundsChecks
     zeroed: dict[tuple[int, int], Tensor]
+    packed: PackedWeights | None = None
+    held: dict[int, PackedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +161,8 @@ def _step(at: Linking, position: int) -> Run:
 def kind_of(plan: ShapePlan, position: int) -> str:
     step = plan.order.steps[position]
     if isinstance(step, CallStep):
+        if step.place is not None:
+            return "placed call"
         planned = CUDA_PLANNED_OUT if plan.program.device == "cuda" else PLANNED_OUT
         return "planned call" if step.op in planned else "allocating call"
     # grids are not empty, and kernels divide by sizes
@@ -188,11 +198,15 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
 def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a library call, or a kernel that does one, which writes where it is told."""
     device = at.resources.kernels.device
-    call, getters = _call(at, position, step, planned_on(device)), _getters(at, step)
+    getters = _getters(at, step)
+    packed = _packed_call(at, position, step, getters)
     (number,), slots = step.outputs, at.slots
     shape = at.plan.sizes.shapes[number]
     if step.op in OF_ROWS:
         shape = (math.prod(shape[:-1]), shape[-1])
+    call = _call(at, position, step, planned_on(device)) if packed is None else copying(packed)
+    if number in at.plan.handed_on:
+        return _handing_on(at, number, getters, packed or allocating(call, shape))
     fixed = slots[number]
     if fixed is not None:
         out = reshaped(fixed, shape)
@@ -200,12 +214,68 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     return lambda: call([get() for get in getters], reshaped(slots[number], shape))
 
 
+def _placed_call(at: Linking, position: int, step: CallStep) -> Run:
+    """Bind a call whose result is a piece of a larger buffer. What a library allocates goes there
+    by a copy."""
+    assert step.place is not None
+    device, choice = at.resources.kernels.device, at.plan.choices.get(position)
+    table = dict(planned_on(device))
+    if step.op not in table:
+        makers = allocating_on(device, choice.kernel if choice else "")
+        table[step.op] = lambda attrs: copying(makers[step.op](attrs))
+    call, getters = _call(at, position, step, table), _getters(at, step)
+    out = _getter(at, step.place)
+    return lambda: call([get() for get in getters], out())
+
+
+def _handing_on(
+    at: Linking, number: int, getters: Sequence[Getter], call: Callable[[Sequence[Tensor]], Tensor]
+) -> Run:
+    """Bind a call whose result is left where it is."""
+    (shape, strides, _), slots, patches = at.plan.sizes.look(number), at.slots, at.patches[number]
+
+    def run() -> None:
+        slots[number] = laid = laid_out(call([get() for get in getters]).view(shape), strides)
+        pointer = laid.data_ptr()
+        for kernel, place, move in patches:
+            kernel.set_pointer(place, pointer + move)
+
+    return run
+
+
+def _packed_call(
+    at: Linking, position: int, step: CallStep, getters: Sequence[Getter]
+) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """Return the call of a step for which the library has chosen to pack the weight; None where it
+    has not, or the weight does not stay or has gaps in memory."""
+    choice, weights = at.plan.choices.get(position), at.resources.packed
+    if choice is None or choice.kernel != PACKED or weights is None:
+        return None
+    weight = getters[WEIGHT]()
+    if not has_no_gaps(weight):
+        return None
+    attrs = {name: at.plan.sizes.concrete(value) for name, value in step.attrs}
+    looks = tuple(_look(at, ref) for ref in step.inputs)
+    (shape, _, _), look = looks[0], (tuple(weight.shape), weight.stride(), weight.dtype)
+    product = PRODUCTS[step.op](attrs, shape)
+    way = way_of(step.op, tuple(attrs.items()), shape, look)
+    held = at.resources.held[position] = weights.get(weight, way, product.pack)
+    call = packed_call(product, held, weight, at.resources.kernels)
+    if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
+        return in_one_thread(call)
+    known = tuple(attrs.items())
+    at.calls.append(LibraryCall(step.op, known, looks, None, product.once, PACKED))
+    return call
+
+
 def _allocating_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a call that allocates its results, which kernels then get to know."""
     device = at.resources.kernels.device
     choice = at.plan.choices.get(position)
     table = allocating_on(device, choice.kernel if choice else "")
-    call, getters = _call(at, position, step, table), _getters(at, step)
+    getters = _getters(at, step)
+    packed = _packed_call(at, position, step, getters)
+    call = packed or _call(at, position, step, table)
     is_single, slots = dict(step.attrs).get("single", True), at.slots
     targets = [(n, at.plan.sizes.strides[n], at.patches[n]) for n in step.outputs]
 
@@ -227,6 +297,7 @@ KINDS: dict[str, Callable[[Linking, int, Any], Run]] = {
     "nothing": _nothing,
     "kernel": _kernel,
     "planned call": _planned_call,
+    "placed call": _placed_call,
     "allocating call": _allocating_call,
 }
 
@@ -281,7 +352,8 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
-    return launched.allocating(library) if choice.launches.result else launched.writing(library)
+    allocates = choice.launches.result and step.place is None
+    return launched.allocating(library) if allocates else launched.writing(library)
 
 
 def _on_cpu(
@@ -295,7 +367,7 @@ def _on_cpu(
     looks = tuple(_look(at, ref) for ref in step.inputs)
     if flops_of(step.op, attrs, [shape for shape, _, _ in looks]) <= SMALL_FLOPS:
         return in_one_thread(library)
-    out = _row_look(at, step) if step.op in PLANNED_OUT else None
+    out = _row_look(at, step) if step.op in PLANNED_OUT or step.place else None
     at.calls.append(LibraryCall(step.op, tuple(attrs.items()), looks, out, library))
     return library
 
@@ -313,6 +385,8 @@ def _look(at: Linking, ref: TensorRef) -> Look:
 def _row_look(at: Linking, step: CallStep) -> Look:
     """Return how the result looks that a planned call writes, in dense rows if it is one of
     rows."""
+    if step.place is not None:
+        return _look(at, step.place)
     (number,) = step.outputs
     shape, strides, dtype = at.plan.sizes.look(number)
     if step.op in OF_ROWS:

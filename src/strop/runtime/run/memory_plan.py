@@ -37,16 +37,19 @@ def plan_memory(
     order: RunOrder,
     scratch: Mapping[int, Sequence[int]],
     lent: Collection[int],
+    handed_on: Collection[int] = (),
     *,
     shares: bool,
 ) -> MemoryPlan:
     """Plan the memory of a run. ``scratch`` holds bytes, by step. Buffers that are ``lent`` lie
-    elsewhere. Where it ``shares``, results may take the memory of operands that end there."""
+    elsewhere, and those ``handed_on`` where late library calls put them. Where it ``shares``,
+    results may take the memory of operands that end there."""
     lives, kept = _lives(program, order), order.prologue.kept
+    elsewhere = {*kept, *lent, *handed_on}
     alive = {
         number: Interval(*life, sizes.bytes_of(number))
         for number, life in sorted(lives.items())
-        if program.buffers[number].kind == "arena" and number not in kept and number not in lent
+        if program.buffers[number].kind == "arena" and number not in elsewhere
     }
     pairs = [p for at in order.times if (step := order.steps[at]) for p in step.in_place]
     placed, host = shared(alive, pairs if shares else ())
@@ -55,7 +58,8 @@ def plan_memory(
     buffers = dict(zip(placed, offsets, strict=False))
     buffers |= {new: buffers[old] for new, old in host.items()}
     kept_offsets, kept_bytes = plan_arena([Interval(0, 0, sizes.bytes_of(n)) for n in kept])
-    called = {n: life for n, life in lives.items() if program.buffers[n].kind == "call"}
+    is_called = {n: program.buffers[n].kind == "call" or n in handed_on for n in lives}
+    called = {n: life for n, life in lives.items() if is_called[n]}
     return MemoryPlan(
         buffers,
         dict(zip(working, offsets[len(placed) :], strict=True)),

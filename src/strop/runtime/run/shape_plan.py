@@ -3,15 +3,16 @@ data."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from strop.ir.program import KernelStep, Program
 from strop.ir.source import KernelSource
 from strop.kernels.library import Choice
+from strop.kernels.packed.rows import NAME as PACKED
 from strop.runtime.build.loader import KernelLoader
-from strop.runtime.loop.hoisting import Hoist
+from strop.runtime.loop.hoisting import Hoist, written
 from strop.runtime.loop.timetable import TimetablePart
 from strop.runtime.run.choices import choices_of
 from strop.runtime.run.free_sizes import NONE, FreeSizes, free_sizes
@@ -29,8 +30,9 @@ MOST_PLANS = 16  # of one program; SDXL's have some 2 MB each
 class ShapePlan:
     """A plan has, by step, the ``launches`` of generated kernels and the library's ``choices`` for
     calls. ``early`` are the steps whose kernel may start before the launch before it has ended.
-    Buffers are named by number: the ``arguments`` of a run, its ``results`` with their looks, and
-    those that hold nothing between runs, ``released``. It holds for all ``free`` sizes."""
+    Buffers are named by number: the ``arguments`` of a run, its ``results`` with their looks, those
+    that hold nothing between runs, ``released``, and those that have no place in the arena although
+    they could, ``handed_on``. It holds for all ``free`` sizes."""
 
     program: Program
     sizes: Sizes
@@ -42,6 +44,7 @@ class ShapePlan:
     arguments: tuple[int, ...]
     results: tuple[tuple[int, Look], ...]
     released: tuple[int, ...]
+    handed_on: frozenset[int]
     free: FreeSizes = NONE
 
     @property
@@ -74,16 +77,28 @@ def plan_shape(
             scratch[position] = [scratch_bytes(choice.launches)]
     free = NONE if hoist or part else free_sizes(program)
     lent = part.tensors if part else [number for number, _ in free.buffers]
-    memory = plan_memory(program, sizes, order, scratch, lent, shares=shares)
+    handed_on = handed_on_by(program, order, choices, lent)
+    memory = plan_memory(program, sizes, order, scratch, lent, handed_on, shares=shares)
     kinds = {kind: _of_kind(program, kind) for kind in ("call", "result")}
     results = tuple((number, sizes.look(number)) for number in kinds["result"])
     # arguments too: a backward's are what its forward has kept, half of the device's memory
     arguments = () if part else _arguments(program)
     long = [number for number, _ in free.buffers]
-    released = (*arguments, *sorted(kinds["call"] + kinds["result"] + long))
+    released = (*arguments, *sorted({*kinds["call"], *kinds["result"], *handed_on, *long}))
     early = _early(order, choices)
     return ShapePlan(
-        program, sizes, order, launches, choices, early, memory, arguments, results, released, free
+        program,
+        sizes,
+        order,
+        launches,
+        choices,
+        early,
+        memory,
+        arguments,
+        results,
+        released,
+        handed_on,
+        free,
     )
 
 
@@ -116,6 +131,30 @@ class ShapePlans:
         if len(self._plans) > MOST_PLANS:
             self._plans.popitem(last=False)
         return found
+
+
+def handed_on_by(
+    program: Program,
+    order: RunOrder,
+    choices: Mapping[int, Choice],
+    lent: Collection[int],
+) -> frozenset[int]:
+    """Return the results that are left where products of packed weights put them: a copy would take
+    as long as packing saves. A result that outlives the run or is ``lent``, or of which several
+    steps write a part, is copied to its place."""
+    writers = Counter(number for step in order.steps for number in written(step))
+    kept = {item.tensor.buffer for item in program.returned if item.tensor is not None}
+    found = {
+        number
+        for position in order.late
+        if position in choices and choices[position].kernel == PACKED
+        for number in written(order.steps[position])
+    }
+    return frozenset(
+        number
+        for number in found.difference(kept, lent)
+        if writers[number] == 1 and program.buffers[number].kind == "arena"
+    )
 
 
 def _of_kind(program: Program, kind: str) -> list[int]:

@@ -1,0 +1,76 @@
+"""Print panels of sums of products of codes: rows of them that a kernel makes before it reads them.
+
+The weight is packed before the tasks. Each task then multiplies its rows, and reads them where they
+lie in a cache. ``rt/code_sums.h`` has the functions that are called.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from strop.codegen import nest, pieces
+from strop.codegen.cpp_loops import Loops
+from strop.ir.code_panel import MOST_BYTES, CodePanel
+from strop.ir.dims import product
+from strop.ir.loops import Load, LoopKernel, Schedule
+
+
+def fits(kernel: LoopKernel) -> bool:
+    """Tell whether panels of a kernel can be printed: each of its params with a panel is read in
+    whole rows, which are those of the kernel."""
+    panels = [p.panel for p in kernel.params if p.panel is not None]
+    if kernel.schedule is Schedule.COLUMN or len(pieces.cut_loops(kernel)) > 1:
+        return False
+    simple = nest.simplify(kernel)
+    loops = Loops(simple)
+    is_by_rows = bool(simple.rows) and not loops.num_outer and not loops.is_tiled
+    if not is_by_rows or not loops.is_flat or sum(p.stack_bytes for p in panels) > MOST_BYTES:
+        return False
+    loads = [s for s in simple.body if isinstance(s, Load) and simple.params[s.param].panel]
+    return all(_is_of_rows(simple, load) for load in loads)
+
+
+def _is_of_rows(kernel: LoopKernel, load: Load) -> bool:
+    """Tell whether a load reads the sums at a row and col of the kernel, one behind the other."""
+    panel, strides = kernel.params[load.param].panel, dict(load.index.strides)
+    assert panel is not None
+    is_plain = load.dtype is torch.int32 and load.index.offset == nest.ZERO
+    if not is_plain or load.guard or load.lookups:
+        return False
+    axes = kernel.rows + kernel.cols
+    steps = (product(a.size for a in axes[n + 1 :]) for n in range(len(axes)))
+    is_dense = all(
+        strides.get(axis.name, nest.ZERO) == step or axis.size == nest.ONE
+        for axis, step in zip(axes, steps, strict=True)
+    )
+    return is_dense and kernel.num_cols.is_const and kernel.num_cols.value == panel.columns
+
+
+def pack(loops: Loops) -> None:
+    """Print what is done before all tasks: each weight is packed into scratch."""
+    for number, panel in loops.panels.items():
+        place = len(loops.kernel.params) + len(loops.scratch)
+        loops.scratch.append(panel.scratch)
+        words = f"reinterpret_cast<code_sums::Word*>(p{place})"
+        loops.out(f"code_sums::Word* const packed{number} = {words};")
+        sizes = f"{panel.columns}, {panel.depth}"
+        loops.out(f"code_sums::pack(p{panel.weight}, {sizes}, packed{number});")
+
+
+def multiply(loops: Loops) -> None:
+    """Print what is done before the rows of a task: their sums are made."""
+    for number, panel in loops.panels.items():
+        _multiply(loops, number, panel)
+
+
+def _multiply(loops: Loops, number: int, panel: CodePanel) -> None:
+    out, sizes = loops.out, f"{panel.columns}, {panel.depth}"
+    width = f"code_sums::up_to({panel.columns}, code_sums::LANES)"
+    out(f"constexpr int64_t width{number} = {width};")
+    out(f"alignas(64) int32_t sums{number}[code_sums::PANEL * width{number}];")
+    with out.block(""):
+        words = f"code_sums::PANEL * code_sums::row_words({panel.depth})"
+        out(f"alignas(64) code_sums::Word copied[{words}];")
+        rows = f"p{number} + begin * {panel.depth}, end - begin"
+        packed = f"packed{number}, copied, sums{number}"
+        out(f"code_sums::multiply({rows}, {sizes}, {packed});")

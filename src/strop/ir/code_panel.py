@@ -1,0 +1,60 @@
+"""Describe rows of sums of products of int8 codes that a generated kernel on a CPU makes itself.
+
+Such a kernel reads sums (M, N) at one row after the other. It multiplies some rows at a time by a
+weight that it has packed before, and what it does with them follows while they lie in a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from strop.ir.dims import const
+from strop.ir.source import Scratch
+
+ROWS = 24  # of a panel, as ``codegen/rt/code_sums.h`` has them
+LANES = 16  # of the widest vectors, to whose multiples columns are padded
+MOST_BYTES = 1 << 19  # of a panel and its codes, on the stack of a thread, which may have 2 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class CodePanel:
+    """Describe a param that holds codes (M, ``depth``), of which a kernel reads sums (M,
+    ``columns``). ``weight`` is the param with the codes (``columns``, ``depth``) of the weight."""
+
+    columns: int
+    depth: int
+    weight: int
+
+    @property
+    def scratch(self) -> Scratch:
+        """Return the memory of the packed weight."""
+        return Scratch(torch.int32, const(packed_words(self.columns, self.depth)))
+
+    @property
+    def stack_bytes(self) -> int:
+        """Return the memory of one panel: sums, and copied codes."""
+        return 4 * ROWS * (_padded(self.columns) + row_words(self.depth))
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // LANES) * LANES
+
+
+def packed_words(columns: int, depth: int) -> int:
+    """Return the words of 4 bytes that a packed weight takes at most."""
+    return _padded(columns) * (depth // 2 + 2)
+
+
+def row_words(depth: int) -> int:
+    """Return the words of 4 bytes that a copied row of codes takes at most."""
+    return depth // 2 + 1
+
+
+@lru_cache
+def header() -> str:
+    """Return the text of the kernel that all of them call."""
+    return (Path(__file__).parents[1] / "codegen" / "rt" / "code_sums.h").read_text()
