@@ -121,16 +121,16 @@ def _embedding_bag(
     is_read = any(user.args[1] != 0 and user.users for user in fx.users)
     if im.devices != {"cpu"} or is_read or not fx.users:
         return None
-    if include_last_offset and (_MODES[mode] != "sum" or _slow_in_eager(table.meta["val"])):
+    if include_last_offset and (mode != _SUM or _slow_in_eager(table.meta["val"])):
         return None
-    if _MODES[mode] == "mean" and padding_idx >= 0:
+    if mode == _MEAN and padding_idx >= 0:
         return None
     b, node = im.builder, im.node(offsets)
     inputs = [im.node(table), im.node(ids), node, *([im.node(weights)] if weights else [])]
     if len(inputs[1].shape) != 1 or ZERO in (inputs[0].shape[0], inputs[1].shape[0]):
         return None
     count = node.shape[0] - const(1) if include_last_offset else node.shape[0]
-    kind = "amax" if _MODES[mode] == "max" else "sum"
+    kind = "amax" if mode == _MAX else "sum"
     padding = padding_idx if padding_idx >= 0 else None
     shape = (count, inputs[0].shape[1])
     total = b.make(
@@ -142,10 +142,10 @@ def _embedding_bag(
         ends=include_last_offset,
         padding=padding,
     )
-    return (_mean(b, total, node, inputs[1]) if _MODES[mode] == "mean" else total, None, None, None)
+    return (_mean(b, total, node, inputs[1]) if mode == _MEAN else total, None, None, None)
 
 
-_MODES = ("sum", "mean", "max")
+_SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes of a bag
 
 
 def _slow_in_eager(table: torch.Tensor) -> bool:
