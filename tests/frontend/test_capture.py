@@ -89,6 +89,14 @@ def test_guards_are_solved(guard: Any):
     assert symbols.guards([guard]) == ()
 
 
+def test_a_multiple_of_a_large_number_is_found_at_once():
+    """A flat argument that is viewed as matrices: all numbers up to the square of a matrix were
+    tried, which are 2 to the 38th here."""
+    symbols, size = Symbols(), 512 * 1024
+    symbols.solve([sympy.Eq(Mod(S, size), 0)], {"s0": 3 * size})
+    assert symbols.size(S) == size * symbol(f"s0_{size}")
+
+
 def test_guards_that_the_hint_does_not_meet_are_left():
     symbols = Symbols()
     symbols.solve([sympy.Eq(Mod(S, 8), 0)], {"s0": 63})

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[tuple[int, int], tuple[int, int], Callable[..., Any]]] = 
     "one row": ((1, 50), (50, 17), torch.bmm),
     "one column": ((13, 16), (16, 1), torch.bmm),
     "one number": ((1, 1), (1, 1), torch.bmm),
+    "large": ((64, 128), (64, 128), turned),
     "vectors": ((5, 20), (20, 48), torch.bmm),
 }
 

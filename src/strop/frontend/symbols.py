@@ -317,7 +317,7 @@ class Symbols:
             if isinstance(d.args[1], sympy.Integer)
         }
         divisors |= {a * b for a in divisors for b in divisors}  # a patch of a patch
-        divisors = {k for d in divisors for k in range(2, d + 1) if d % k == 0}
+        divisors = {k for d in divisors for k in sympy.divisors(d) if k > 1}
         roots = sorted(set().union(*(self.size_of(s.name).roots for s in guard.free_symbols)))
         if not divisors or self._is_identity(guard):
             return
