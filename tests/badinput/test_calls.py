@@ -139,8 +139,7 @@ class Branches(Net):
 
 
 @pytest.mark.parametrize("kind", [Guarded, Branches])
-def test_control_flow_that_depends_on_values_is_told(kind: type[Net], caplog: Any) -> None:
-    """Dynamo cuts one forward where it branches; a forward that catches torch's error is eager."""
+def test_control_flow_that_depends_on_values_runs_in_eager(kind: type[Net], caplog: Any) -> None:
     module, plain = optimized(kind()), kind().eval()
     with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
         for x in (X.abs(), -X.abs(), X.abs()):
@@ -153,8 +152,7 @@ def test_control_flow_that_depends_on_values_is_told(kind: type[Net], caplog: An
     line = inspect.getsourcelines(kind.forward)[1]
     places = [f"(test_calls.py:{line + after})" for after in range(6)]
     assert any(place in message for place in places), "where the forward asks"
-    assert module.forward.counters.eager_calls == (3 if kind is Guarded else 0)
-    assert bool(module.forward.cut.graphs) is (kind is Branches)
+    assert module.forward.counters.eager_calls == 3
     with torch.no_grad(), pytest.raises(StropError, match="tracing"):
         optimized(kind(), strict=True)(X)
 

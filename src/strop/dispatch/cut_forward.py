@@ -7,10 +7,13 @@ argument. Its graphs come to our backend, as those of ``torch.compile`` do.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
@@ -35,9 +38,29 @@ _NESTED = "nested_tensor_from_jagged"  # torch refuses it in any trace but Dynam
 def is_by_values(error: StropError) -> bool:
     """Tell whether a trace has failed for a size that the values of a tensor decide."""
     cause = error.__cause__
-    if isinstance(cause, GuardOnDataDependentSymNode | UnknownSizeError):
+    if isinstance(cause, GuardOnDataDependentSymNode):
+        return not _is_truth(cause.cond)
+    if isinstance(cause, UnknownSizeError):
         return True
     return isinstance(error, SizeOfValuesError) or _NESTED in str(cause)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Silence the page in which Dynamo advises to have numbers in its graphs: whoever cuts the
+    forward says that it is cut, and where."""
+    advice = logging.getLogger("torch._dynamo.variables.tensor")
+    before, advice.disabled = advice.disabled, True
+    try:
+        yield
+    finally:
+        advice.disabled = before
+
+
+def _is_truth(asked: Any) -> bool:
+    """Tell whether a branch was on whether a tensor is true, as torch asks it of a trace: that is
+    no size, and the whole forward stays in eager."""
+    return isinstance(asked, sympy.Eq) and asked.lhs.is_Symbol and asked.rhs == 1
 
 
 class CutForward:
@@ -73,7 +96,7 @@ class CutForward:
             self._compiled = function, torch.compile(forward, backend="strop", options=options)
         known, breaks = set(dynamo.AOT_LOG.served), Counter(dynamo_counters["graph_break"])
         try:
-            with dynamo_config.patch(recompile_limit=MOST_TRACES):
+            with dynamo_config.patch(recompile_limit=MOST_TRACES), _without_advice():
                 result = self._compiled[1](*args, **kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)

@@ -244,6 +244,7 @@ class EntryRunner:
             plans=entry.variant.plans,
             streaming=streaming,
             packed=self._state.packed,
+            has_free=entry.has_free,
         )
         if self.budget is not None:
             self.budget.working_bytes = max(self.budget.working_bytes, bound.working_bytes)
@@ -275,9 +276,9 @@ class EntryRunner:
         """Return the order in which the entry's program runs."""
         library, shares = library_for(entry.device, self._options), not self._options.check
         plans = entry.variant.plans
-        return plans.plan(
-            entry.variant.program, entry.env, library, None, None, shares=shares
-        ).order
+        program, env, has_free = entry.variant.program, entry.env, entry.has_free
+        found = plans.plan(program, env, library, None, None, shares=shares, has_free=has_free)
+        return found.order
 
     def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
         """Return what to hoist. Its memory is kept as all other is: for a stream, or for the

@@ -62,15 +62,20 @@ class Bound:
         plans: ShapePlans | None = None,
         streaming: Streaming | None = None,
         packed: PackedWeights | None = None,
+        has_free: bool = False,
     ) -> None:
         """Plan the program at these sizes, and build a kernel that no shape before has needed, and
         that the background has not come to. Unless ``in_place``, operands of a step are still there
         when it has run. A ``part`` binds some steps alone, for a timetable. ``plans``: those of
         this program so far. ``streaming`` has weights in place when a step wants them; ``packed``
-        holds those that are packed, for all programs of one module."""
+        holds those that are packed, for all programs of one module. With ``has_free`` this serves
+        all free sizes, which it reads off its arguments: a tensor that stands for a number has
+        another shape."""
         self.program, self.env = program, env
         self._plans = ShapePlans() if plans is None else plans
-        self.plan = self._plans.plan(program, env, kernels, hoist, part, shares=in_place)
+        self.plan = self._plans.plan(
+            program, env, kernels, hoist, part, shares=in_place, has_free=has_free
+        )
         self._streaming = streaming
         if streaming is not None:
             self.plan = replace(self.plan, early=self.plan.early - streaming.fences)

@@ -63,10 +63,12 @@ def plan_shape(
     part: TimetablePart | None,
     *,
     shares: bool,
+    has_free: bool = False,
 ) -> ShapePlan:
     """Plan a program at one shape, without building a kernel. ``env`` holds the sizes; ``hoist``
     gives leave to run steps once for several runs; ``part`` has the steps that run, if not all;
-    ``shares`` is as in ``plan_memory``."""
+    ``shares`` is as in ``plan_memory``. With ``has_free`` the plan is for all free sizes, which a
+    run reads off its arguments."""
     planned = CUDA_PLANNED_OUT if program.device == "cuda" else PLANNED_OUT
     sizes, order = Sizes(program, env), run_order(program, env, planned, hoist, part)
     choices = choices_of(program, order.steps, sizes.all, kernels.device)
@@ -75,7 +77,7 @@ def plan_shape(
     for position, choice in choices.items():
         if choice.launches and choice.launches.scratch:
             scratch[position] = [scratch_bytes(choice.launches)]
-    free = NONE if hoist or part else free_sizes(program)
+    free = free_sizes(program) if has_free and not (hoist or part) else NONE
     lent = part.tensors if part else [number for number, _ in free.buffers]
     handed_on = handed_on_by(program, order, choices, lent)
     memory = plan_memory(program, sizes, order, scratch, lent, handed_on, shares=shares)
@@ -119,14 +121,15 @@ class ShapePlans:
         part: TimetablePart | None,
         *,
         shares: bool,
+        has_free: bool,
     ) -> ShapePlan:
         """Return what ``plan_shape`` does."""
         hoisted = (hoist.steady, hoist.timestep) if hoist else None
         parted = (part.steps, tuple(part.tensors)) if part else None
-        key = tuple(env.items()), id(kernels), hoisted, parted, shares
+        key = tuple(env.items()), id(kernels), hoisted, parted, shares, has_free
         found = self._plans.pop(key, None)
         if found is None:
-            found = plan_shape(program, env, kernels, hoist, part, shares=shares)
+            found = plan_shape(program, env, kernels, hoist, part, shares=shares, has_free=has_free)
         self._plans[key] = found
         if len(self._plans) > MOST_PLANS:
             self._plans.popitem(last=False)
