@@ -167,11 +167,11 @@ def _count_states(loop: TrainingLoop) -> None:
     """Have each rank count the elements of its own states when a checkpoint is collected."""
     usual = Learner.states
 
-    def states(learner: Learner) -> dict[str, Tensor]:
+    def states(learner: Learner, *kinds: Any) -> dict[str, Tensor]:
         own = learner.optimizer.state.values()
         held = sum(t.numel() for state in own for t in state.values() if isinstance(t, Tensor))
         loop.watch.stages.append(f"holds {held}")  # type: ignore[attr-defined]
-        return usual(learner)
+        return usual(learner, *kinds)
 
     loop.learner.states = partial(states, loop.learner)  # type: ignore[method-assign]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,9 @@ from strop.train.scaler import GradScaler, update
 from strop.train.settings import Settings
 from strop.train.sharded_parameters import ShardedParameters
 from strop.wording import counted
+
+_AVERAGE = "ema"
+_KINDS = ("step", "exp_avg", "exp_avg_sq", _AVERAGE, *quantized.KEYS)  # of states, by name
 
 
 class Learner:
@@ -94,7 +97,11 @@ class Learner:
         assert found is not None
         return found
 
-    def states(self) -> dict[str, Tensor]:
+    def averages(self) -> dict[str, Tensor]:
+        """Return the averages alone among ``states``."""
+        return self.states((_AVERAGE,))
+
+    def states(self, kinds: Container[str] = _KINDS) -> dict[str, Tensor]:
         """Return the states of the optimizer, the averages among them, on rank 0 those of all
         ranks. They all have to ask where each has its own."""
         own = {
@@ -102,19 +109,20 @@ class Learner:
             for name, parameter in self.named.items()
             if parameter in self.optimizer.state
             for key, value in self.optimizer.state[parameter].items()
+            if key in kinds
         }
         return own if self._shards is None else self._ranks.collected(own)
 
     @contextmanager
     @torch.no_grad()
-    def averaged(self, states: dict[str, Tensor]) -> Iterator[None]:
-        """Put the averages among ``states`` in the place of the weights, if averages are kept."""
+    def averaged(self, averages: dict[str, Tensor]) -> Iterator[None]:
+        """Put these averages in the place of the weights, if averages are kept."""
         if self.optimizer.ema is None:
             yield
             return
         kept = [parameter.detach().cpu().clone() for parameter in self.parameters]
         for name, parameter in self.named.items():
-            average = states.get(f"{name}/ema")
+            average = averages.get(f"{name}/{_AVERAGE}")
             if average is not None:  # there is none before the first step
                 parameter.copy_(average)
         try:
@@ -151,7 +159,7 @@ class Learner:
         for name, parameter in self.named.items():
             if (place := places.get(id(parameter))) is None:
                 continue  # another rank steps it
-            found = {k: states[f"{name}/{k}"] for k in _KEYS if f"{name}/{k}" in states}
+            found = {k: states[f"{name}/{k}"] for k in _KINDS if f"{name}/{k}" in states}
             if found:
                 kept[place] = found
         extra = dict(zip(("ema_steps", "draws"), numbers["counts"], strict=True))
@@ -168,6 +176,3 @@ def _sharded(parameters: Sequence[Tensor], ranks: Ranks) -> ShardedParameters:
             f"{counted(ranks.count, 'process')}; leave it out"
         )
     return shards
-
-
-_KEYS = ("step", "exp_avg", "exp_avg_sq", "ema", *quantized.KEYS)

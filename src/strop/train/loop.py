@@ -231,17 +231,17 @@ class TrainingLoop:
     def _validate(self) -> None:
         if not self.settings.validation_prompt:
             return
-        states = self.learner.states()
-        self.ranks.alone(lambda: self._draw_validation(states))
+        averages = self.learner.averages()
+        self.ranks.alone(lambda: self._draw_validation(averages))
         self._window.start = time.monotonic()
 
-    def _draw_validation(self, states: dict[str, Tensor]) -> None:
+    def _draw_validation(self, averages: dict[str, Tensor]) -> None:
         settings = self.settings
         self.watch.stage("drawing validation pictures", self.step, self.total)
         path = settings.output / "validation" / f"step-{self.step:06d}.png"
         style = drawing.style_of(settings, self.session.side)
         self.learner.train(False)
-        with self.learner.averaged(states):
+        with self.learner.averaged(averages):
             page = drawing.validate(settings, self.session.model, style, path)
         self.learner.train()
         self.journal.picture(numpy.asarray(page), self.step)
@@ -249,12 +249,12 @@ class TrainingLoop:
     def _finish(self) -> None:
         self._validate()
         self.ranks.check_same("weights at the end", self.learner.fingerprint)
-        states = self.learner.states()
-        self.ranks.alone(lambda: self._write_model(states))
+        averages = self.learner.averages()
+        self.ranks.alone(lambda: self._write_model(averages))
 
-    def _write_model(self, states: dict[str, Tensor]) -> None:
+    def _write_model(self, averages: dict[str, Tensor]) -> None:
         self.watch.stage("saving the model", self.step, self.total)
         self.learner.train(False)
-        with self.learner.averaged(states):
+        with self.learner.averaged(averages):
             outputs.save(self.settings, self.session.model)
         files.sweep(self.settings.output)
