@@ -14,11 +14,10 @@ instead: eager, and compiled with and without the kernel. ``--table`` writes
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import strop
+from benchmarks.cpu_turns import in_turns
 from strop.bench import environment
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
@@ -45,8 +47,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src/strop/kernels/tuned/attention_cpu.py"
 CPU = torch.device("cpu")
 TARGETS = {"avx512_bf16": "cpu-v4", "avx512": "cpu-v4", "avx2": "cpu-v3"}
-SAMPLE_S, MOST_CALLS = 0.02, 500
-Times = Mapping[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +135,6 @@ def torchs(operands: Sequence[Tensor], *, causal: bool) -> Callable[[], Tensor]:
     q, k, v, *masks = operands
     mask = masks[0] if masks else None
     return lambda: F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal)
-
-
-def in_turns(calls: Mapping[str, Callable[[], object]], samples: int) -> Times:
-    """Return the milliseconds of CPU time a call, by name."""
-    counts = {}
-    for name, call in calls.items():
-        call()
-        counts[name] = max(1, min(MOST_CALLS, int(SAMPLE_S / max(_seconds(call, 1), 1e-7))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    gc.disable()
-    for _ in range(samples):
-        for name, call in calls.items():
-            times[name].append(1e3 * _seconds(call, counts[name]))
-    gc.enable()
-    return times
-
-
-def _seconds(call: Callable[[], object], count: int) -> float:
-    begin = time.process_time()
-    for _ in range(count):
-        call()
-    return (time.process_time() - begin) / count
 
 
 def sweep(isa: str, samples: int) -> Iterator[dict[str, Any]]:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import importlib.util
 import math
 import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import strop
+from benchmarks.cpu_turns import in_turns
 from strop.bench import environment
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
@@ -46,31 +48,7 @@ PRODUCTS = tuple(
     for columns, depth in ((256, 256), (1024, 256), (256, 1024), (3072, 768))
 )
 PEERS = ("openvino", "onnxruntime")
-SAMPLE_S, MOST_CALLS = 0.02, 500
 Calls = Mapping[str, Callable[[], Any]]
-
-
-def in_turns(calls: Calls, samples: int) -> dict[str, list[float]]:
-    """Return the milliseconds of CPU time a call, by name."""
-    counts = {}
-    for name, call in calls.items():
-        for _ in range(3):
-            call()
-        counts[name] = max(1, min(MOST_CALLS, int(SAMPLE_S / max(_seconds(call, 1), 1e-7))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    gc.disable()
-    for _ in range(samples):
-        for name, call in calls.items():
-            times[name].append(1e3 * _seconds(call, counts[name]))
-    gc.enable()
-    return times
-
-
-def _seconds(call: Callable[[], object], count: int) -> float:
-    begin = time.process_time()
-    for _ in range(count):
-        call()
-    return (time.process_time() - begin) / count
 
 
 def _ratio(base: Sequence[float], found: Sequence[float]) -> float:
@@ -149,7 +127,9 @@ def model_rows(samples: int, *, has_inductor: bool) -> Iterator[dict[str, Any]]:
         given = ids, torch.ones_like(ids)
         wanted = exact(*given)[0]
         errors = {name: _error(model(*given)[0], wanted) for name, model in models.items()}
-        times = in_turns({name: _calling(model, given) for name, model in models.items()}, samples)
+        times = in_turns(
+            {name: _calling(model, given) for name, model in models.items()}, samples, warm_ups=3
+        )
         base = times["eager fp32"]
         yield {
             "shape": [batch, length],
@@ -207,7 +187,7 @@ def product_calls(
 def product_rows(samples: int) -> Iterator[dict[str, Any]]:
     kernels = Kernels()
     for sizes in PRODUCTS:
-        times = in_turns(product_calls(kernels, *sizes), samples)
+        times = in_turns(product_calls(kernels, *sizes), samples, warm_ups=3)
         operations = 2 * math.prod(sizes)
         yield {
             "sizes": list(sizes),

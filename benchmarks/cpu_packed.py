@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import strop
+from benchmarks.cpu_turns import Times, in_turns, seconds
 from strop.bench import environment
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
@@ -47,12 +50,10 @@ from strop.runtime.run.packed_calls import PRODUCTS
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src/strop/kernels/tuned/packed_cpu.py"
 CPU = torch.device("cpu")
-SAMPLE_S, MOST_CALLS = 0.02, 500
 EVICTING_BYTES = 4 << 20  # more than the caches of one core
 FEW, SMALL_OPS = 5, 2e8  # times as many samples of calls with fewer operations
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OFF = ("packed_weights",)
-Times = Mapping[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +116,6 @@ def calls_of(case: Case, operands: Sequence[Tensor]) -> dict[str, Callable[[], o
     return {"plain": plain, "packed": lambda: product.call(operands, packed)}
 
 
-def in_turns(calls: Mapping[str, Callable[[], object]], samples: int) -> Times:
-    """Return the milliseconds of CPU time a call, by name."""
-    counts = {}
-    for name, call in calls.items():
-        call()
-        counts[name] = max(1, min(MOST_CALLS, int(SAMPLE_S / max(_seconds(call, 1), 1e-7))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    gc.disable()
-    for _ in range(samples):
-        for name, call in calls.items():
-            times[name].append(1e3 * _seconds(call, counts[name]))
-    gc.enable()
-    return times
-
-
 def one_by_one(calls: Mapping[str, Callable[[], object]], samples: int) -> Times:
     """Return the milliseconds of CPU time of single calls, as they are in a model: what other calls
     have read and written lies in the caches then, and the code of others."""
@@ -141,16 +127,9 @@ def one_by_one(calls: Mapping[str, Callable[[], object]], samples: int) -> Times
     for _ in range(samples):
         for name, call in calls.items():
             other.add_(1)
-            times[name].append(1e3 * _seconds(call, 1))
+            times[name].append(1e3 * seconds(call, 1))
     gc.enable()
     return times
-
-
-def _seconds(call: Callable[[], object], count: int) -> float:
-    begin = time.process_time()
-    for _ in range(count):
-        call()
-    return (time.process_time() - begin) / count
 
 
 def sweep(samples: int) -> Iterator[dict[str, Any]]:
@@ -261,7 +240,7 @@ def first_rows() -> Iterator[dict[str, Any]]:
         for _ in range(3):
             call(16, 24)
         for size in NEW_SIZES:
-            times = [1e3 * _seconds(partial(call, *size), 1) for _ in range(4)]
+            times = [1e3 * seconds(partial(call, *size), 1) for _ in range(4)]
             yield {
                 "what": name,
                 "latents": [2, 4, *size],
