@@ -7,10 +7,8 @@ argument. Its graphs come to our backend, as those of ``torch.compile`` do.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -25,6 +23,7 @@ from strop.dispatch import dynamo
 from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import StropError
 from strop.frontend.formats import UnknownSizeError
+from strop.frontend.silent_logs import silent
 from strop.frontend.symbols import SizeOfValuesError
 from strop.options import Options
 
@@ -32,6 +31,8 @@ from strop.options import Options
 # same function: with diffusers that is one for most kinds of models.
 MOST_TRACES = 64
 _SAID = "Explanation: "
+# It logs a page that advises to have numbers in graphs; a forward that is cut says so itself.
+_ADVISER = "torch._dynamo.variables.tensor"
 _NESTED = "nested_tensor_from_jagged"  # torch refuses it in any trace but Dynamo's
 
 
@@ -43,18 +44,6 @@ def is_by_values(error: StropError) -> bool:
     if isinstance(cause, UnknownSizeError):
         return True
     return isinstance(error, SizeOfValuesError) or _NESTED in str(cause)
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence the page in which Dynamo advises to have numbers in its graphs: whoever cuts the
-    forward says that it is cut, and where."""
-    advice = logging.getLogger("torch._dynamo.variables.tensor")
-    before, advice.disabled = advice.disabled, True
-    try:
-        yield
-    finally:
-        advice.disabled = before
 
 
 def _is_truth(asked: Any) -> bool:
@@ -96,7 +85,7 @@ class CutForward:
             self._compiled = function, torch.compile(forward, backend="strop", options=options)
         known, breaks = set(dynamo.AOT_LOG.served), Counter(dynamo_counters["graph_break"])
         try:
-            with dynamo_config.patch(recompile_limit=MOST_TRACES), _without_advice():
+            with dynamo_config.patch(recompile_limit=MOST_TRACES), silent(_ADVISER):
                 result = self._compiled[1](*args, **kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)

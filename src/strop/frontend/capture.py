@@ -15,7 +15,7 @@ import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ from strop.frontend.quick import without_loading_compilers, without_tensor_meta
 from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, TraceWatch
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
+from strop.frontend.silent_logs import silent
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.tables import fake_tables, row_specs, rows_read_otherwise
 from strop.ir.dims import Expr, const, symbol
@@ -454,16 +455,10 @@ def tracing(
         ) from error
 
 
-@contextmanager
-def without_reports() -> Iterator[None]:
+def without_reports() -> AbstractContextManager[None]:
     """Silence the page of its own code with which torch logs an error on fake tensors: it raises
     the error all the same, and who traces says what becomes of it."""
-    reports = logging.getLogger("torch._subclasses.fake_tensor")
-    before, reports.disabled = reports.disabled, True
-    try:
-        yield
-    finally:
-        reports.disabled = before
+    return silent("torch._subclasses.fake_tensor")
 
 
 def _cause(error: Exception) -> str:
