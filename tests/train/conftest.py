@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.train import interpreted
+
+if TYPE_CHECKING:
+    from tests.train.pair import Pair
 
 # The trainer is part of the extra 'train'.
 collect_ignore_glob = [] if importlib.util.find_spec("diffusers") else ["test_trainer_*.py"]
@@ -24,6 +28,16 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         interpreted.use(monkeypatch)
         return "cpu"
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two ranks that have met, for all tests of a file."""
+    from tests.train.pair import Pair  # its trainer is part of the extra 'train'
+
+    made = Pair(tmp_path_factory.mktemp("pair"))
+    yield made
+    made.stop()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,13 +110,6 @@ def _compared(ranks: Ranks, name: str) -> dict[str, Any]:
     strop.restore(fast)
     found["left"] = [name for name, part in fast.named_modules() if "forward" in vars(part)]
     return found
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("fsdp"))
-    yield made
-    made.stop()
 
 
 @pytest.mark.parametrize("name", ["whole precision", "bf16", "kept"])

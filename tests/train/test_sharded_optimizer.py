@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strop.errors import OptionError
@@ -31,13 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation"),  # of diffusers
 ]
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("sharded"))
-    yield made
-    made.stop()
 
 
 # ---- shares of parameters ------------------------------------------------------------------------
@@ -189,13 +180,8 @@ def _held(watch: trainer.Watch) -> int:
     return int(next(s for s in reversed(watch.stages) if s.startswith("holds ")).split()[1])
 
 
-def _state(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {f"{path.stem}/{name}": t for path in files for name, t in load_file(path).items()}
-
-
 def _assert_near(one: Path, two: Path) -> None:
-    ours, theirs = _state(one), _state(two)
+    ours, theirs = trainer.checkpoint_tensors(one), trainer.checkpoint_tensors(two)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if value.is_floating_point():  # 8-bit codes may round to their neighbour

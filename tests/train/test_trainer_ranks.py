@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strop.errors import OptionError, TrainingError
@@ -83,13 +82,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("pair"))
-    yield made
-    made.stop()
-
-
 def given_for(name: str, model: Path, pictures: Path, output: Path, **more: Any) -> dict[str, Any]:
     task, given = RUNS[name]
     data = {} if "dataset_name" in given else {"train_data_dir": str(pictures)}
@@ -113,11 +105,6 @@ def _metrics(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def _state(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {f"{path.stem}/{name}": t for path in files for name, t in load_file(path).items()}
-
-
 def _kinds(state: dict[str, Tensor]) -> dict[str, list[str]]:
     """The names of weights, and of each kind of state."""
     found: dict[str, list[str]] = {}
@@ -130,7 +117,7 @@ def _kinds(state: dict[str, Tensor]) -> dict[str, list[str]]:
 def _assert_near(one: Path, two: Path, start: Path) -> None:
     """Weights, moments and averages of ``one`` and ``two`` differ by less than 1e-4 of how
     far they have moved since ``start``."""
-    ours, theirs, before = _state(one), _state(two), _state(start)
+    ours, theirs, before = map(trainer.checkpoint_tensors, (one, two, start))
     assert ours.keys() == theirs.keys()
     kinds = _kinds(ours)
     assert kinds.keys() >= {"weights", "step", "exp_avg", "exp_avg_sq"}

@@ -87,6 +87,12 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
+def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by the name of their file and their own."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {f"{path.stem}/{name}": t for path in files for name, t in load_file(path).items()}
+
+
 def weights(output: Path) -> dict[str, Tensor]:
     return load_file(output / "unet" / "diffusion_pytorch_model.safetensors")
 
