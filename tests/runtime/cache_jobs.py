@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,14 @@ def run(folder: Path, answers: Connection) -> None:
 
 
 def run_until_write(folder: Path, answers: Connection, number: int, when: str) -> None:
-    """As ``run``, and be killed before or after entry ``number`` gets its name."""
+    """As ``run``, and be killed before or after entry ``number`` gets its name. Entries are written
+    one after another here: a thread that is killed within its own write leaves one more file."""
     usual, count = Path.replace, 0
+    usual_write, one_writer = DiskCache.write, threading.Lock()
+
+    def write(self: DiskCache, *entry: Any) -> Path:
+        with one_writer:
+            return usual_write(self, *entry)
 
     def replace(self: Path, target: Any) -> Path:
         nonlocal count
@@ -66,6 +73,7 @@ def run_until_write(folder: Path, answers: Connection, number: int, when: str) -
         return result
 
     Path.replace = replace  # type: ignore[method-assign,assignment]
+    DiskCache.write = write  # type: ignore[method-assign]
     run(folder, answers)
 
 
