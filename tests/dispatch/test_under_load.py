@@ -20,7 +20,7 @@ from strop.runtime.run.executor import Bound
 from strop.runtime.run.fair_turns import LANES
 from tests.e2e import tiny
 from tests.runtime.test_threads import in_threads
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, wait_until
 
 NUM_THREADS = 16
 
@@ -76,7 +76,7 @@ def test_calls_run_side_by_side_each_in_its_own_memory() -> None:
     with torch.no_grad():
         expected = [[module(x) for x in inputs] for _ in range(2)][1]
     together, most, usual = set[int](), list[int](), Bound._walk
-    gate = threading.Barrier(4, timeout=20)
+    gate = threading.Barrier(4, timeout=LIMIT_S)
 
     def walk(self: Any, linked: Any, positions: Any) -> None:
         together.add(threading.get_ident())

@@ -35,7 +35,7 @@ from strop.runtime.build.cubin import Cubin
 from strop.runtime.build.loader import CudaLoader
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, wait_until
 
 F16 = torch.float16
 
@@ -78,7 +78,7 @@ class FakeWorker:
         if is_later:
             assert self.niceness
             self.compilers.begun.release()
-            assert self.compilers.gate.acquire(timeout=20)
+            assert self.compilers.gate.acquire(timeout=LIMIT_S)
         if source == self.compilers.refused:
             raise CodegenError("refused")
         return Cubin(source.name, source.text.encode(), 0, source.num_warps, target.arch)
@@ -156,7 +156,7 @@ def test_the_first_call_waits_for_its_own_forms_only(
     # once, by processes of the background
     variant.later.start()
     for _ in range(3):
-        assert compilers.begun.acquire(timeout=20)
+        assert compilers.begun.acquire(timeout=LIMIT_S)
     other = program.sources_at({**env, **{name: 3000 for name in env if env[name] == 48}})
     wanted = [s for s in other if s not in needed and s not in compilers.seen[LOW_PRIORITY]]
     assert 0 < len(wanted) <= 3
@@ -164,7 +164,7 @@ def test_the_first_call_waits_for_its_own_forms_only(
     asks.start()
     wait_until(lambda: builds.BUILDS._num_asking == len(wanted))
     compilers.gate.release()
-    asks.join(20)
+    asks.join(LIMIT_S)
     assert not asks.is_alive()
     assert set(compilers.seen[0][len(needed) :]) == set(wanted)
     assert len(compilers.started) == 4, "those of the first call"
@@ -296,7 +296,7 @@ def test_a_process_ends_cleanly_while_kernels_are_built(how: str, tmp_path: Path
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=3 * LIMIT_S,
     )
     assert done.returncode == (3 if how == "exit" else 0), done.stderr
     assert not done.stderr
@@ -355,7 +355,7 @@ def test_what_is_wanted_comes_first_whichever_program_it_is_of(
         later._workers = 1
         later.start()
         if later is controlnet:  # it is at work when the others come
-            assert compilers.begun.acquire(timeout=20)
+            assert compilers.begun.acquire(timeout=LIMIT_S)
     compilers.open()
     for later in (controlnet, other, unet):
         later.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -32,24 +31,21 @@ def test_callers_get_it_in_the_order_in_which_they_came() -> None:
 
 def test_the_owner_cannot_come_in_again_before_those_who_wait() -> None:
     """A lock of Python's would give it to the busy thread again and again."""
-    lock, shares, stop = FairLock(), [0] * 8, threading.Event()
-    start = threading.Barrier(8)
+    lock, order, threads = FairLock(), list[str](), list[threading.Thread]()
 
-    def work(number: int) -> None:
-        start.wait()
-        while not stop.is_set():
-            with lock:
-                shares[number] += 1
-                time.sleep(0.0002)
+    def work() -> None:
+        with lock:
+            order.append("waited")
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: sum(shares) > 400)
-    stop.set()
+    for _ in range(50):
+        with lock:
+            order.append("owned")
+            threads.append(threading.Thread(target=work))
+            threads[-1].start()
+            wait_until(lambda: lock._turns._waiting)
     for thread in threads:
         thread.join()
-    assert max(shares) - min(shares) <= 8  # they began one after the other
+    assert order == ["owned", "waited"] * 50
 
 
 def test_it_nests_and_lets_go_after_an_exception() -> None:

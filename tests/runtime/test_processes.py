@@ -27,9 +27,7 @@ from strop.runtime.build.cubin import Cubin
 from strop.runtime.build.loader import CudaLoader
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
-from tests.waiting import wait_until
-
-PATIENCE_S = 20
+from tests.waiting import LIMIT_S, wait_until
 
 
 class NoCache:
@@ -52,7 +50,7 @@ class Process:
         self.made.append(source)
         held = self.compilers.held.get(source)
         if held is not None:
-            assert held.wait(PATIENCE_S)
+            assert held.wait(LIMIT_S)
         if not self.is_alive:
             raise CodegenError("the compiler process died")
         return Cubin(source.name, source.text.encode(), 0, source.num_warps, target.arch)
@@ -127,7 +125,7 @@ class Asking(threading.Thread):
             self.error = error
 
     def end(self) -> None:
-        self.join(PATIENCE_S)
+        self.join(LIMIT_S)
         assert not self.is_alive()
 
 
@@ -371,7 +369,7 @@ def test_an_error_of_who_borrowed_gives_the_process_back(compilers: Compilers) -
     asking.start()
     wait_until(num_asking)
     compilers.let_go(first)
-    asking.join(PATIENCE_S)
+    asking.join(LIMIT_S)
     assert errors
     later.wait()
     assert compilers.started[0].made == [first, wanted, second]
@@ -399,7 +397,7 @@ def test_closing_wakes_all_who_wait(compilers: Compilers) -> None:
     assert isinstance(asks.error, SystemExit)
     assert isinstance(borrows.error, SystemExit)
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
     ahead.LATER._threads.clear()
     assert len(compilers.started) == 2

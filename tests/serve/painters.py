@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from strop.drawing.request import PictureRequest, PictureSize
 from strop.serve.order import ModelCard
 from strop.serve.studio import BatchDone, PictureBatch, StepTold, Stopped
+from tests.waiting import LIMIT_S
 
 SIZE, LORAS = PictureSize(32, 16), ("ink", "style")
 CARD = ModelCard("fake", SIZE, 8, 4.0, LORAS, True, lambda text, _: (text, ""), steps=4)
-WAIT_S = 20.0
 
 
 @dataclass
@@ -34,7 +34,7 @@ class FakePainter:
         self.batches.append(batch)
         total = batch.requests[0].num_steps
         for number in range(1, total + 1):
-            for _ in range(int(WAIT_S / 0.005)):
+            for _ in range(int(LIMIT_S / 0.005)):
                 if not is_wanted():
                     self.num_stopped += 1
                     raise Stopped

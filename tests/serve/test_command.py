@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.cli import serve as command
+from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -156,6 +156,8 @@ painter = FakePainter()
 painter.gate.clear()
 wait = painter.gate.wait
 painter.gate.wait = lambda seconds: wait(0.05)  # a step takes as long as nobody cancels
+draw = painter.draw
+painter.draw = lambda *given: (print("drawing", flush=True), draw(*given))[1]
 log_as_json()
 listening = running.bound("127.0.0.1", 0)
 print(running.address_of(listening), flush=True)
@@ -186,37 +188,40 @@ def _ask(address: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(address, data, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.loads(error.read())
 
 
+def _state(address: str) -> int:
+    """The status of ``/healthz``, and 0 where nobody listens yet."""
+    try:
+        return _ask(f"{address}/healthz")[0]
+    except urllib.error.URLError:
+        return 0
+
+
 def test_a_signal_finishes_what_is_accepted(server: tuple[subprocess.Popen[str], str]) -> None:
     process, address = server
     generate = f"{address}/v1/images/generations"
-    for _ in range(200):
-        try:
-            assert _ask(f"{address}/healthz")[0] == 200
-            break
-        except urllib.error.URLError:
-            time.sleep(0.05)
+    wait_until(lambda: _state(address) == 200)
     found: list[tuple[int, Any]] = []
     accepted = threading.Thread(target=lambda: found.append(_ask(generate, {"prompt": "a cat"})))
     accepted.start()
-    time.sleep(0.3)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "drawing\n"
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    wait_until(lambda: _state(address) == 503)
     assert _ask(generate, {"prompt": "a cat"})[0] == 503
-    assert _ask(f"{address}/healthz")[0] == 503
     assert process.poll() is None
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    accepted.join(20)
+    accepted.join(LIMIT_S)
     assert [status for status, _ in found] == [200]
-    assert process.wait(20) == 0
+    assert process.wait(LIMIT_S) == 0
     assert process.stderr is not None
     lines = [json.loads(line) for line in process.stderr.read().splitlines()]
     assert any(line["message"] == "stopping" for line in lines)
@@ -225,18 +230,13 @@ def test_a_signal_finishes_what_is_accepted(server: tuple[subprocess.Popen[str],
 
 def test_a_second_signal_ends_it_at_once(server: tuple[subprocess.Popen[str], str]) -> None:
     process, address = server
-    for _ in range(200):
-        try:
-            state = _ask(f"{address}/api/pictures", {"prompt": "a cat"})
-            assert state[0] == 202
-            break
-        except urllib.error.URLError:
-            time.sleep(0.05)
+    wait_until(lambda: _state(address) == 200)
+    assert _ask(f"{address}/api/pictures", {"prompt": "a cat"})[0] == 202
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    wait_until(lambda: _state(address) == 503)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.wait(10)
+    process.wait(LIMIT_S)
 
 
 def test_help_teaches() -> None:

@@ -16,6 +16,7 @@ import strop
 from strop.serve import running
 from strop.serve.app import build_app
 from strop.serve.service import Service
+from tests.waiting import LIMIT_S
 
 from .asking import LIMITS, asking, run
 from .painters import FakePainter
@@ -169,6 +170,6 @@ def test_in_a_browser() -> None:
             browser.close()
     finally:
         server.handle_exit(2, None)
-        thread.join(20)
+        thread.join(LIMIT_S)
         listening.close()
     assert not thread.is_alive()
