@@ -204,7 +204,7 @@ def changing(obj: Any) -> AbstractContextManager[None]:
     """
     from strop.dispatch.changing import held
 
-    return held(dispatchers_of(obj).values())
+    return held(with_cached_parts(dispatchers_of(obj)).values())
 
 
 def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
@@ -322,3 +322,11 @@ def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
 
         found = {name: dispatcher_of(module) for name, module in compiled_modules(obj).items()}
     return {name: d for name, d in found.items() if d is not None}
+
+
+def with_cached_parts(dispatchers: Mapping[str, Dispatcher]) -> dict[str, Dispatcher]:
+    """Return dispatchers, and those of parts inside of the hooks of caches, by their paths."""
+    found = dict(dispatchers)
+    for name, dispatcher in dispatchers.items():
+        found |= {f"{name}.{path}": part for path, part in dispatcher.cached.serving.items()}
+    return found

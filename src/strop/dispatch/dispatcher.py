@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from strop.dispatch import cpu_fast_path, hooks, model_offload
 from strop.dispatch.adapter import Adapter
 from strop.dispatch.bound_shapes import BoundShapes
+from strop.dispatch.cached_parts import CachedParts
 from strop.dispatch.call_reader import CallReader
 from strop.dispatch.counters import Counters
 from strop.dispatch.cut_forward import CutForward
@@ -26,7 +27,7 @@ from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
-from strop.dispatch.features import take_out
+from strop.dispatch.features import place_for, take_out
 from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
@@ -84,6 +85,7 @@ class Dispatcher(ForwardStandIn):
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
         self.cut, self.has_left = CutForward(module, options), False  # left: it runs the plain one
         self.on_leave: Callable[[], object] | None = None  # is called then
+        self.cached: CachedParts[Dispatcher] = CachedParts(module, self._serve_part)
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
         self._lock, self._in_flight = FairLock(), RunsInFlight()
@@ -410,6 +412,7 @@ class Dispatcher(ForwardStandIn):
             why, result = self.cut.run(self.eager, args, kwargs)
             if not why:
                 return self._noted_cut(refusal, result)
+        is_cached = self._may_serve_parts() and self.cached.take()
         try:
             result = self._run_plainly(args, kwargs)
         except Exception:
@@ -418,7 +421,10 @@ class Dispatcher(ForwardStandIn):
             raise
         if self.options.strict:
             raise refusal
-        self._fallbacks.note_eager(str(refusal))
+        if is_cached:
+            self._fallbacks.note(f"what stands inside of its hooks is compiled: {refusal}")
+        else:
+            self._fallbacks.note_eager(str(refusal))
         left = self.state.note_effects()
         if self.state.effects:
             self._refused.note(self._maker.key(call), refusal, left)
@@ -430,6 +436,17 @@ class Dispatcher(ForwardStandIn):
         is_plain = type(self.adapter) is Adapter and not self.options.strict
         is_moved = self.budget is not None or self.hosted.taken is not None
         return is_plain and not is_moved and self.cut.may_run()
+
+    def _may_serve_parts(self) -> bool:
+        """Say whether parts inside of hooks may be compiled while the module runs in eager."""
+        is_moved = self.budget is not None or self.hosted.taken is not None
+        return bool(self.state.replaced) and not is_moved and not self.options.strict
+
+    def _serve_part(self, part: nn.Module, path: str, variants: VariantStore | None) -> Dispatcher:
+        served = Dispatcher(part, self.options, name=f"{self.name}.{path}", variants=variants)
+        holder, place = place_for(part)
+        setattr(holder, place, served)
+        return served
 
     def _noted_cut(self, refusal: StropError, result: Any) -> Any:
         if not self.cut.graphs:  # nothing in it is compiled
@@ -451,6 +468,7 @@ class Dispatcher(ForwardStandIn):
         arguments of the call that asks for it."""
         self._in_flight.wait()
         self.forget_copies()
+        self.cached.give_back()
         before = self.shapes.binding()
         self.state.scan()
         if self.hosted.follow(given):
@@ -480,6 +498,7 @@ class Dispatcher(ForwardStandIn):
     def leave(self) -> None:
         """Keep no place in the module, nor in what others have put around its forward since."""
         self.has_left = True
+        self.cached.leave()
         self.forget_weights()
         with torch.inference_mode(False), torch.no_grad():
             give_back_order(self.state.tensors)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from strop.frontend.cache_hooks import CACHES, place_inside
 from strop.frontend.layerwise_casting import cast_of, refusal
 from strop.frontend.module_parts import has_other_forward
 from strop.frontend.moving_hooks import moving_hooks
@@ -18,20 +19,13 @@ from strop.frontend.moving_hooks import moving_hooks
 # Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
 COMPILED = ("layerwise_casting", "peft_autocast_disable")
 _ALONE = "of a layer with another hook beside it: leave one of the two out"
-_CACHE = "disable_cache() of the model ends it"
 HOOKS: tuple[tuple[str, str, str], ...] = (
     ("layerwise_casting", "layerwise casting", "load the model in the type that it computes in"),
     ("peft_autocast_disable", "layerwise casting", "load the model in one type"),
     ("group_offloading", "group offloading", _ALONE),
     ("lazy_prefetch", "group offloading", _ALONE),
     ("layer_execution", "group offloading", _ALONE),
-    ("pyramid_attention_broadcast", "Pyramid Attention Broadcast", _CACHE),
-    ("faster_cache", "FasterCache", _CACHE),
-    ("fbc", "First Block Cache", _CACHE),
-    ("mag_cache", "MagCache", _CACHE),
-    ("sea_cache", "SeaCache", _CACHE),
-    ("taylorseer", "TaylorSeer", _CACHE),
-    ("text_kv_cache", "the cache of text keys and values", _CACHE),
+    *((start, cache, "disable_cache() of the model ends it") for start, cache in CACHES.items()),
     ("layer_skip", "skipping of layers", "leave out the guidance that skips layers"),
     ("smoothed_energy", "smoothed energy guidance", "leave out that guidance"),
     ("cp_", "context parallelism", "run the model on one device"),
@@ -131,10 +125,12 @@ def whole_offload(module: nn.Module) -> Any:
 
 def place_for(module: nn.Module) -> tuple[Any, str]:
     """Return the object and its attribute in which a dispatcher stands: inside of hooks that take
-    weights to the GPU, or else in the place of the module's forward."""
+    weights to the GPU or of caches, or else in the place of the module's forward."""
     hooks = moving_hooks(module)
     if hooks and "_hf_hook" not in vars(module):
         return hooks[0].fn_ref, "forward"
+    if (inside := place_inside(module)) is not None:
+        return inside
     is_inside = bool(hooks) or whole_offload(module) is not None
     return module, "_old_forward" if is_inside and "_old_forward" in vars(module) else "forward"
 

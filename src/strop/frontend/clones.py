@@ -61,10 +61,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    around = vars(module).get("forward"), vars(module).get("_hf_hook")
     is_around = is_inside_a_hook(module) and not moving_hooks(module)
     if is_around:  # accelerate's hook holds the models before this one
-        memo |= {id(value): None for value in (*around, vars(module)["_old_forward"])}
+        memo |= {id(vars(module).get(name)): None for name in ATTRIBUTES}
     moved = [part for part in module.modules() if moving_hooks(part)]
     memo |= {id(value): None for part in moved for _, value in set_by_hooks(part)}
     for part in module.modules():

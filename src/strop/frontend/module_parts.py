@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from strop.frontend.cache_hooks import place_inside
 from strop.frontend.hook_chains import is_own
 from strop.frontend.moving_hooks import moving_hooks
 from strop.frontend.stable_text import text_of
@@ -49,9 +50,11 @@ def has_other_forward(module: nn.Module) -> bool:
 
 
 def is_inside_a_hook(module: nn.Module) -> bool:
-    """Tell whether a hook of accelerate calls compiled code in the place of the module's
-    forward."""
-    return getattr(vars(module).get("_old_forward"), "is_strop", False)
+    """Tell whether a hook of accelerate, or one of a cache, calls compiled code in the place of the
+    module's forward."""
+    inside = place_inside(module)
+    called = vars(module).get("_old_forward") if inside is None else getattr(*inside)
+    return getattr(called, "is_strop", False)
 
 
 def is_exported(module: nn.Module) -> bool:
