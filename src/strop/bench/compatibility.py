@@ -189,6 +189,7 @@ def _judged(
     decibels = nearness(fast, eager)
     is_compiled = any(d.variants.all for d in dispatchers.values())
     is_partly = any(c.eager_calls for c in used.values())
+    is_partly |= any(d.cached.serving for d in dispatchers.values())  # around them is eager
     status = EAGER if not is_compiled and is_partly else PARTLY if is_partly else COMPILED
     return {
         "status": status if decibels >= least else DIFFERS,
