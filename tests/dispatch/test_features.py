@@ -161,10 +161,10 @@ def test_a_cache_of_diffusers_is_named_and_undone() -> None:
             found = model(**args).sample
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # fp32, eager's code
         (reason,) = strop.api.dispatchers_of(model)["FluxTransformer2DModel"].counters.fallbacks
-        assert reason.startswith("First Block Cache is on: disable_cache()")
+        assert ": First Block Cache is on: disable_cache()" in reason
         model.disable_cache()
         torch.testing.assert_close(model(**args).sample, expected, rtol=0, atol=1e-4)  # fp32 sums
-    assert strop.api.dispatchers_of(model)["FluxTransformer2DModel"].counters.eager_calls == 1
+    assert not strop.api.dispatchers_of(model)["FluxTransformer2DModel"].counters.eager_calls
 
 
 def test_a_partial_that_is_bound_as_a_method() -> None:

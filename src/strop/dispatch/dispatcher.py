@@ -83,10 +83,9 @@ class Dispatcher(ForwardStandIn):
         self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        self.cut, self.has_left = CutForward(module, options), False  # left: it runs the plain one
+        self.cut, self.cached = CutForward(module, options), CachedParts(module, self._serve_part)
+        self.counters, self.has_left = Counters(), False  # left: it runs the plain forward
         self.on_leave: Callable[[], object] | None = None  # is called then
-        self.cached: CachedParts[Dispatcher] = CachedParts(module, self._serve_part)
-        self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
         self._lock, self._in_flight = FairLock(), RunsInFlight()
         self.state = ModuleState(
