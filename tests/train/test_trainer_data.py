@@ -12,12 +12,14 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from strop.errors import CacheError, OptionError
 from strop.train import given_settings
-from strop.train.data import Captions, Crop, FolderSource, Reader, pixels_of
+from strop.train.data import Batch, Captions, Crop, FolderSource, Reader, pixels_of
 from strop.train.folders import check_files, check_sizes, read_captioned, read_subject
 from strop.train.objective import Objective
+from strop.train.text import Text
 from tests.train import trainer
 
 TEXTS = {"a.png": "first", "b.jpg": "second", "sub/c.webp": "third"}
@@ -114,9 +116,10 @@ def test_one_of_several_captions_is_drawn(folder: Path) -> None:
         "lora", {"model": "m", "train_data_dir": folder, "train_batch_size": 3}
     )
     batches = [
-        FolderSource(made, 16, found.pictures, (), Captions(rows, torch.arange(8)[:, None]))
+        FolderSource(made, 16, found.pictures, (), captions_of(rows, 8))
         .batch(number)
-        .text.flatten()
+        .text.tensors["text_encoder"]
+        .flatten()
         .tolist()
         for number in (*range(40), 7)
     ]
@@ -280,12 +283,21 @@ def _turned() -> Image.Exif:
     return found
 
 
+def captions_of(rows: dict[str, int], count: int) -> Captions:
+    """Rows whose only token is their number."""
+    return Captions(rows, Text({"text_encoder": torch.arange(count)[:, None]}))
+
+
+def ids(batch: Batch) -> Tensor:
+    return batch.text.tensors["text_encoder"][:, 0]
+
+
 def _source(folder: Path, **given: Any) -> FolderSource:
     made = given_settings.make(
         "dreambooth", {"model": "m", "instance_data_dir": folder, "instance_prompt": "x", **given}
     )
     found = read_subject(folder, "x").pictures
-    captions = Captions({"x": 0}, torch.arange(2)[:, None])
+    captions = captions_of({"x": 0}, 2)
     return FolderSource(made, 16, found, (), captions)
 
 
@@ -298,7 +310,7 @@ def test_every_epoch_has_every_picture_in_a_new_order(tmp_path: Path) -> None:
     sizes = [len(source.batch(number)) for number in range(6)]
     assert sizes == [3, 3, 1, 3, 3, 1]
     dropped = _source(tmp_path / "p", train_batch_size=7, proportion_empty_prompts=0.4)
-    drawn = Counter(int(row) for number in range(60) for row in dropped.batch(number).text[:, 0])
+    drawn = Counter(int(row) for number in range(60) for row in ids(dropped.batch(number)))
     assert 0.3 < drawn[1] / drawn.total() < 0.5
 
 

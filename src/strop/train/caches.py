@@ -18,10 +18,12 @@ from torch import Tensor
 from strop.errors import CacheError, TrainingError
 from strop.train import files
 from strop.train import model as models
-from strop.train.data import Captions, Crop, digest_of, pixels_of
+from strop.train.crops import Crop, pixels_of
+from strop.train.data import Captions, digest_of
 from strop.train.folders import Picture
 from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
+from strop.train.text import Text, joined
 
 _SHARD = 256  # pictures of a file
 _BATCH = 8
@@ -121,18 +123,22 @@ def cache_embeddings(
 ) -> Captions:
     """Return the captions with embeddings in the place of ids."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = models.digest_of(model.text_encoder)
-    key = digest_of("embeddings", 2, weights, captions.table.tolist())
+    weights = [models.digest_of(model.modules[name]) for name in model.encoders]
+    ids = {name: rows.tolist() for name, rows in captions.table.tensors.items()}
+    key = digest_of("embeddings", 3, model.family.name, weights, ids)
     path = folder / f"embeddings-{key[:24]}.safetensors"
     if not path.is_file():
         made = []
         for start in range(0, len(captions.table), _TEXTS):
             on_progress("encoding captions", start, len(captions.table))
-            ids = captions.table[start : start + _TEXTS]
-            made.append(models.embeddings_of(model, ids).cpu())
-        files.write_tensors(path, {"states": torch.cat(made)})
+            part = captions.table.rows(slice(start, start + _TEXTS))
+            encoded = models.embeddings_of(model, part).tensors
+            made.append(Text({name: rows.cpu() for name, rows in encoded.items()}, True))
+        files.write_tensors(path, joined(made).tensors)
     on_progress("encoding captions", len(captions.table), len(captions.table))
-    return Captions(captions.rows, _opened(path).get_tensor("states"))
+    stored = _opened(path)
+    tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    return Captions(captions.rows, Text(tensors, True))
 
 
 def _opened(path: Path) -> Any:

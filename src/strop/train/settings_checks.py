@@ -54,6 +54,15 @@ def check_together(settings: Settings) -> None:
         if not getattr(s, name) <= 1:
             raise OptionError(f"{name} is {getattr(s, name)}: it must be at most 1")
     _check_caches(s)
+    _check_adapters(s)
+
+
+def _check_adapters(s: Settings) -> None:
+    if s.adapter == "lora":
+        return
+    for name in ("use_dora", "lora_dropout"):
+        if getattr(s, name):
+            raise OptionError(f"{name} is for LoRA, and the adapters are {s.adapter}: leave it out")
 
 
 def _check_subject(s: Settings) -> None:

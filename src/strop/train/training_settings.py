@@ -132,46 +132,6 @@ class TrainingSettings:
         least=0,
         fixed=True,
     )
-    snr_gamma: float | None = setting(
-        None,
-        float,
-        "Training",
-        "Weigh the loss by min-SNR with this gamma; 5 is usual.",
-        above=0,
-        fixed=True,
-    )
-    noise_offset: float = setting(
-        0.0,
-        float,
-        "Training",
-        "Shift the noise of each channel at random by this scale; 0.1 is usual.",
-        least=0,
-        fixed=True,
-    )
-    input_perturbation: float = setting(
-        0.0,
-        float,
-        "Training",
-        "Add more noise of this scale to the UNet's input alone; 0.1 is usual.",
-        least=0,
-        fixed=True,
-    )
-    prediction_type: str | None = setting(
-        None,
-        str,
-        "Training",
-        "Let the UNet predict this; without it, what its scheduler says.",
-        choices=("epsilon", "v_prediction", "sample"),
-        fixed=True,
-    )
-    weighting_scheme: str | None = setting(
-        None,
-        str,
-        "Training",
-        "Draw timesteps of flow matching like this, none being evenly; without it, logit_normal.",
-        choices=("none", "logit_normal"),
-        fixed=True,
-    )
     mixed_precision: str = setting(
         "no",
         str,
