@@ -147,6 +147,8 @@ def _pipeline(settings: Settings, folder: Path, family: Family) -> Any:
         common["vae"] = diffusers.AutoencoderKL.from_pretrained(
             place, dtype=torch.float32, **common
         )
+    index = index_of(folder)
+    common |= {name: None for name in family.may_lack if not (index.get(name) or [None])[0]}
     kind = getattr(diffusers, family.pipeline)
     return kind.from_pretrained(folder, dtype=torch.float32, **family.left_out, **common)
 

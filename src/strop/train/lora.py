@@ -114,7 +114,11 @@ def _save_diffusers(
 
     arguments: dict[str, Any] = {}
     for name in model.parts(settings):
-        layers = convert_state_dict_to_diffusers(_weights(model, name, dtype))
+        layers = _weights(model, name, dtype)
+        if name != "transformer":  # whose loader reads peft's names alone
+            layers = convert_state_dict_to_diffusers(layers)
+        if name.startswith("text_encoder"):
+            layers = {_as_transformers_reads(key): tensor for key, tensor in layers.items()}
         # The file names no dropout: diffusers leaves the layers that it makes from this in training
         # mode, and would drop while it draws.
         config = {**_plain_config(model, name), "lora_dropout": 0.0}
@@ -128,6 +132,12 @@ def _save_diffusers(
 
     # diffusers adds its ending to names without one.
     files.write(folder / DIFFUSERS_NAME, fill)
+
+
+def _as_transformers_reads(key: str) -> str:
+    """Name DoRA's lengths so that transformers, which loads adapters of text encoders, finds
+    them."""
+    return f"{key}.weight" if key.endswith(".lora_magnitude_vector") else key
 
 
 def _save_peft(model: DiffusionModel, name: str, folder: Path, dtype: torch.dtype) -> None:
