@@ -16,7 +16,8 @@ from torch import Tensor
 
 from strop.errors import CacheError, OptionError
 from strop.train import given_settings
-from strop.train.data import Batch, Captions, Crop, FolderSource, Reader, pixels_of
+from strop.train.crops import Crop, pixels_of
+from strop.train.data import Batch, Captions, FolderSource, Reader
 from strop.train.folders import check_files, check_sizes, read_captioned, read_subject
 from strop.train.objective import Objective
 from strop.train.text import Text

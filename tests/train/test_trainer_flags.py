@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from strop.cli import app
 from strop.errors import OptionError, UnsupportedError
 from strop.train import data_settings, given_settings, settings, unbuilt_flags
-from strop.train.data import Crop, pixels_of
+from strop.train.crops import Crop, pixels_of
 from tests.train import trainer
 
 # The argument parsers of diffusers 0.35.

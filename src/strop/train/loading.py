@@ -67,10 +67,10 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
     Raises OptionError if its files are damaged or missing.
     """
     folder = folder_of(settings)
-    shipped = sprites.load_from(folder) if settings.is_sprites else None
-    family = family_of(folder, index_of(folder))
-    _check(settings, family, folder)
     try:
+        shipped = sprites.load_from(folder) if settings.is_sprites else None
+        family = family_of(folder, index_of(folder))
+        _check(settings, family, folder)
         pipe = shipped or _pipeline(settings, folder, family)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"cannot load {folder}: {error}") from error
