@@ -34,6 +34,13 @@ class DataSettings:
     max_train_samples: int | None = setting(
         None, int, "Data", "Use at most this many pictures.", tasks=TRAINERS, least=1
     )
+    mask_data_dir: str = setting(
+        "",
+        str,
+        "Data",
+        "Learn each picture where the mask of its name in this folder is white, and not where it "
+        "is black.",
+    )
     instance_data_dir: str = setting(
         "", str, "Data", "Train on the pictures of the subject in this folder.", tasks=SUBJECTS
     )

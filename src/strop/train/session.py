@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from strop.errors import OptionError, TrainingError
-from strop.train import caches, checkpoint, drawing, files, loading, lora, metrics
+from strop.train import caches, checkpoint, drawing, files, loading, lora, masks, metrics
 from strop.train import model as models
 from strop.train.compiled import prepare
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
@@ -235,10 +235,23 @@ def _source(
     if settings.cache_latents:
         stored = partial(caches.cache_moments, where, model, pictures, side, settings, on_progress)
         moments = ranks.first(stored)
-    digest = digest_of(side, *(item.digest for item in found))
+    own_masks: tuple[Path, ...] = ()
+    if settings.mask_data_dir:
+        own_masks = masks.masks_of(folder, Path(settings.mask_data_dir).expanduser())
+    digests = [item.digest for item in found]
+    digest = digest_of(side, *digests, *((masks.digest_of(own_masks),) if own_masks else ()))
     classes = found[1].pictures if len(found) > 1 else ()
     return FolderSource(
-        settings, side, folder.pictures, classes, captions, moments, digest, ranks.rank
+        settings,
+        side,
+        folder.pictures,
+        classes,
+        captions,
+        moments,
+        digest,
+        ranks.rank,
+        own_masks,
+        model.factor,
     )
 
 

@@ -90,6 +90,8 @@ def _check_caches(s: Settings) -> None:
             "the sprites generator draws new pictures in every step, so there is "
             "nothing to cache: leave out the caches"
         )
+    if s.draws_sprites and s.mask_data_dir:
+        raise OptionError("mask_data_dir needs a folder of pictures: drawings have no masks")
     if s.cache_latents and not s.center_crop:
         raise OptionError(
             "cache_latents would freeze one random crop of each picture: add --center_crop"
