@@ -55,6 +55,29 @@ def check_together(settings: Settings) -> None:
             raise OptionError(f"{name} is {getattr(s, name)}: it must be at most 1")
     _check_caches(s)
     _check_adapters(s)
+    _check_optimizer(s)
+
+
+def _check_optimizer(s: Settings) -> None:
+    if s.optimizer == "adamw":
+        return
+    ours = {
+        "use_8bit_adam": s.use_8bit_adam,
+        "shard_optimizer": s.shard_optimizer,
+        "mixed_precision fp16": s.mixed_precision == "fp16",
+    }
+    for name, is_on in ours.items():
+        if is_on:
+            raise OptionError(
+                f"{name} is built for Strop's AdamW, and the optimizer is {s.optimizer}: take "
+                "--optimizer adamw"
+                + (", or --mixed_precision bf16" if "fp16" in name else f", or leave {name} out")
+            )
+    if s.optimizer == "schedule-free" and s.use_ema:
+        raise OptionError(
+            "use_ema averages weights, and those of schedule-free are averages already: leave it "
+            "out"
+        )
 
 
 def _check_adapters(s: Settings) -> None:

@@ -15,6 +15,8 @@ SCHEDULES = (
     "polynomial",
 )
 
+OPTIMIZERS = ("adamw", "adafactor", "lion", "lamb", "novograd", "prodigy", "schedule-free")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
@@ -88,6 +90,32 @@ class TrainingSettings:
     )
     lr_power: float = setting(
         1.0, float, "Training", "Lower the rate by this power in polynomial.", least=0, fixed=True
+    )
+    optimizer: str = setting(
+        "adamw",
+        str,
+        "Training",
+        "Step by this optimizer: Strop's own AdamW, torch's Adafactor, or another one of the "
+        "package pytorch-optimizer. All take the decays, the weight decay and the epsilon below.",
+        choices=OPTIMIZERS,
+        fixed=True,
+    )
+    prodigy_beta3: float | None = setting(
+        None,
+        float,
+        "Training",
+        "Average Prodigy's step size with this decay; without it, the root of adam_beta2.",
+        least=0,
+        fixed=True,
+    )
+    prodigy_decouple: bool = setting(
+        True, bool, "Training", "Decay weights in Prodigy as AdamW does.", fixed=True
+    )
+    prodigy_use_bias_correction: bool = setting(
+        True, bool, "Training", "Correct Prodigy's first averages as Adam does.", fixed=True
+    )
+    prodigy_safeguard_warmup: bool = setting(
+        True, bool, "Training", "Leave the warm-up out of Prodigy's step size.", fixed=True
     )
     adam_beta1: float = setting(
         0.9, float, "Training", "Average gradients with this decay (AdamW).", least=0, fixed=True
