@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+import strop
 from strop.errors import OptionError, UnsupportedError
 from strop.train import lora
 from strop.train import model as models
 from strop.train.crops import Crop, Placement
-from strop.train.data import Batch
+from strop.train.data import Batch, SpritesSource
 from strop.train.draws import generator
 from strop.train.objective import Objective
 from strop.train.session import Session
+from tests.e2e.tiny import cache_dir
 from tests.train import trainer
+from tests.train.pair import Pair, train
 
 diffusers = pytest.importorskip("diffusers")
 # Importing and saving through transformers and diffusers warns about their own future.
@@ -421,6 +426,77 @@ def test_diffusers_reads_kohyas_file_of_sdxl(
         found.append(picture(pipe))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=2e-5)
     assert (found[0] - picture(loaded(folders["sdxl"]))).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DENOISERS)
+def test_a_compiled_network_learns_what_a_plain_one_does(
+    name: str,
+    folders: dict[str, Path],
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By ``compile_step`` around the objective, as in a loop of one's own."""
+    monkeypatch.setenv("STROP_CACHE_DIR", cache_dir())
+    found = []
+    for compiled in (False, True):
+        values = given(folders, name, pictures, tmp_path / str(compiled))
+        made = trainer.session("text-to-image", **values, compile_unet=compiled)
+        made.learner.train()
+        objective = Objective(made.settings, made.model, made.unet)
+        seen: dict[str, Tensor] = {}
+
+        def note(names: Any = made.learner.named, kept: dict[str, Tensor] = seen) -> None:
+            kept.update({n: p.grad.clone() for n, p in names.items() if p.grad is not None})
+
+        optimizer = made.learner.optimizer
+        optimizer.register_step_pre_hook(lambda *_, note=note: note())
+        step = strop.train.compile_step(objective, optimizer)
+        step(made.source.batch(NUMBER), NUMBER)
+        found.append(seen)
+    assert not strop.explain(made.unet).fallbacks
+    assert found[0].keys() == found[1].keys()
+    for key, plain in found[0].items():
+        # Of the sine of 3500, which embeds Flux's guidance, fp32 rounds the argument by 1e-4.
+        assert (found[1][key] - plain).norm() < 1e-4 * plain.norm() + 1e-8, key
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_two_ranks_train_as_one(
+    name: str, folders: dict[str, Path], pictures: Path, tmp_path: Path, pair: Pair
+) -> None:
+    """Sizes, masks and timesteps are those of a rank's own rows."""
+    size = {"max_train_steps": 2, "use_ema": True, "checkpointing_steps": 2, "random_flip": True}
+    values = given(folders, name, pictures, tmp_path / "two") | size
+    values = {key: str(v) if isinstance(v, Path) else v for key, v in values.items()}
+    found = pair.run(
+        partial(train, task="lora", given={**values, "train_batch_size": 2}, change=None)
+    )
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    alone = {**values, "output_dir": tmp_path / "one", "train_batch_size": 4}
+    trainer.train("lora", **alone)
+    one, two = (trainer.checkpoint_tensors(tmp_path / n / "checkpoint-2") for n in ("one", "two"))
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+        assert (two[key] - tensor).norm() < 1e-3 * tensor.norm() + 1e-9, key
+
+
+def test_ranks_have_pictures_of_one_shape_in_each_step(tiny_model: Path, tmp_path: Path) -> None:
+    """Sizes of the drawings change from batch to batch, and with the batch's number alone."""
+    values = {"model": tiny_model, "dataset_name": "sprites", "output_dir": tmp_path}
+    made = trainer.session("text-to-image", **values, max_train_steps=1)
+    several = replace(made.settings, num_processes=3)
+    tokenizers = {name: made.model.tokenizer(name) for name in made.model.encoders}
+    sources = [SpritesSource(several, tokenizers, made.model.device, rank) for rank in range(3)]
+    shapes = []
+    for number in range(6):
+        own = {tuple(source.batch(number).pictures.shape[1:]) for source in sources}
+        assert len(own) == 1
+        shapes += own
+    assert len(set(shapes)) > 1
 
 
 # ---- precision, refusals -----------------------------------------------------------------------

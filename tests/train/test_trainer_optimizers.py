@@ -65,6 +65,8 @@ def test_every_name_has_a_maker() -> None:
 def test_steps_are_the_librarys_and_resume_to_the_bit(
     name: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
+    if name != "adafactor":
+        pytest.importorskip("pytorch_optimizer")
     values = values_of(name, tiny_model, pictures)
     made = trainer.session("lora", **values, output_dir=tmp_path / "plain")
     plain = library_of(name, made.learner.parameters, values["learning_rate"])
