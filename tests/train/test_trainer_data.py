@@ -20,7 +20,7 @@ from strop.train.crops import Crop, pixels_of
 from strop.train.data import Batch, Captions, FolderSource, Reader
 from strop.train.folders import check_files, check_sizes, read_captioned, read_subject
 from strop.train.objective import Objective
-from strop.train.text import Text
+from strop.train.prompts import Prompts
 from tests.train import trainer
 
 TEXTS = {"a.png": "first", "b.jpg": "second", "sub/c.webp": "third"}
@@ -286,7 +286,7 @@ def _turned() -> Image.Exif:
 
 def captions_of(rows: dict[str, int], count: int) -> Captions:
     """Rows whose only token is their number."""
-    return Captions(rows, Text({"text_encoder": torch.arange(count)[:, None]}))
+    return Captions(rows, Prompts({"text_encoder": torch.arange(count)[:, None]}))
 
 
 def ids(batch: Batch) -> Tensor:

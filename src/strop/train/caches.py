@@ -22,8 +22,8 @@ from strop.train.crops import Crop, pixels_of
 from strop.train.data import Captions, digest_of
 from strop.train.folders import Picture
 from strop.train.model import DiffusionModel
+from strop.train.prompts import Prompts, joined
 from strop.train.settings import Settings
-from strop.train.text import Text, joined
 
 _SHARD = 256  # pictures of a file
 _BATCH = 8
@@ -133,12 +133,12 @@ def cache_embeddings(
             on_progress("encoding captions", start, len(captions.table))
             part = captions.table.rows(slice(start, start + _TEXTS))
             encoded = models.embeddings_of(model, part).tensors
-            made.append(Text({name: rows.cpu() for name, rows in encoded.items()}, True))
+            made.append(Prompts({name: rows.cpu() for name, rows in encoded.items()}, True))
         files.write_tensors(path, joined(made).tensors)
     on_progress("encoding captions", len(captions.table), len(captions.table))
     stored = _opened(path)
     tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    return Captions(captions.rows, Text(tensors, True))
+    return Captions(captions.rows, Prompts(tensors, True))
 
 
 def _opened(path: Path) -> Any:

@@ -18,9 +18,9 @@ from torch import Tensor
 from strop.train.crops import Crop, Placement, mask_of, shown_pixels
 from strop.train.draws import generator
 from strop.train.folders import Picture, open_rgb
+from strop.train.prompts import Prompts, pinned
 from strop.train.settings import Settings
 from strop.train.share import BatchShare
-from strop.train.text import Text, pinned
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Batch:
 
     pictures: Tensor
     are_moments: bool
-    text: Text
+    text: Prompts
     share: BatchShare
     sizes: Tensor
     masks: Tensor | None = None
@@ -81,7 +81,7 @@ class Captions:
     the CPU."""
 
     rows: dict[str, int]
-    table: Text
+    table: Prompts
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,9 @@ class SpritesSource:
             for name, table in self.tables.items()
         }
         sizes = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32)
-        return Batch(pictures, False, Text(ids), share, sizes.expand(len(scenes), -1).contiguous())
+        return Batch(
+            pictures, False, Prompts(ids), share, sizes.expand(len(scenes), -1).contiguous()
+        )
 
 
 class Reader:

@@ -51,7 +51,7 @@ class Timesteps:
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """Mix latents and noise by ``shares``: those of noise at each of the scheduler's timesteps, of
+    """Add noise to latents by ``shares``: those of noise at each of the scheduler's timesteps, of
     which the first has most. ``is_weighed`` multiplies errors by the share squared, as if the
     network predicted the picture."""
 

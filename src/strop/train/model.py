@@ -17,8 +17,8 @@ from strop.errors import OptionError
 from strop.models import sprites
 from strop.train.families.family import Family, factor_of
 from strop.train.levels import Process
+from strop.train.prompts import Prompts
 from strop.train.settings import Settings
-from strop.train.text import Text
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def digest_of(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-def token_ids(model: DiffusionModel, prompts: list[str]) -> Text:
+def token_ids(model: DiffusionModel, prompts: list[str]) -> Prompts:
     """Return ids [prompts, length] of each text encoder on the CPU, padded and cut to what it
     reads."""
     made = {
@@ -160,7 +160,7 @@ def token_ids(model: DiffusionModel, prompts: list[str]) -> Text:
         ).input_ids
         for name in model.encoders
     }
-    return Text(made)
+    return Prompts(made)
 
 
 def longest_encoder(model: DiffusionModel) -> str:
@@ -177,9 +177,9 @@ def cut_prompts(model: DiffusionModel, prompts: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def embeddings_of(model: DiffusionModel, ids: Text) -> Text:
+def embeddings_of(model: DiffusionModel, ids: Prompts) -> Prompts:
     """Return what text encoders that are not trained make of ids, in the type of their weights."""
-    return Text(model.family.encode(model.modules, ids.to(model.device).tensors), True)
+    return Prompts(model.family.encode(model.modules, ids.to(model.device).tensors), True)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The settings of noise: which timesteps are trained, how much each counts, what is predicted."""
+"""The settings that say which timesteps are trained, how much each counts, what is predicted."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from strop.train.draws import generator, seed_of
 from strop.train.families.family import Noisy
 from strop.train.levels import Draws
 from strop.train.model import DiffusionModel
+from strop.train.prompts import Prompts
 from strop.train.settings import Settings
-from strop.train.text import Text
 
 _GUIDANCE = 3.5  # that diffusers' scripts train Flux with
 
@@ -88,7 +88,7 @@ class Objective:
             latents = latents - config.shift_factor
         return latents * float(config.scaling_factor)
 
-    def _text(self, text: Text) -> dict[str, Tensor]:
+    def _text(self, text: Prompts) -> dict[str, Tensor]:
         """Return what the text encoders give for the prompts of a batch."""
         model, text = self.model, text.to(self.model.device)
         if text.is_encoded:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Text:
+class Prompts:
     """Hold a row for each prompt: token ids by text encoder, or what all encoders together give, by
     name."""
 
@@ -20,24 +20,24 @@ class Text:
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
 
-    def rows(self, places: Tensor | slice) -> Text:
-        return Text({name: t[places] for name, t in self.tensors.items()}, self.is_encoded)
+    def rows(self, places: Tensor | slice) -> Prompts:
+        return Prompts({name: t[places] for name, t in self.tensors.items()}, self.is_encoded)
 
-    def to(self, device: torch.device) -> Text:
+    def to(self, device: torch.device) -> Prompts:
         moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors.items()}
-        return Text(moved, self.is_encoded)
+        return Prompts(moved, self.is_encoded)
 
-    def pinned(self) -> Text:
+    def pinned(self) -> Prompts:
         """Move rows into memory that a GPU copies from while the host goes on."""
-        return Text({name: pinned(t) for name, t in self.tensors.items()}, self.is_encoded)
+        return Prompts({name: pinned(t) for name, t in self.tensors.items()}, self.is_encoded)
 
 
 def pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
-def joined(parts: Sequence[Text]) -> Text:
+def joined(parts: Sequence[Prompts]) -> Prompts:
     """Return the rows of all parts, one behind the other."""
     names = parts[0].tensors
     tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in names}
-    return Text(tensors, parts[0].is_encoded)
+    return Prompts(tensors, parts[0].is_encoded)
