@@ -4,6 +4,7 @@ from the same draws, whole trainings, and what they leave behind."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -576,6 +577,41 @@ def test_other_models_name_the_nearest_family(
     message = r"its unet is UNetSpatio\w+, and SDXL, the nearest family, has UNet2DConditionModel"
     with pytest.raises(UnsupportedError, match=message):
         trainer.session("lora", **given({"x": folder}, "x", pictures, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_networks_that_read_more_are_refused(
+    name: str, folders: dict[str, Path], pictures: Path, tmp_path: Path
+) -> None:
+    """Such as those for inpainting: their channels are named, not a size in a convolution."""
+    folder = tmp_path / "other"
+    shutil.copytree(folders[name], folder)
+    place = folder / "vae"
+    config = diffusers.AutoencoderKL.load_config(place)
+    diffusers.AutoencoderKL.from_config({**config, "latent_channels": 2}).save_pretrained(place)
+    with pytest.raises(UnsupportedError, match=r"reads 4 channels and latents have 2"):
+        trainer.session("lora", **given({"x": folder}, "x", pictures, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_recomputed_activations_change_nothing(
+    name: str, folders: dict[str, Path], pictures: Path, tmp_path: Path
+) -> None:
+    """Of the network and of the text encoders that are trained."""
+    values = given(folders, name, pictures, tmp_path) | {"train_text_encoder": True}
+    found = []
+    for recomputes in (False, True):
+        made = trainer.session("text-to-image", **values, gradient_checkpointing=recomputes)
+        made.learner.train()
+        Objective(made.settings, made.model, made.unet)(made.source.batch(0), 0).backward()
+        found.append({n: p.grad for n, p in made.learner.named.items()})
+    parts = {key.split(".")[0] for key, grad in found[0].items() if grad is not None}
+    assert parts == set(made.model.parts(made.settings))
+    for key, plain in found[0].items():
+        if plain is None:
+            assert found[1][key] is None
+        else:
+            torch.testing.assert_close(found[1][key], plain, rtol=1e-4, atol=1e-6)
 
 
 def test_a_stable_diffusion_3_without_its_t5(

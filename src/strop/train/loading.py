@@ -74,11 +74,7 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
         pipe = shipped or _pipeline(settings, folder, family)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"cannot load {folder}: {error}") from error
-    if getattr(pipe.vae.config, "latents_mean", None) is not None:
-        raise UnsupportedError(
-            f"{folder}: its autoencoder has a mean for each channel (latents_mean), which is not "
-            "built; take a model without"
-        )
+    _check_networks(family, pipe, folder)
     if settings.from_scratch:
         _renew(settings, family, pipe)
     process = (_flow if family.is_flow else _ddpm)(settings, folder, family, pipe, device)
@@ -129,6 +125,27 @@ def _check(settings: Settings, family: Family, folder: Path) -> None:
         raise OptionError(
             f"max_sequence_length is for models with a T5, and {family.name} has none ({folder}); "
             "leave it out"
+        )
+
+
+def _check_networks(family: Family, pipe: Any, folder: Path) -> None:
+    """Raise UnsupportedError for networks that read more than noisy latents and texts."""
+    parts = pipe.components
+    if getattr(pipe.vae.config, "latents_mean", None) is not None:
+        raise UnsupportedError(
+            f"{folder}: its autoencoder has a mean for each channel (latents_mean), which is not "
+            "built; take a model without"
+        )
+    has, reads = int(pipe.vae.config.latent_channels), family.channels(parts)
+    if has != reads:
+        raise UnsupportedError(
+            f"{folder}: its {family.denoiser} reads {reads} channels and latents have {has}, as in "
+            "models for inpainting or editing, which are not trained; take one that draws from text"
+        )
+    if getattr(parts[family.denoiser].config, "time_cond_proj_dim", None) is not None:
+        raise UnsupportedError(
+            f"{folder}: its {family.denoiser} reads the scale of guidance (a distilled model), "
+            "which is built for Flux alone; take the model that it was made of"
         )
 
 

@@ -93,6 +93,10 @@ class Family(ABC):
         """Return the denoiser's answer in the shape of these latents."""
         return found
 
+    def channels(self, parts: Parts) -> int:
+        """Return how many channels of latents the denoiser reads."""
+        return int(parts[self.denoiser].config.in_channels)
+
     @abstractmethod
     def grid(self, parts: Parts) -> int:
         """Return the number of pixels that both sides must be multiples of."""

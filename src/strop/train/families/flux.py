@@ -75,6 +75,9 @@ class Flux(Family):
         unpacked: Tensor = FluxPipeline._unpack_latents(found, height, width, 1)
         return unpacked
 
+    def channels(self, parts: Parts) -> int:
+        return int(parts["transformer"].config.in_channels) // _PATCH**2
+
     def grid(self, parts: Parts) -> int:
         return factor_of(parts) * _PATCH
 
