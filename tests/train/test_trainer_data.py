@@ -177,8 +177,8 @@ def test_greys_of_16_bits(name: str, tmp_path: Path) -> None:
     with Image.open(tmp_path / name) as opened:
         assert opened.mode.startswith("I")
     (found,) = [p for p in read_subject(tmp_path, "x").pictures if p.name == name]
-    pixels = pixels_of(found.path, 16, Crop())
-    assert torch.equal(pixels, pixels_of(tmp_path / "8.png", 16, Crop()))
+    pixels = pixels_of(found.path, (16, 16), Crop())
+    assert torch.equal(pixels, pixels_of(tmp_path / "8.png", (16, 16), Crop()))
     assert len(pixels.unique()) == 256
 
 
@@ -269,13 +269,13 @@ def test_pixels(tmp_path: Path) -> None:
     Image.fromarray(rows).save(path)
     whole = torch.from_numpy(rows).permute(2, 0, 1) / 127.5 - 1
     for crop, left in ((Crop(0, 0), 0), (Crop(), 4), (Crop(1, 1), 8)):
-        assert torch.equal(pixels_of(path, 16, crop), whole[:, :, left : left + 16])
-    mirrored = pixels_of(path, 16, Crop(mirrored=True))
-    assert torch.equal(mirrored, pixels_of(path, 16, Crop()).flip(2))
-    assert pixels_of(path, 8, Crop()).shape == (3, 8, 8)
+        assert torch.equal(pixels_of(path, (16, 16), crop), whole[:, :, left : left + 16])
+    mirrored = pixels_of(path, (16, 16), Crop(mirrored=True))
+    assert torch.equal(mirrored, pixels_of(path, (16, 16), Crop()).flip(2))
+    assert pixels_of(path, (8, 8), Crop()).shape == (3, 8, 8)
     turned = Image.fromarray(rows)
     turned.save(path, exif=_turned())
-    assert torch.equal(pixels_of(path, 16, Crop(0, 0)), whole.rot90(-1, (1, 2))[:, :16])
+    assert torch.equal(pixels_of(path, (16, 16), Crop(0, 0)), whole.rot90(-1, (1, 2))[:, :16])
 
 
 def _turned() -> Image.Exif:

@@ -217,9 +217,9 @@ def test_pictures_are_resized_as_is_asked(tmp_path: Path) -> None:
     picture = Image.new("L", (30, 30))
     picture.paste(255, (0, 0, 15, 30))
     picture.save(path)
-    found = {name: pixels_of(path, 8, Crop(), name) for name in data_settings.FILTERS}
+    found = {name: pixels_of(path, (8, 8), Crop(), name) for name in data_settings.FILTERS}
     assert set(found["nearest"].unique().tolist()) == {-1.0, 1.0}
-    assert torch.equal(found["lanczos"], pixels_of(path, 8, Crop()))
+    assert torch.equal(found["lanczos"], pixels_of(path, (8, 8), Crop()))
     assert len({tuple(pixels.flatten().tolist()) for pixels in found.values()}) >= 5
 
 

@@ -65,10 +65,11 @@ class Placement:
         return rows.flip(1) if self.mirrored else rows
 
 
-def pixels_of(path: Path, side: int, crop: Crop, resample: str = "lanczos") -> Tensor:
-    """Scale the shorter side to ``side`` pixels, then cut out a square: [3, side, side]."""
+def pixels_of(path: Path, shown: tuple[int, int], crop: Crop, resample: str = "lanczos") -> Tensor:
+    """Scale a picture so that it covers ``shown``, width and height, and cut that out of it:
+    [3, height, width]."""
     picture = open_rgb(path)
-    return shown_pixels(picture, Placement.of(picture.size, (side, side), crop), resample)
+    return shown_pixels(picture, Placement.of(picture.size, shown, crop), resample)
 
 
 def shown_pixels(picture: Image.Image, placement: Placement, resample: str) -> Tensor:

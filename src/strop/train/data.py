@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from strop.train.buckets import Shape, batches_of
 from strop.train.crops import Crop, Placement, mask_of, shown_pixels
 from strop.train.draws import generator
 from strop.train.folders import Picture, open_rgb
@@ -88,7 +89,7 @@ class Captions:
 class FolderSource:
     """Give pictures in an order that each epoch draws anew; class pictures come after the
     instances. ``masks`` are those of the instances, if there are any, at a ``factor``-th of their
-    size."""
+    size. ``shapes`` are those of all pictures, if they are not squares; a batch has one."""
 
     settings: Settings
     side: int
@@ -100,10 +101,14 @@ class FolderSource:
     rank: int = 0
     masks: tuple[Path, ...] = ()
     factor: int = 1
+    shapes: tuple[Shape, ...] = ()
 
-    @property
+    @cached_property
     def batches_per_epoch(self) -> int:
-        return math.ceil(self._length / self.settings.whole_batch_size)
+        size = self.settings.whole_batch_size
+        if self.shapes:
+            return len(batches_of(range(len(self.shapes)), self.shapes, size))
+        return math.ceil(self._length / size)
 
     @property
     def _length(self) -> int:
@@ -124,11 +129,25 @@ class FolderSource:
 
         return lru_cache(maxsize=2)(drawn)
 
+    @cached_property
+    def batches(self) -> Callable[[int], list[list[int]]]:
+        """Return the numbers of the pictures in each batch of an epoch: those of one shape, which
+        all ranks have in the same step, with the batches shuffled."""
+
+        def cut(epoch: int) -> list[list[int]]:
+            size, order = self.settings.whole_batch_size, self.order(epoch)
+            if not self.shapes:
+                return [order[start : start + size] for start in range(0, len(order), size)]
+            found = batches_of(order, self.shapes, size)
+            source = generator(self.settings.seed, "buckets", epoch)
+            return [found[i] for i in torch.randperm(len(found), generator=source).tolist()]
+
+        return lru_cache(maxsize=2)(cut)
+
     def batch(self, number: int) -> Batch:
         epoch, place = divmod(number, self.batches_per_epoch)
         settings = self.settings
-        size = settings.whole_batch_size
-        places = self.order(epoch)[place * size : (place + 1) * size]
+        places = self.batches(epoch)[place]
         chosen = [i % len(self.instances) for i in places]
         if self.classes:  # numbered after the instances
             chosen += [len(self.instances) + i % len(self.classes) for i in places]
@@ -154,7 +173,7 @@ class FolderSource:
 
     def _placement(self, number: int, drawn: Sequence[float]) -> Placement:
         picture = self.pictures[number]
-        shown = (self.side, self.side)
+        shown = self.shapes[number] if self.shapes else (self.side, self.side)
         return Placement.of((picture.width, picture.height), shown, self._crop(drawn))
 
     def _crop(self, drawn: Sequence[float]) -> Crop:

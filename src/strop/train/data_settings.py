@@ -89,6 +89,15 @@ class DataSettings:
         least=8,
         fixed=True,
     )
+    aspect_buckets: bool = setting(
+        False,
+        bool,
+        "Data",
+        "Show pictures in shapes near their own, of the resolution's area, with one shape in each "
+        "batch.",
+        tasks=TRAINERS,
+        fixed=True,
+    )
     center_crop: bool = setting(
         False, bool, "Data", "Crop in the middle, not at random.", fixed=True
     )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from strop.errors import OptionError, TrainingError
-from strop.train import caches, checkpoint, drawing, files, loading, lora, masks, metrics
+from strop.train import buckets, caches, checkpoint, drawing, files, loading, lora, masks, metrics
 from strop.train import model as models
 from strop.train.compiled import prepare
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
@@ -221,10 +221,16 @@ def _source(
         drawn = partial(drawing.class_pictures, settings, model, style, on_progress)
         found.append(ranks.first(drawn))
         _judge(settings, found[-1], warn)
-    for item in found:
-        if not settings.allow_upscaling:
-            check_sizes(item, side)
     pictures = [picture for item in found for picture in item.pictures]
+    shapes: tuple[buckets.Shape, ...] = ()
+    if settings.aspect_buckets:
+        grid = model.family.grid(model.modules)
+        shapes = buckets.choose(pictures, buckets.shapes_of(side, grid))
+    if not settings.allow_upscaling and shapes:
+        buckets.check_sizes(pictures, shapes)
+    elif not settings.allow_upscaling:
+        for item in found:
+            check_sizes(item, side)
     own = Path(settings.cache_dir).expanduser()
     where = own if settings.cache_dir else settings.output / "cache"
     captions: Captions = caches.captions_of(model, pictures)
@@ -233,7 +239,9 @@ def _source(
         captions = ranks.first(encoded)
     moments = None
     if settings.cache_latents:
-        stored = partial(caches.cache_moments, where, model, pictures, side, settings, on_progress)
+        stored = partial(
+            caches.cache_moments, where, model, pictures, side, settings, on_progress, shapes
+        )
         moments = ranks.first(stored)
     own_masks: tuple[Path, ...] = ()
     if settings.mask_data_dir:
@@ -252,6 +260,7 @@ def _source(
         ranks.rank,
         own_masks,
         model.factor,
+        shapes,
     )
 
 

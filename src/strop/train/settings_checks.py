@@ -113,6 +113,8 @@ def _check_caches(s: Settings) -> None:
             "the sprites generator draws new pictures in every step, so there is "
             "nothing to cache: leave out the caches"
         )
+    if s.aspect_buckets and not s.train_data_dir:
+        raise OptionError("aspect_buckets needs --train_data_dir DIR; leave it out")
     if s.draws_sprites and s.mask_data_dir:
         raise OptionError("mask_data_dir needs a folder of pictures: drawings have no masks")
     if s.cache_latents and not s.center_crop:
