@@ -109,7 +109,7 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "no weight": ((*LORA, "--snr_gamma", 0), 2, "snr_gamma is 0.0: it must be above 0"),
     "all dropped": ((*LORA, "--lora_dropout", 1), 2, "lora_dropout is 1.0: it must be below 1"),
     "kind": ((*LORA, "--rank", "four"), 2, "integer"),
-    "not built": ((*LORA, "--use_dora"), 2, "DoRA is not built"),
+    "not built": ((*LORA, "--dream_training"), 2, "DREAM is not built"),
     "unknown": ((*LORA, "--rnak", 4), 2, "No such option"),
     "no folder": (LORA, 1, "the folder pics does not exist"),
     "no such model": (
@@ -168,7 +168,7 @@ YAMLS = {
     "text": ("instance_prompt: [a]", "instance_prompt is ['a']: it must be a text"),
     "no mapping": ("- rank", "write one 'name: value' a line"),
     "no yaml": ("rank: [", "is no YAML"),
-    "not built": ("use_dora: true", "DoRA is not built"),
+    "not built": ("dream_training: true", "DREAM is not built"),
 }
 
 
@@ -247,7 +247,7 @@ def test_model_of_another_architecture(
     (tmp_path / "flux" / "model_index.json").write_text(json.dumps(index))
     result = invoke("lora", "--model", "flux", "--train_data_dir", "pics")
     assert result.exit_code == 1
-    assert "its unet is FluxTransformer2DModel, and training is built for" in said(result)
+    assert "its unet is FluxTransformer2DModel, and Stable Diffusion 1 and 2" in said(result)
 
 
 def test_pictures_below_the_resolution_and_bad_files(
@@ -359,4 +359,5 @@ def test_help(task: str, invoke: Callable[..., Result]) -> None:
     assert ("--rank <" in shown) == (task == "lora")  # --rank_timeout is for all
     assert ("--class_data_dir" in shown) == (task != "text-to-image")
     assert "--use_8bit_adam" in shown
-    assert "--use_dora" not in shown
+    assert ("--use_dora" in shown) == (task == "lora")
+    assert "--dream_training" not in shown

@@ -12,12 +12,15 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from strop.errors import CacheError, OptionError
 from strop.train import given_settings
-from strop.train.data import Captions, Crop, FolderSource, Reader, pixels_of
+from strop.train.crops import Crop, pixels_of
+from strop.train.data import Batch, Captions, FolderSource, Reader
 from strop.train.folders import check_files, check_sizes, read_captioned, read_subject
 from strop.train.objective import Objective
+from strop.train.prompts import Prompts
 from tests.train import trainer
 
 TEXTS = {"a.png": "first", "b.jpg": "second", "sub/c.webp": "third"}
@@ -114,9 +117,10 @@ def test_one_of_several_captions_is_drawn(folder: Path) -> None:
         "lora", {"model": "m", "train_data_dir": folder, "train_batch_size": 3}
     )
     batches = [
-        FolderSource(made, 16, found.pictures, (), Captions(rows, torch.arange(8)[:, None]))
+        FolderSource(made, 16, found.pictures, (), captions_of(rows, 8))
         .batch(number)
-        .text.flatten()
+        .text.tensors["text_encoder"]
+        .flatten()
         .tolist()
         for number in (*range(40), 7)
     ]
@@ -173,8 +177,8 @@ def test_greys_of_16_bits(name: str, tmp_path: Path) -> None:
     with Image.open(tmp_path / name) as opened:
         assert opened.mode.startswith("I")
     (found,) = [p for p in read_subject(tmp_path, "x").pictures if p.name == name]
-    pixels = pixels_of(found.path, 16, Crop())
-    assert torch.equal(pixels, pixels_of(tmp_path / "8.png", 16, Crop()))
+    pixels = pixels_of(found.path, (16, 16), Crop())
+    assert torch.equal(pixels, pixels_of(tmp_path / "8.png", (16, 16), Crop()))
     assert len(pixels.unique()) == 256
 
 
@@ -265,13 +269,13 @@ def test_pixels(tmp_path: Path) -> None:
     Image.fromarray(rows).save(path)
     whole = torch.from_numpy(rows).permute(2, 0, 1) / 127.5 - 1
     for crop, left in ((Crop(0, 0), 0), (Crop(), 4), (Crop(1, 1), 8)):
-        assert torch.equal(pixels_of(path, 16, crop), whole[:, :, left : left + 16])
-    mirrored = pixels_of(path, 16, Crop(mirrored=True))
-    assert torch.equal(mirrored, pixels_of(path, 16, Crop()).flip(2))
-    assert pixels_of(path, 8, Crop()).shape == (3, 8, 8)
+        assert torch.equal(pixels_of(path, (16, 16), crop), whole[:, :, left : left + 16])
+    mirrored = pixels_of(path, (16, 16), Crop(mirrored=True))
+    assert torch.equal(mirrored, pixels_of(path, (16, 16), Crop()).flip(2))
+    assert pixels_of(path, (8, 8), Crop()).shape == (3, 8, 8)
     turned = Image.fromarray(rows)
     turned.save(path, exif=_turned())
-    assert torch.equal(pixels_of(path, 16, Crop(0, 0)), whole.rot90(-1, (1, 2))[:, :16])
+    assert torch.equal(pixels_of(path, (16, 16), Crop(0, 0)), whole.rot90(-1, (1, 2))[:, :16])
 
 
 def _turned() -> Image.Exif:
@@ -280,12 +284,21 @@ def _turned() -> Image.Exif:
     return found
 
 
+def captions_of(rows: dict[str, int], count: int) -> Captions:
+    """Rows whose only token is their number."""
+    return Captions(rows, Prompts({"text_encoder": torch.arange(count)[:, None]}))
+
+
+def ids(batch: Batch) -> Tensor:
+    return batch.text.tensors["text_encoder"][:, 0]
+
+
 def _source(folder: Path, **given: Any) -> FolderSource:
     made = given_settings.make(
         "dreambooth", {"model": "m", "instance_data_dir": folder, "instance_prompt": "x", **given}
     )
     found = read_subject(folder, "x").pictures
-    captions = Captions({"x": 0}, torch.arange(2)[:, None])
+    captions = captions_of({"x": 0}, 2)
     return FolderSource(made, 16, found, (), captions)
 
 
@@ -298,7 +311,7 @@ def test_every_epoch_has_every_picture_in_a_new_order(tmp_path: Path) -> None:
     sizes = [len(source.batch(number)) for number in range(6)]
     assert sizes == [3, 3, 1, 3, 3, 1]
     dropped = _source(tmp_path / "p", train_batch_size=7, proportion_empty_prompts=0.4)
-    drawn = Counter(int(row) for number in range(60) for row in dropped.batch(number).text[:, 0])
+    drawn = Counter(int(row) for number in range(60) for row in ids(dropped.batch(number)))
     assert 0.3 < drawn[1] / drawn.total() < 0.5
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from strop.cli import app
 from strop.errors import OptionError, UnsupportedError
 from strop.train import data_settings, given_settings, settings, unbuilt_flags
-from strop.train.data import Crop, pixels_of
+from strop.train.crops import Crop, pixels_of
 from tests.train import trainer
 
 # The argument parsers of diffusers 0.35.
@@ -69,14 +69,63 @@ SCRIPTS = {
         image_interpolation_mode rank use_dora validation_epochs""",
     ),
 }
+BEYOND = """
+adam_weight_decay_text_encoder enable_npu_flash_attention optimizer prodigy_beta3 prodigy_decouple
+prodigy_safeguard_warmup prodigy_use_bias_correction repeats text_encoder_lr
+"""
+FLOW = """
+logit_mean logit_std max_sequence_length mode_scale upcast_before_saving weighting_scheme
+"""
+SUBJECTS = """
+adam_beta1 adam_beta2 allow_tf32 caption_column center_crop class_data_dir class_prompt dataset_name
+image_column instance_data_dir instance_prompt num_validation_images rank random_flip
+train_text_encoder validation_epochs validation_prompt with_prior_preservation
+"""
+# Script -> the tasks that have its flags between them, and the flags.
+SCRIPTS_OF_FAMILIES = {
+    "train_text_to_image_sdxl.py": (
+        "text-to-image",
+        EVERY_SCRIPT
+        + PICTURES
+        + """
+        enable_npu_flash_attention pretrained_vae_model_name_or_path proportion_empty_prompts
+        timestep_bias_begin timestep_bias_end timestep_bias_multiplier timestep_bias_portion
+        timestep_bias_strategy use_ema validation_prompt num_validation_images""",
+    ),
+    "train_text_to_image_lora_sdxl.py": (
+        "lora",
+        EVERY_SCRIPT
+        + """
+        debug_loss enable_npu_flash_attention pretrained_vae_model_name_or_path rank
+        train_text_encoder""",
+    ),
+    "train_dreambooth_lora_sdxl.py": (
+        "lora",
+        SUBJECTS
+        + BEYOND
+        + """
+        do_edm_style_training lora_dropout output_kohya_format pretrained_vae_model_name_or_path
+        snr_gamma use_dora""",
+    ),
+    "train_dreambooth_sd3.py": ("dreambooth", BEYOND + FLOW + "precondition_outputs"),
+    "train_dreambooth_lora_sd3.py": (
+        "lora",
+        SUBJECTS + BEYOND + FLOW + "lora_blocks lora_layers precondition_outputs",
+    ),
+    "train_dreambooth_flux.py": ("dreambooth", BEYOND + FLOW + "guidance_scale"),
+    "train_dreambooth_lora_flux.py": (
+        "lora",
+        SUBJECTS + BEYOND + FLOW + "guidance_scale lora_layers",
+    ),
+}
 
 
 UNUSED = {*unbuilt_flags.UNBUILT, *unbuilt_flags.NEEDLESS}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_OF_FAMILIES])
 def test_every_flag_is_known(script: str) -> None:
-    task, names = SCRIPTS[script]
+    task, names = {**SCRIPTS, **SCRIPTS_OF_FAMILIES}[script]
     mine = {spelt for knob in settings.flags(task) for spelt in (knob.name, knob.metadata["alias"])}
     assert [name for name in names.split() if name not in mine | UNUSED] == []
 
@@ -168,9 +217,9 @@ def test_pictures_are_resized_as_is_asked(tmp_path: Path) -> None:
     picture = Image.new("L", (30, 30))
     picture.paste(255, (0, 0, 15, 30))
     picture.save(path)
-    found = {name: pixels_of(path, 8, Crop(), name) for name in data_settings.FILTERS}
+    found = {name: pixels_of(path, (8, 8), Crop(), name) for name in data_settings.FILTERS}
     assert set(found["nearest"].unique().tolist()) == {-1.0, 1.0}
-    assert torch.equal(found["lanczos"], pixels_of(path, 8, Crop()))
+    assert torch.equal(found["lanczos"], pixels_of(path, (8, 8), Crop()))
     assert len({tuple(pixels.flatten().tolist()) for pixels in found.values()}) >= 5
 
 

@@ -18,11 +18,15 @@ from strop.errors import OptionError, StropError, UnsupportedError
 from strop.models import sprites
 from strop.models.sprites import dit, evaluate
 from strop.models.sprites.settings import TINY_DIT
-from strop.train import flow, given_settings
+from strop.train import given_settings
 from strop.train.draws import generator
+from strop.train.families import flux
+from strop.train.flow import Timesteps
 from strop.train.learner import Learner
-from strop.train.objective import Draws, Objective
+from strop.train.levels import Draws
+from strop.train.objective import Objective
 from strop.train.session import Session
+from strop.train.share import BatchShare
 from tests.e2e.tiny import cache_dir
 from tests.train import trainer
 
@@ -71,7 +75,8 @@ def test_the_network_sees_and_predicts_what_flow_matching_says(
     source = generator(made.settings.seed, "noise", NUMBER)
     latents = objective._latents(batch, Draws(source, batch.share))
     noise = torch.randn(latents.shape, generator=source)
-    pack, height, width = flow.tokens_of, *latents.shape[2:]
+    ids = batch.text.tensors["text_encoder"]
+    pack, height, width = flux.tokens_of, *latents.shape[2:]
     seen, pipe = network.seen, made.model.pipeline
     share = seen["timestep"][:, None, None, None]
     assert 0 < float(share.min()) < float(share.max()) < 1
@@ -86,7 +91,7 @@ def test_the_network_sees_and_predicts_what_flow_matching_says(
         generator(0, "any", 0),
     )  # fmt: skip
     assert torch.equal(seen["img_ids"], places)
-    texts = pipe.tokenizer.batch_decode(batch.text, skip_special_tokens=True)
+    texts = pipe.tokenizer.batch_decode(ids, skip_special_tokens=True)
     states, pooled, text_places = pipe.encode_prompt(texts, max_sequence_length=24)
     torch.testing.assert_close(seen["encoder_hidden_states"], states)
     torch.testing.assert_close(seen["pooled_projections"], pooled)
@@ -103,9 +108,10 @@ def test_the_scheduler_follows_the_velocity_to_the_picture(tiny_dit: Path) -> No
     torch.testing.assert_close(state, clean, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("scheme", "deviation"), [("none", 0.2887), (None, 0.2083)])
-def test_timesteps_are_drawn_as_the_scheme_says(scheme: str | None, deviation: float) -> None:
-    drawn = flow.draw_times(scheme, 100_000, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("scheme", "deviation"), [("none", 0.2887), ("logit_normal", 0.2083)])
+def test_timesteps_are_drawn_as_the_scheme_says(scheme: str, deviation: float) -> None:
+    share = BatchShare.of(100_000)
+    drawn = Timesteps(scheme).draw(Draws(torch.Generator().manual_seed(0), share))
     assert float(drawn.mean()) == pytest.approx(0.5, abs=0.005)
     assert float(drawn.std()) == pytest.approx(deviation, abs=0.003)
 
@@ -264,21 +270,19 @@ def test_the_recipe_trains_a_model(tiny_dit: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "given", "message"),
+    ("given", "message"),
     [
-        ("text-to-image", {"train_text_encoder": True}, "train_text_encoder is not built for Flux"),
-        ("text-to-image", {"snr_gamma": 5.0}, "snr_gamma is not built for Flux"),
-        ("text-to-image", {"prediction_type": "epsilon"}, "prediction_type is not built for Flux"),
-        ("text-to-image", {"from_scratch": True}, "from_scratch is not built for Flux"),
-        ("lora", {}, "adapters are trained for Stable Diffusion 1 and 2 only"),
+        ({"snr_gamma": 5.0}, "snr_gamma is not for flow matching"),
+        ({"prediction_type": "epsilon"}, "prediction_type is not for flow matching"),
+        ({"mode_scale": 1.0}, "mode_scale changes nothing without --weighting_scheme mode"),
+        ({"max_sequence_length": 7}, "max_sequence_length is for models with a T5"),
     ],
 )
-def test_what_is_not_built_is_refused(
-    task: str, given: dict[str, Any], message: str, tiny_dit: Path, tmp_path: Path
+def test_what_it_has_nothing_for_is_refused(
+    given: dict[str, Any], message: str, tiny_dit: Path, tmp_path: Path
 ) -> None:
-    common = {"model": tiny_dit, "dataset_name": "sprites", "max_train_steps": 1}
-    with pytest.raises(UnsupportedError, match=message):
-        trainer.session(task, **common, **given, output_dir=tmp_path / "out")
+    with pytest.raises(OptionError, match=message):
+        _session(tiny_dit, tmp_path / "out", **given)
 
 
 def test_other_transformers_are_refused(tiny_dit: Path, tmp_path: Path) -> None:
@@ -287,15 +291,17 @@ def test_other_transformers_are_refused(tiny_dit: Path, tmp_path: Path) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     index["text_encoder_2"] = ["transformers", "T5EncoderModel"]
     (folder / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(UnsupportedError, match=r"text_encoder_2 is T5EncoderModel.*CLIP alone"):
+    with pytest.raises(
+        UnsupportedError, match=r"tokenizer_2 is CLIPTokenizer, and Flux.1, the nearest"
+    ):
         _session(folder, tmp_path / "out")
 
 
 def test_a_weighting_scheme_is_for_flow_matching(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="weighting_scheme is for flow matching"):
+    with pytest.raises(OptionError, match="weighting_scheme is not for DDPM"):
         _session(tiny_model, tmp_path / "out", weighting_scheme="none")
-    with pytest.raises(OptionError, match="weighting_scheme is 'mode': choose none, logit_normal"):
-        _session(tiny_model, tmp_path / "out", weighting_scheme="mode")
+    with pytest.raises(OptionError, match="weighting_scheme is 'even': choose none, logit_normal"):
+        _session(tiny_model, tmp_path / "out", weighting_scheme="even")
 
 
 def test_lost_weights_say_how_to_train_them(

@@ -15,9 +15,10 @@ import strop
 from strop.errors import OptionError, TrainingError
 from strop.train import compiled, given_settings, training_settings
 from strop.train.data import Batch
+from strop.train.ddpm import snr_weights, target_of
 from strop.train.draws import generator
 from strop.train.loop import TrainingLoop
-from strop.train.objective import Objective, joined, snr_weights, target_of
+from strop.train.objective import Objective, joined
 from strop.train.schedules import learning_rate
 from tests.e2e.tiny import DEVICES, cache_dir
 from tests.train import trainer
@@ -71,9 +72,11 @@ def _source() -> torch.Generator:
 class Recorder(nn.Module):
     """Remembers what the UNet is asked, and answers zeros."""
 
-    def forward(self, noisy: Tensor, times: Tensor, text: Tensor, return_dict: bool) -> Any:
-        self.noisy, self.times, self.text = noisy, times, text
-        return (torch.zeros_like(noisy),)
+    def forward(
+        self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, return_dict: bool
+    ) -> Any:
+        self.noisy, self.times, self.text = sample, timestep, encoder_hidden_states
+        return (torch.zeros_like(sample),)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
@@ -97,8 +100,8 @@ def test_noise_and_target_are_those_of_diffusers(
         latents = (encoded.mean + encoded.std * drawn) * model.vae.config.scaling_factor
         noise = torch.randn(latents.shape, generator=source)
         times = torch.randint(1000, (len(latents),), generator=source)
-        noises = diffusers.DDPMScheduler.from_config(model.scheduler.config)
-        text = model.text_encoder(batch.text)[0]
+        noises = diffusers.DDPMScheduler.from_config(model.pipeline.scheduler.config)
+        text = model.modules["text_encoder"](batch.text.tensors["text_encoder"])[0]
     wanted = noise if prediction == "epsilon" else noises.get_velocity(latents, noise, times)
     torch.testing.assert_close(recorder.noisy, noises.add_noise(latents, noise, times))
     assert torch.equal(recorder.times, times)

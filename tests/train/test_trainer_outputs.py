@@ -68,7 +68,7 @@ def test_diffusers_folder(device: str, tiny_model: Path, pictures: Path, tmp_pat
     expected = _load(tiny_model)
     before = trainer.picture(expected)
     expected.unet = _as_loaded(made.model.unet)
-    expected.text_encoder = _as_loaded(made.model.text_encoder)
+    expected.text_encoder = _as_loaded(made.model.modules["text_encoder"])
     after = trainer.picture(expected)
     assert torch.equal(
         trainer.picture(diffusers.DiffusionPipeline.from_pretrained(tmp_path)), after
@@ -273,7 +273,9 @@ def adapters(
     TrainingLoop(made, trainer.Watch()).run()
     pipe = _load(tiny_model)
     made.learner.train(False)
-    pipe.unet, pipe.text_encoder = map(_as_loaded, (made.model.unet, made.model.text_encoder))
+    pipe.unet, pipe.text_encoder = map(
+        _as_loaded, (made.model.unet, made.model.modules["text_encoder"])
+    )
     return output, trainer.picture(pipe)
 
 

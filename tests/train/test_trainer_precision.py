@@ -71,7 +71,9 @@ def test_what_is_not_trained_is_half(
             assert is_ours == weight.requires_grad
         assert all(id(p) in learns for p in module.parameters()) == (part in trained)
     batch = made.source.batch(0)
-    assert batch.pictures.device.type == batch.text.device.type == "cpu"
+    assert (
+        batch.pictures.device.type == next(iter(batch.text.tensors.values())).device.type == "cpu"
+    )
     loss = Objective(made.settings, made.model, made.unet)(batch, 0)
     assert loss.dtype == torch.float32
     loss.backward()
@@ -179,7 +181,10 @@ def test_caches_are_of_one_precision(
     files = list((tmp_path / "cache").iterdir())
     assert len(files) == (2 if precision == "no" else 4)
     batch = made.source.batch(0)
-    assert (batch.pictures.dtype, batch.text.dtype) == (torch.float32, HALVES[precision])
+    assert (batch.pictures.dtype, batch.text.tensors["states"].dtype) == (
+        torch.float32,
+        HALVES[precision],
+    )
 
 
 # Settings of trainings on a GPU -> how near the losses of four steps are to those of plain fp32.
@@ -303,7 +308,7 @@ def test_no_step_waits_for_the_gpu(
                 loop._one(reader)
     loop._report()
     batch = Reader(made.source, 0, 1, 0, pins=True).next()
-    assert all(t.is_cuda or t.is_pinned() for t in (batch.pictures, batch.text))
+    assert all(t.is_cuda or t.is_pinned() for t in (batch.pictures, *batch.text.tensors.values()))
     reader.close()
     loop.journal.close()
 

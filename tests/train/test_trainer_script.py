@@ -54,9 +54,10 @@ def script_loss(made: Session, batch: Batch) -> Tensor:
     pictures ``train_dreambooth.py``. Latents and noise are fp32, as they are in the scripts without
     mixed precision; with it these also round the noise schedule to the half type."""
     args, model = made.settings, made.model
+    encoder = model.modules["text_encoder"]
     device, source = model.device, generator(made.settings.seed, "noise", NUMBER, model.device)
-    scheduler = diffusers.DDPMScheduler.from_config(model.scheduler.config)
-    scheduler.register_to_config(prediction_type=model.prediction)
+    scheduler = diffusers.DDPMScheduler.from_config(model.pipeline.scheduler.config)
+    scheduler.register_to_config(prediction_type=model.process.prediction)
     with torch.no_grad():
         encoded = model.vae.encode(batch.pictures.to(device, model.vae.dtype)).latent_dist
         encoded = type(encoded)(encoded.parameters.float())
@@ -76,10 +77,10 @@ def script_loss(made: Session, batch: Batch) -> Tensor:
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.mixed_precision)
     kind = half or torch.bfloat16  # accelerate casts in what it has prepared: what is trained
     with torch.autocast(device.type, kind, enabled=half is not None and args.train_text_encoder):
-        states = model.text_encoder(batch.text.to(device), return_dict=False)[0]
+        states = encoder(batch.text.tensors["text_encoder"].to(device), return_dict=False)[0]
     with torch.autocast(device.type, kind, enabled=half is not None):
         guess = model.unet(noisy, times, states, return_dict=False)[0]
-    is_noise = model.prediction == "epsilon"
+    is_noise = model.process.prediction == "epsilon"
     target = noise if is_noise else scheduler.get_velocity(latents, noise, times)
     return compared(args, scheduler, guess, target, times)
 

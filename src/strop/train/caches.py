@@ -18,9 +18,12 @@ from torch import Tensor
 from strop.errors import CacheError, TrainingError
 from strop.train import files
 from strop.train import model as models
-from strop.train.data import Captions, Crop, digest_of, pixels_of
+from strop.train.buckets import Shape
+from strop.train.crops import Crop, pixels_of
+from strop.train.data import Captions, digest_of
 from strop.train.folders import Picture
 from strop.train.model import DiffusionModel
+from strop.train.prompts import Prompts, joined
 from strop.train.settings import Settings
 
 _SHARD = 256  # pictures of a file
@@ -55,18 +58,21 @@ def cache_moments(
     side: int,
     settings: Settings,
     on_progress: Progress,
+    shapes: Sequence[Shape] = (),
 ) -> StoredMoments:
-    """Encode the pictures whose files are not there yet."""
+    """Encode the pictures whose files are not there yet, as squares or in these shapes."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = models.digest_of(model.vae)
     how = (side, settings.random_flip, settings.image_interpolation_mode)
-    key = digest_of("moments", 3, weights, how, [p.digest for p in pictures])
+    digests = [p.digest for p in pictures]
+    key = digest_of("moments", 3, weights, how, digests, *((shapes,) if shapes else ()))
+    shown = shapes or [(side, side)] * len(pictures)
     stored = StoredMoments(folder, key)
     for start in range(0, len(pictures), _SHARD):
         path = stored.file(start // _SHARD)
         if not path.is_file():
             numbers = range(start, min(start + _SHARD, len(pictures)))
-            rows = _encode(model, pictures, numbers, side, settings, on_progress)
+            rows = _encode(model, pictures, numbers, shown, settings, on_progress)
             files.write_tensors(path, rows)
     on_progress("encoding pictures", len(pictures), len(pictures))
     return stored
@@ -76,22 +82,27 @@ def _encode(
     model: DiffusionModel,
     pictures: Sequence[Picture],
     numbers: Sequence[int],
-    side: int,
+    shown: Sequence[Shape],
     settings: Settings,
     on_progress: Progress,
 ) -> dict[str, Tensor]:
     found = {}
     mirrored, resample = settings.random_flip, settings.image_interpolation_mode
     wanted = [(n, flip) for flip in (False, True)[: 1 + mirrored] for n in numbers]
-    for start in range(0, len(wanted), _BATCH):
-        part = wanted[start : start + _BATCH]
-        on_progress("encoding pictures", numbers[0] + start // (1 + mirrored), len(pictures))
-        pixels = [
-            pixels_of(pictures[n].path, side, Crop(mirrored=flip), resample) for n, flip in part
-        ]
-        rows = models.moments_of(model, torch.stack(pixels)).cpu()
-        _check_finite(rows, [pictures[n].path for n, _ in part])
-        found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})
+    done = 0
+    for shape in dict.fromkeys(shown[n] for n in numbers):
+        alike = [item for item in wanted if shown[item[0]] == shape]
+        for start in range(0, len(alike), _BATCH):
+            part = alike[start : start + _BATCH]
+            on_progress("encoding pictures", numbers[0] + done // (1 + mirrored), len(pictures))
+            pixels = [
+                pixels_of(pictures[n].path, shape, Crop(mirrored=flip), resample)
+                for n, flip in part
+            ]
+            rows = models.moments_of(model, torch.stack(pixels)).cpu()
+            _check_finite(rows, [pictures[n].path for n, _ in part])
+            found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})
+            done += len(part)
     return found
 
 
@@ -121,18 +132,22 @@ def cache_embeddings(
 ) -> Captions:
     """Return the captions with embeddings in the place of ids."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = models.digest_of(model.text_encoder)
-    key = digest_of("embeddings", 2, weights, captions.table.tolist())
+    weights = [models.digest_of(model.modules[name]) for name in model.encoders]
+    ids = {name: rows.tolist() for name, rows in captions.table.tensors.items()}
+    key = digest_of("embeddings", 3, model.family.name, weights, ids)
     path = folder / f"embeddings-{key[:24]}.safetensors"
     if not path.is_file():
         made = []
         for start in range(0, len(captions.table), _TEXTS):
             on_progress("encoding captions", start, len(captions.table))
-            ids = captions.table[start : start + _TEXTS]
-            made.append(models.embeddings_of(model, ids).cpu())
-        files.write_tensors(path, {"states": torch.cat(made)})
+            part = captions.table.rows(slice(start, start + _TEXTS))
+            encoded = models.embeddings_of(model, part).tensors
+            made.append(Prompts({name: rows.cpu() for name, rows in encoded.items()}, True))
+        files.write_tensors(path, joined(made).tensors)
     on_progress("encoding captions", len(captions.table), len(captions.table))
-    return Captions(captions.rows, _opened(path).get_tensor("states"))
+    stored = _opened(path)
+    tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    return Captions(captions.rows, Prompts(tensors, True))
 
 
 def _opened(path: Path) -> Any:

@@ -5,34 +5,40 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
-import numpy
 import torch
-from PIL import Image
 from torch import Tensor
 
+from strop.train.buckets import Shape, batches_of
+from strop.train.crops import Crop, Placement, mask_of, shown_pixels
 from strop.train.draws import generator
 from strop.train.folders import Picture, open_rgb
+from strop.train.prompts import Prompts, pinned
 from strop.train.settings import Settings
 from strop.train.share import BatchShare
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold a rank's rows of a batch. ``pictures``: RGB from -1 to 1, or moments of latents.
-    ``text``: token ids, or what the text encoder makes of them. The first ``len(share)`` rows are
-    not of the class."""
+    """Hold a rank's rows of a batch. The first ``len(share)`` of them are not of the class.
+
+    pictures: RGB from -1 to 1, or moments of latents.
+    sizes: [rows, 6], see ``Placement.sizes``.
+    masks: what errors of the latents are multiplied by, [rows, 1, height, width]; None are ones.
+    """
 
     pictures: Tensor
     are_moments: bool
-    text: Tensor
+    text: Prompts
     share: BatchShare
+    sizes: Tensor
+    masks: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.text)
@@ -40,11 +46,14 @@ class Batch:
     def pinned(self) -> Batch:
         """Move a batch into memory that a GPU copies from while the host goes on. Drawings lie on
         it already."""
-        return replace(self, pictures=_pinned(self.pictures), text=_pinned(self.text))
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+        masks = None if self.masks is None else pinned(self.masks)
+        return replace(
+            self,
+            pictures=pinned(self.pictures),
+            text=self.text.pinned(),
+            sizes=pinned(self.sizes),
+            masks=masks,
+        )
 
 
 class Source(Protocol):
@@ -61,32 +70,6 @@ class Source(Protocol):
     def batch(self, number: int) -> Batch: ...
 
 
-@dataclass(frozen=True)
-class Crop:
-    """Say how a picture becomes a square: shares of the free room to the left and above, a
-    mirror."""
-
-    left: float = 0.5
-    top: float = 0.5
-    mirrored: bool = False
-
-
-def pixels_of(path: Path, side: int, crop: Crop, resample: str = "lanczos") -> Tensor:
-    """Scale the shorter side to ``side`` pixels, then cut out a square: [3, side, side]."""
-    picture = open_rgb(path)
-    scale = side / min(picture.size)
-    size = tuple(max(side, int(edge * scale)) for edge in picture.size)
-    if size != picture.size:
-        kind = Image.Resampling[resample.upper()]
-        picture = picture.resize((size[0], size[1]), resample=kind)
-    left = round((picture.width - side) * crop.left)
-    top = round((picture.height - side) * crop.top)
-    picture = picture.crop((left, top, left + side, top + side))
-    rows = torch.from_numpy(numpy.asarray(picture).copy())
-    rows = rows.flip(1) if crop.mirrored else rows
-    return rows.permute(2, 0, 1).float() / 127.5 - 1.0
-
-
 class Moments(Protocol):
     """Hold moments of latents that were computed before."""
 
@@ -99,13 +82,14 @@ class Captions:
     the CPU."""
 
     rows: dict[str, int]
-    table: Tensor
+    table: Prompts
 
 
 @dataclass(frozen=True)
 class FolderSource:
     """Give pictures in an order that each epoch draws anew; class pictures come after the
-    instances."""
+    instances. ``masks`` are those of the instances, if there are any, at a ``factor``-th of their
+    size. ``shapes`` are those of all pictures, if they are not squares; a batch has one."""
 
     settings: Settings
     side: int
@@ -115,10 +99,16 @@ class FolderSource:
     moments: Moments | None = None
     digest: str = ""
     rank: int = 0
+    masks: tuple[Path, ...] = ()
+    factor: int = 1
+    shapes: tuple[Shape, ...] = ()
 
-    @property
+    @cached_property
     def batches_per_epoch(self) -> int:
-        return math.ceil(self._length / self.settings.whole_batch_size)
+        size = self.settings.whole_batch_size
+        if self.shapes:
+            return len(batches_of(range(len(self.shapes)), self.shapes, size))
+        return math.ceil(self._length / size)
 
     @property
     def _length(self) -> int:
@@ -139,11 +129,25 @@ class FolderSource:
 
         return lru_cache(maxsize=2)(drawn)
 
+    @cached_property
+    def batches(self) -> Callable[[int], list[list[int]]]:
+        """Return the numbers of the pictures in each batch of an epoch: those of one shape, which
+        all ranks have in the same step, with the batches shuffled."""
+
+        def cut(epoch: int) -> list[list[int]]:
+            size, order = self.settings.whole_batch_size, self.order(epoch)
+            if not self.shapes:
+                return [order[start : start + size] for start in range(0, len(order), size)]
+            found = batches_of(order, self.shapes, size)
+            source = generator(self.settings.seed, "buckets", epoch)
+            return [found[i] for i in torch.randperm(len(found), generator=source).tolist()]
+
+        return lru_cache(maxsize=2)(cut)
+
     def batch(self, number: int) -> Batch:
         epoch, place = divmod(number, self.batches_per_epoch)
         settings = self.settings
-        size = settings.whole_batch_size
-        places = self.order(epoch)[place * size : (place + 1) * size]
+        places = self.batches(epoch)[place]
         chosen = [i % len(self.instances) for i in places]
         if self.classes:  # numbered after the instances
             chosen += [len(self.instances) + i % len(self.classes) for i in places]
@@ -152,13 +156,25 @@ class FolderSource:
         )
         source = generator(settings.seed, "pictures", number)
         drawn = share.rows(torch.rand(share.drawn, 4, generator=source)).tolist()
-        crops, own = [self._crop(row) for row in drawn], share.pick(chosen)
-        pictures = [self._picture(i, crop) for i, crop in zip(own, crops, strict=True)]
+        own = share.pick(chosen)
+        cuts = [self._placement(i, row) for i, row in zip(own, drawn, strict=True)]
+        pictures = [self._picture(i, cut) for i, cut in zip(own, cuts, strict=True)]
         source = generator(settings.seed, "captions", number)
         which = share.rows(torch.rand(share.drawn, generator=source)).tolist()
         text = [self._row(i, row[3], n) for i, row, n in zip(own, drawn, which, strict=True)]
-        rows = self.captions.table[torch.tensor(text)]
-        return Batch(torch.stack(pictures), self.moments is not None, rows, share)
+        return Batch(
+            torch.stack(pictures),
+            self.moments is not None,
+            self.captions.table.rows(torch.tensor(text)),
+            share,
+            torch.tensor([cut.sizes for cut in cuts], dtype=torch.float32),
+            self._masks(own, cuts),
+        )
+
+    def _placement(self, number: int, drawn: Sequence[float]) -> Placement:
+        picture = self.pictures[number]
+        shown = self.shapes[number] if self.shapes else (self.side, self.side)
+        return Placement.of((picture.width, picture.height), shown, self._crop(drawn))
 
     def _crop(self, drawn: Sequence[float]) -> Crop:
         mirrored = self.settings.random_flip and drawn[2] < 0.5
@@ -166,11 +182,23 @@ class FolderSource:
             return Crop(mirrored=mirrored)
         return Crop(drawn[0], drawn[1], mirrored)
 
-    def _picture(self, number: int, crop: Crop) -> Tensor:
+    def _picture(self, number: int, cut: Placement) -> Tensor:
         if self.moments is not None:
-            return self.moments.get(number, crop.mirrored)
-        resample = self.settings.image_interpolation_mode
-        return pixels_of(self.pictures[number].path, self.side, crop, resample)
+            return self.moments.get(number, cut.mirrored)
+        picture = open_rgb(self.pictures[number].path)
+        return shown_pixels(picture, cut, self.settings.image_interpolation_mode)
+
+    def _masks(self, numbers: Sequence[int], cuts: Sequence[Placement]) -> Tensor | None:
+        """Return masks of pictures; those of the class count everywhere."""
+        if not self.masks:
+            return None
+        whole = torch.ones(1, *(self.side // self.factor,) * 2)
+        return torch.stack(
+            [
+                mask_of(self.masks[i], cut, self.factor) if i < len(self.masks) else whole
+                for i, cut in zip(numbers, cuts, strict=True)
+            ]
+        )
 
     def _row(self, number: int, drawn: float, which: float) -> int:
         if drawn < self.settings.proportion_empty_prompts:
@@ -187,14 +215,21 @@ class SpritesSource:
     digest = "sprites"
 
     def __init__(
-        self, settings: Settings, tokenizer: object, device: torch.device, rank: int = 0
+        self,
+        settings: Settings,
+        tokenizers: Mapping[str, object],
+        device: torch.device,
+        rank: int = 0,
     ) -> None:
         from strop.models.sprites import network
 
         self.settings, self.device, self.rank = settings, device, rank
-        self.tables = network.tables(tokenizer, device)
-        empty = tokenizer("", padding="max_length", max_length=self.tables.length)  # type: ignore[operator]
-        self.empty = torch.tensor(empty.input_ids, device=device)
+        self.tables, self.empty = {}, {}
+        for encoder, tokenizer in tokenizers.items():
+            table = network.tables(tokenizer, device)
+            empty = tokenizer("", padding="max_length", max_length=table.length)  # type: ignore[operator]
+            self.tables[encoder] = table
+            self.empty[encoder] = torch.tensor(empty.input_ids, device=device)
 
     @torch.no_grad()
     def batch(self, number: int) -> Batch:
@@ -209,9 +244,15 @@ class SpritesSource:
         drawn = torch.rand(share.total, 1, device=self.device, generator=source)
         scenes = share.rows(scenes)
         pictures = draw.render(scenes, placed, width, height) * 2 - 1
-        ids = specs.token_rows(scenes, self.tables)
         is_empty = share.rows(drawn) < settings.proportion_empty_prompts
-        return Batch(pictures, False, torch.where(is_empty, self.empty, ids), share)
+        ids = {
+            name: torch.where(is_empty, self.empty[name], specs.token_rows(scenes, table))
+            for name, table in self.tables.items()
+        }
+        sizes = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32)
+        return Batch(
+            pictures, False, Prompts(ids), share, sizes.expand(len(scenes), -1).contiguous()
+        )
 
 
 class Reader:

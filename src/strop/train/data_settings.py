@@ -34,6 +34,13 @@ class DataSettings:
     max_train_samples: int | None = setting(
         None, int, "Data", "Use at most this many pictures.", tasks=TRAINERS, least=1
     )
+    mask_data_dir: str = setting(
+        "",
+        str,
+        "Data",
+        "Learn each picture where the mask of its name in this folder is white, and not where it "
+        "is black.",
+    )
     instance_data_dir: str = setting(
         "", str, "Data", "Train on the pictures of the subject in this folder.", tasks=SUBJECTS
     )
@@ -80,6 +87,15 @@ class DataSettings:
         "Data",
         "Resize and crop pictures to squares of this side; without it, of the model's own.",
         least=8,
+        fixed=True,
+    )
+    aspect_buckets: bool = setting(
+        False,
+        bool,
+        "Data",
+        "Show pictures in shapes near their own, of the resolution's area, with one shape in each "
+        "batch.",
+        tasks=TRAINERS,
         fixed=True,
     )
     center_crop: bool = setting(

@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 
 from strop.errors import OptionError
-from strop.models.guidance import guided
 from strop.train import files
 from strop.train.draws import generator
 from strop.train.folders import Folder, read_subject
 from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
-_SPRITES_GUIDANCE, _GUIDANCE = 4.0, 7.5
+_SPRITES_GUIDANCE = 4.0
 _GAP = 4
 
 
@@ -33,10 +33,10 @@ class Style:
     steps: int
 
 
-def style_of(settings: Settings, side: int) -> Style:
+def style_of(settings: Settings, model: DiffusionModel, side: int) -> Style:
     guidance = settings.validation_guidance_scale
     if guidance is None:
-        guidance = _SPRITES_GUIDANCE if settings.is_sprites else _GUIDANCE
+        guidance = _SPRITES_GUIDANCE if settings.is_sprites else model.family.guidance
     return Style(side, guidance, settings.validation_inference_steps)
 
 
@@ -47,14 +47,14 @@ def draw(
     """Draw a picture for each prompt. The modules should be in evaluation mode."""
     pipe = model.pipeline
     pipe.set_progress_bar_config(disable=True)
-    with model.autocast(), _plain(model):
+    with model.autocast(), _plain(model), _decoding_in_full(model):
         found: list[Image.Image] = pipe(
             list(prompts),
             width=style.side,
             height=style.side,
             num_inference_steps=style.steps,
             generator=list(sources),
-            **guided(pipe, prompts, style.guidance),
+            **model.family.drawing(pipe, list(prompts), style.guidance),
         ).images
     return found
 
@@ -69,6 +69,27 @@ def _plain(model: DiffusionModel) -> Iterator[None]:
     finally:
         if compiled is not None:
             model.unet.forward = compiled
+
+
+@contextmanager
+def _decoding_in_full(model: DiffusionModel) -> Iterator[None]:
+    """Decode in fp32 with an autoencoder that has stayed in it: autocast would compute in the half
+    type, in which such a one overflows."""
+    vae = model.vae
+    if model.half is None or vae.dtype != torch.float32:
+        yield
+        return
+    decode = vae.decode
+
+    def in_full(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(model.device.type, enabled=False):
+            return decode(latents.float(), *args, **kwargs)
+
+    vae.decode = in_full
+    try:
+        yield
+    finally:
+        del vae.decode
 
 
 def validate(settings: Settings, model: DiffusionModel, style: Style, path: Path) -> Image.Image:

@@ -1,58 +1,85 @@
-"""Compute what flow matching draws, and what Flux's transformer reads.
+"""Train networks by flow matching: they predict the velocity from the picture to noise.
 
-A timestep is the share of noise in what the network sees: 0 is the picture, 1 is noise (Liu et al.
-2022, Esser et al. 2024).
+The share of noise in what the network sees goes from 0, the picture, to 1 (Liu et al. 2022). How
+timesteps are drawn and errors weighed is that of Esser et al. 2024, as diffusers' scripts have it.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.train.model import FlowModel
+from strop.train.levels import Draws, Levels
 
 
-def draw_times(scheme: str | None, count: int, source: torch.Generator) -> Tensor:
-    """Draw timesteps: evenly for "none", else more from the middle, where most is to be learned."""
-    if scheme == "none":
-        return torch.rand(count, device=source.device, generator=source)
-    return torch.randn(count, device=source.device, generator=source).sigmoid()
+@dataclass(frozen=True)
+class Timesteps:
+    """Say where timesteps are drawn.
+
+    scheme: one of ``noise_settings.SCHEMES``.
+    mean, deviation: those of logit_normal.
+    mode_scale: how far mode is from even.
+    """
+
+    scheme: str
+    mean: float = 0.0
+    deviation: float = 1.0
+    mode_scale: float = 1.29
+
+    def draw(self, draws: Draws) -> Tensor:
+        """Return [rows] from 0 to 1, of the way from noise to the picture."""
+        if self.scheme == "logit_normal":
+            return (draws.normal() * self.deviation + self.mean).sigmoid()
+        even = draws.even()
+        if self.scheme != "mode":
+            return even
+        bend = torch.cos(math.pi * even / 2) ** 2 - 1 + even
+        return 1 - even - self.mode_scale * bend
+
+    def weights(self, shares: Tensor) -> Tensor | None:
+        """Return what errors at these shares of noise are multiplied by; None for ones."""
+        if self.scheme == "sigma_sqrt":
+            return shares**-2.0
+        if self.scheme == "cosmap":
+            return 2 / (math.pi * (1 - 2 * shares + 2 * shares**2))
+        return None
 
 
-def tokens_of(latents: Tensor) -> Tensor:
-    """Return latents [batch, channels, height, width] as tokens, two rows of two in each."""
-    from diffusers import FluxPipeline
+@dataclass(frozen=True)
+class FlowMatching:
+    """Add noise to latents by ``shares``: those of noise at each of the scheduler's timesteps, of
+    which the first has most. ``is_weighed`` multiplies errors by the share squared, as if the
+    network predicted the picture."""
 
-    tokens: Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
-    return tokens
+    shares: Tensor
+    timesteps: Timesteps
+    is_weighed: bool
+    prediction: str = "flow_prediction"
+
+    def draw(self, draws: Draws) -> Levels:
+        count = len(self.shares)
+        places = (self.timesteps.draw(draws) * count).long().clamp(0, count - 1)
+        shares = self.shares[places]
+        weights = self.timesteps.weights(shares)
+        if self.is_weighed:
+            weights = shares**2 if weights is None else weights * shares**2
+        lose = shares[:, None, None, None]
+        return Levels(shares * count, 1.0 - lose, lose, weights)
+
+    def wanted(self, latents: Tensor, noise: Tensor, levels: Levels) -> Tensor:
+        return noise - latents
 
 
-@lru_cache(maxsize=16)
-def _places(height: int, width: int, device: torch.device) -> Tensor:
-    """Return index, row and column of each token; a copy from the host would make steps wait."""
-    from diffusers import FluxPipeline
-
-    found: Tensor = FluxPipeline._prepare_latent_image_ids(
-        1, height // 2, width // 2, device, torch.float32
-    )
-    return found
-
-
-@torch.no_grad()
-def inputs_of(model: FlowModel, mixed: Tensor, times: Tensor, ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of the transformer for noisy latents and the tokens of their texts."""
-    _, _, height, width = mixed.shape
-    ids = ids.to(mixed.device, non_blocking=True)
-    states = model.text_encoder_2(ids, return_dict=False)[0]
-    places = _places(height, width, mixed.device)
-    return {
-        "hidden_states": tokens_of(mixed),
-        "timestep": times,
-        "encoder_hidden_states": states,
-        "pooled_projections": model.text_encoder(ids).pooler_output,
-        "txt_ids": places.new_zeros(states.shape[1], places.shape[1]),
-        "img_ids": places,
-    }
+def shares_of(scheduler: Any, shift: float | None) -> Tensor:
+    """Return the share of noise at each timestep: those of the scheduler, or even ones that are
+    shifted to noise by ``shift``."""
+    count = int(scheduler.config.num_train_timesteps)
+    if shift is None:
+        own: Tensor = scheduler.sigmas[:count]
+        return own.float()
+    even = torch.linspace(count, 1, count, dtype=torch.float64) / count
+    return (shift * even / (1 + (shift - 1) * even)).float()

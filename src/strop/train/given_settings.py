@@ -106,7 +106,8 @@ def _convert(name: str, value: Any, metadata: Mapping[str, Any]) -> Any:
         return tuple(items)
     if kind is str:
         if isinstance(value, str | int | float | Path):
-            return str(value)
+            same = (choice for choice in metadata["choices"] if choice == str(value).lower())
+            return next(same, str(value))
         raise wrong
     try:
         number = float(value)

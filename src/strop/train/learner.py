@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import OptionError
-from strop.train import quantized
+from strop.train import library_optimizers, quantized
+from strop.train.library_optimizers import LibraryOptimizer
 from strop.train.optimizers import FusedAdamW
 from strop.train.ranks import ALONE, Ranks
 from strop.train.scaler import GradScaler, update
@@ -39,7 +40,14 @@ class Learner:
         self._shards = None
         if settings.shard_optimizer and ranks.count > 1:
             self._shards = _sharded(self.parameters, ranks)
-        self.optimizer = FusedAdamW(
+        self.optimizer = self._optimizer(settings)
+        device = self.parameters[0].device.type
+        self.scaler = GradScaler(device) if settings.mixed_precision == "fp16" else None
+
+    def _optimizer(self, settings: Settings) -> FusedAdamW | LibraryOptimizer:
+        if settings.optimizer != "adamw":
+            return library_optimizers.make(settings, self.parameters)
+        return FusedAdamW(
             self.parameters if self._shards is None else self._shards.own,
             lr=settings.rate,
             betas=(settings.adam_beta1, settings.adam_beta2),
@@ -50,8 +58,6 @@ class Learner:
             states="8bit" if settings.use_8bit_adam else "fp32",
             process_group=None if self._shards is None else torch.distributed.group.WORLD,
         )
-        device = self.parameters[0].device.type
-        self.scaler = GradScaler(device) if settings.mixed_precision == "fp16" else None
 
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():
@@ -70,7 +76,11 @@ class Learner:
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        update(self.optimizer, self.scaler)
+        if isinstance(self.optimizer, LibraryOptimizer):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            update(self.optimizer, self.scaler)
         if self._shards is not None:
             self._ranks.gather(self._shards)
 
@@ -101,23 +111,33 @@ class Learner:
         """Return the averages alone among ``states``."""
         return self.states((_AVERAGE,))
 
-    def states(self, kinds: Container[str] = _KINDS) -> dict[str, Tensor]:
+    def _tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        if isinstance(self.optimizer, LibraryOptimizer):
+            return self.optimizer.tensors_of(parameter)
+        if parameter not in self.optimizer.state:
+            return {}
+        state = self.optimizer.state[parameter]
+        return {key: value for key, value in state.items() if key in _KINDS}
+
+    def states(self, kinds: Container[str] | None = None) -> dict[str, Tensor]:
         """Return the states of the optimizer, the averages among them, on rank 0 those of all
         ranks. They all have to ask where each has its own."""
         own = {
             f"{name}/{key}": value
             for name, parameter in self.named.items()
-            if parameter in self.optimizer.state
-            for key, value in self.optimizer.state[parameter].items()
-            if key in kinds
+            for key, value in self._tensors_of(parameter).items()
+            if kinds is None or key in kinds
         }
         return own if self._shards is None else self._ranks.collected(own)
 
     @contextmanager
     @torch.no_grad()
     def averaged(self, averages: dict[str, Tensor]) -> Iterator[None]:
-        """Put these averages in the place of the weights, if averages are kept."""
-        if self.optimizer.ema is None:
+        """Put these averages in the place of the weights, if averages are kept; or the weights that
+        the optimizer has for drawing."""
+        library = self.optimizer if isinstance(self.optimizer, LibraryOptimizer) else None
+        switches = library is not None and library.switches
+        if self.optimizer.ema is None and not switches:
             yield
             return
         kept = [parameter.detach().cpu().clone() for parameter in self.parameters]
@@ -125,9 +145,13 @@ class Learner:
             average = averages.get(f"{name}/{_AVERAGE}")
             if average is not None:  # there is none before the first step
                 parameter.copy_(average)
+        if library is not None and switches:
+            library.switch("eval")
         try:
             yield
         finally:
+            if library is not None and switches:
+                library.switch("train")  # and then to the bit what they were
             for parameter, before in zip(self.parameters, kept, strict=True):
                 parameter.copy_(before)
 
@@ -140,6 +164,8 @@ class Learner:
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, for JSON."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
+        if isinstance(self.optimizer, LibraryOptimizer):
+            return {"optimizer": self.optimizer.numbers(), "scaler": scaler}
         return {"counts": list(self.optimizer.counts), "scaler": scaler}
 
     @torch.no_grad()
@@ -153,19 +179,33 @@ class Learner:
             raise OptionError(f"the checkpoint has other weights than the model: {', '.join(odd)}")
         for name, parameter in self.named.items():
             parameter.copy_(weights[name])
-        skeleton = self.optimizer.state_dict()
+        if isinstance(self.optimizer, LibraryOptimizer):
+            rows = [_of(name, states) for name in self.named]
+            self.optimizer.load(rows, numbers["optimizer"])
+        else:
+            self._load_fused(self.optimizer, states, numbers)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(numbers["scaler"])
+
+    def _load_fused(
+        self, optimizer: FusedAdamW, states: dict[str, Tensor], numbers: dict[str, Any]
+    ) -> None:
+        skeleton = optimizer.state_dict()
         kept: dict[int, dict[str, Tensor]] = {}
-        places = {id(p): place for place, p in enumerate(self.optimizer.parameters())}
+        places = {id(p): place for place, p in enumerate(optimizer.parameters())}
         for name, parameter in self.named.items():
             if (place := places.get(id(parameter))) is None:
                 continue  # another rank steps it
-            found = {k: states[f"{name}/{k}"] for k in _KINDS if f"{name}/{k}" in states}
-            if found:
+            if found := _of(name, states):
                 kept[place] = found
         extra = dict(zip(("ema_steps", "draws"), numbers["counts"], strict=True))
-        self.optimizer.load_state_dict({**skeleton, "state": kept, "strop": extra})
-        if self.scaler is not None:
-            self.scaler.load_state_dict(numbers["scaler"])
+        optimizer.load_state_dict({**skeleton, "state": kept, "strop": extra})
+
+
+def _of(name: str, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the states of a weight by their own names."""
+    start = f"{name}/"
+    return {key.removeprefix(start): t for key, t in states.items() if key.startswith(start)}
 
 
 def _sharded(parameters: Sequence[Tensor], ranks: Ranks) -> ShardedParameters:

@@ -1,8 +1,9 @@
-"""Load the parts of a Stable Diffusion or Flux model from a diffusers folder for training."""
+"""Load a model from a diffusers folder for training."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,26 @@ from torch import Tensor, nn
 
 from strop.errors import OptionError, UnsupportedError
 from strop.models import sprites
-from strop.train.model import DiffusionModel, FlowModel, NoiseModel
+from strop.train.ddpm import Ddpm
+from strop.train.families import family_of
+from strop.train.families.family import Family
+from strop.train.flow import FlowMatching, Timesteps, shares_of
+from strop.train.levels import Process
+from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
-# Part of a pipeline -> its class. Other pipelines have other parts, and other losses.
-PARTS = {
-    "unet": "UNet2DConditionModel",
-    "vae": "AutoencoderKL",
-    "text_encoder": "CLIPTextModel",
-    "tokenizer": "CLIPTokenizer",
-}
-FLOW_PARTS = {
-    "transformer": "FluxTransformer2DModel",
-    **{name: kind for name, kind in PARTS.items() if name != "unet"},
-    "text_encoder_2": "CLIPTextModel",
-    "tokenizer_2": "CLIPTokenizer",
-}
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by --mixed_precision
-_NOT_FOR_FLOW = (
-    "from_scratch",
-    "train_text_encoder",
-    "pre_compute_text_embeddings",
-    "prediction_type",
-    "snr_gamma",
+# Settings that one kind of training has and the other has not.
+_OF_FLOW = (
+    "weighting_scheme",
+    "logit_mean",
+    "logit_std",
+    "mode_scale",
+    "timestep_shift",
+    "precondition_outputs",
 )
+_OF_DDPM = ("prediction_type", "snr_gamma")
+_OF_SCHEMES = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 
 
 def folder_of(settings: Settings) -> Path:
@@ -48,20 +45,20 @@ def folder_of(settings: Settings) -> Path:
             f"there is no diffusers model in {folder}; give 'sprites' or a folder that diffusers "
             "saved (models are not downloaded: 'hf download NAME --local-dir DIR' does)"
         )
+    family_of(folder, index_of(folder))
+    return folder
+
+
+def index_of(folder: Path) -> Mapping[str, Any]:
+    """Return what parts a folder has. Raises OptionError if that cannot be read."""
+    index = folder / "model_index.json"
     try:
         parts = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OptionError(f"{index} is no JSON ({error}); save the model again") from error
-    is_flow = "transformer" in parts
-    for name, kind in (FLOW_PARTS if is_flow else PARTS).items():
-        found = parts.get(name)
-        found = found[1] if isinstance(found, list) and len(found) == 2 else None
-        if str(found).removesuffix("Fast") != kind:
-            raise UnsupportedError(
-                f"{folder}: its {name} is {found}, and training is built for {kind} ("
-                f"{'Flux with CLIP alone' if is_flow else 'Stable Diffusion 1 and 2'}) only"
-            )
-    return folder
+    if not isinstance(parts, dict):
+        raise OptionError(f"{index} holds no names of parts; save the model again")
+    return parts
 
 
 def load(settings: Settings, device: torch.device) -> DiffusionModel:
@@ -70,88 +67,153 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
     Raises OptionError if its files are damaged or missing.
     """
     folder = folder_of(settings)
-    is_flow = (folder / FlowModel.denoiser).is_dir()
     try:
-        pipe = _pipeline(settings, folder, is_flow)
+        shipped = sprites.load_from(folder) if settings.is_sprites else None
+        family = family_of(folder, index_of(folder))
+        _check(settings, family, folder)
+        pipe = shipped or _pipeline(settings, folder, family)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"cannot load {folder}: {error}") from error
-    make = _flow_model if is_flow else _noise_model
-    model = make(settings, folder, pipe, device)
+    _check_networks(family, pipe, folder)
+    if settings.from_scratch:
+        _renew(settings, family, pipe)
+    process = (_flow if family.is_flow else _ddpm)(settings, folder, family, pipe, device)
+    own = Path(settings.pretrained_vae_model_name_or_path).expanduser()
+    model = DiffusionModel(
+        folder,
+        family,
+        pipe,
+        process,
+        HALVES.get(settings.mixed_precision),
+        settings.max_sequence_length or family.longest_text,
+        {"vae": own} if settings.pretrained_vae_model_name_or_path else {},
+    )
     for name, module in model.modules.items():
-        dtype = None if name in model.trained(settings) else model.half
+        is_whole = name in model.trained(settings) or (name == "vae" and _keeps(settings, model))
+        dtype = None if is_whole else model.half
         nn.Module.to(module, device, dtype).requires_grad_(False).eval()
     return model
 
 
-def _pipeline(settings: Settings, folder: Path, is_flow: bool) -> Any:
-    from diffusers import FluxPipeline, StableDiffusionPipeline
+def _keeps(settings: Settings, model: DiffusionModel) -> bool:
+    """Tell whether the autoencoder stays in fp32: where its family asks for it, unless its own
+    settings say that half types do."""
+    if settings.vae_precision is not None:
+        return settings.vae_precision == "fp32"
+    return model.family.keeps_vae and bool(model.vae.config.force_upcast)
 
-    if settings.is_sprites:
-        return sprites.load_from(folder)
+
+def _check(settings: Settings, family: Family, folder: Path) -> None:
+    """Raise OptionError for settings that the family has nothing for."""
+    kind, others = ("flow matching", _OF_DDPM) if family.is_flow else ("DDPM", _OF_FLOW)
+    for name in others:
+        if getattr(settings, name) is not None:
+            raise OptionError(
+                f"{name} is not for {kind}, by which {family.name} is trained ({folder}); leave it "
+                "out"
+            )
+    scheme = settings.weighting_scheme or family.scheme
+    for name, needed in _OF_SCHEMES.items():
+        if getattr(settings, name) is not None and scheme != needed:
+            raise OptionError(f"{name} changes nothing without --weighting_scheme {needed}")
+    if settings.guidance_scale is not None and not family.reads_guidance:
+        raise OptionError(
+            f"guidance_scale is for models that read it, and {family.name} does not ({folder}); "
+            "leave it out"
+        )
+    if settings.max_sequence_length and not family.reads_long:
+        raise OptionError(
+            f"max_sequence_length is for models with a T5, and {family.name} has none ({folder}); "
+            "leave it out"
+        )
+
+
+def _check_networks(family: Family, pipe: Any, folder: Path) -> None:
+    """Raise UnsupportedError for networks that read more than noisy latents and texts."""
+    parts = pipe.components
+    if getattr(pipe.vae.config, "latents_mean", None) is not None:
+        raise UnsupportedError(
+            f"{folder}: its autoencoder has a mean for each channel (latents_mean), which is not "
+            "built; take a model without"
+        )
+    has, reads = int(pipe.vae.config.latent_channels), family.channels(parts)
+    if has != reads:
+        raise UnsupportedError(
+            f"{folder}: its {family.denoiser} reads {reads} channels and latents have {has}, as in "
+            "models for inpainting or editing, which are not trained; take one that draws from text"
+        )
+    if getattr(parts[family.denoiser].config, "time_cond_proj_dim", None) is not None:
+        raise UnsupportedError(
+            f"{folder}: its {family.denoiser} reads the scale of guidance (a distilled model), "
+            "which is built for Flux alone; take the model that it was made of"
+        )
+
+
+def _pipeline(settings: Settings, folder: Path, family: Family) -> Any:
+    import diffusers
+
     common: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-    if is_flow:
-        return FluxPipeline.from_pretrained(folder, dtype=torch.float32, **common)
-    return StableDiffusionPipeline.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-        **common,
-    )
+    own = settings.pretrained_vae_model_name_or_path
+    if own:
+        place = Path(own).expanduser()
+        if not (place / "config.json").is_file():
+            raise OptionError(
+                f"there is no autoencoder in {place}, given as pretrained_vae_model_name_or_path; "
+                "give a folder that diffusers saved one in"
+            )
+        common["vae"] = diffusers.AutoencoderKL.from_pretrained(
+            place, dtype=torch.float32, **common
+        )
+    index = index_of(folder)
+    common |= {name: None for name in family.may_lack if not (index.get(name) or [None])[0]}
+    kind = getattr(diffusers, family.pipeline)
+    return kind.from_pretrained(folder, dtype=torch.float32, **family.left_out, **common)
 
 
-def _noise_model(settings: Settings, folder: Path, pipe: Any, device: torch.device) -> NoiseModel:
+def _ddpm(
+    settings: Settings, folder: Path, family: Family, pipe: Any, device: torch.device
+) -> Process:
+    """Return DDPM; the pipeline then draws by what is trained to be predicted."""
     scheduler = pipe.scheduler
     if not isinstance(getattr(scheduler, "alphas_cumprod", None), Tensor):
         raise UnsupportedError(
             f"{folder}: its scheduler {type(scheduler).__name__} has no "
             "alphas_cumprod; training is built for DDPM noise"
         )
-    unet, text = pipe.unet, pipe.text_encoder
-    if settings.from_scratch:
-        unet, text = _anew(unet, text, settings)
-    if settings.weighting_scheme is not None:
-        raise OptionError(f"weighting_scheme is for flow matching, and {folder} is no Flux model")
-    return NoiseModel(
-        folder,
-        unet,
-        pipe.vae,
-        text,
-        pipe.tokenizer,
-        scheduler,
-        HALVES.get(settings.mixed_precision),
-        scheduler.alphas_cumprod.to(device, torch.float32),
-        settings.prediction_type or scheduler.config.prediction_type,
-    )
+    prediction = settings.prediction_type or scheduler.config.prediction_type
+    kind = type(scheduler)
+    pipe.scheduler = kind.from_config(scheduler.config, prediction_type=prediction)
+    return Ddpm(scheduler.alphas_cumprod.to(device, torch.float32), prediction, settings.snr_gamma)
 
 
-def _flow_model(settings: Settings, folder: Path, pipe: Any, _: torch.device) -> FlowModel:
-    if pipe.transformer.config.guidance_embeds:
+def _flow(
+    settings: Settings, folder: Path, family: Family, pipe: Any, device: torch.device
+) -> Process:
+    if "FlowMatch" not in type(pipe.scheduler).__name__:
         raise UnsupportedError(
-            f"{folder}: its guidance is an input of the network, which is not built"
+            f"{folder}: its scheduler is {type(pipe.scheduler).__name__}; {family.name} is trained "
+            "for FlowMatchEulerDiscreteScheduler"
         )
-    for name in _NOT_FOR_FLOW:
-        if getattr(settings, name):
-            raise UnsupportedError(f"{name} is not built for Flux; leave it out")
-    if settings.task == "lora":
-        raise UnsupportedError(f"{folder}: adapters are trained for Stable Diffusion 1 and 2 only")
-    return FlowModel(
-        folder,
-        pipe.transformer,
-        pipe.vae,
-        pipe.text_encoder,
-        pipe.tokenizer,
-        pipe.scheduler,
-        HALVES.get(settings.mixed_precision),
-        pipe.text_encoder_2,
-        pipe.tokenizer_2,
+    given = {
+        "mean": settings.logit_mean,
+        "deviation": settings.logit_std,
+        "mode_scale": settings.mode_scale,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    wish = settings.precondition_outputs
+    return FlowMatching(
+        shares_of(pipe.scheduler, settings.timestep_shift).to(device),
+        Timesteps(settings.weighting_scheme or family.scheme, **chosen),
+        family.preconditions if wish is None else bool(wish),
     )
 
 
-def _anew(unet: Any, text: Any, settings: Settings) -> tuple[Any, Any]:
-    """Draw random weights from the seed; the text encoder's too, if it is trained."""
+def _renew(settings: Settings, family: Family, pipe: Any) -> None:
+    """Draw random weights from the seed; those of text encoders too, if they are trained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        fresh = type(unet).from_config(unet.config)
-        return fresh, type(text)(text.config) if settings.train_text_encoder else text
+        old = getattr(pipe, family.denoiser)
+        setattr(pipe, family.denoiser, type(old).from_config(old.config))
+        for name in family.trained_encoders if settings.train_text_encoder else ():
+            text = getattr(pipe, name)
+            setattr(pipe, name, type(text)(text.config))

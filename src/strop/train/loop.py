@@ -239,7 +239,7 @@ class TrainingLoop:
         settings = self.settings
         self.watch.stage("drawing validation pictures", self.step, self.total)
         path = settings.output / "validation" / f"step-{self.step:06d}.png"
-        style = drawing.style_of(settings, self.session.side)
+        style = drawing.style_of(settings, self.session.model, self.session.side)
         self.learner.train(False)
         with self.learner.averaged(averages):
             page = drawing.validate(settings, self.session.model, style, path)

@@ -1,74 +1,90 @@
-"""Hold the parts of a Stable Diffusion or Flux model while it is trained."""
+"""Hold the parts of a model while it is trained."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.errors import OptionError
+from strop.models import sprites
+from strop.train.families.family import Family, factor_of
+from strop.train.levels import Process
+from strop.train.prompts import Prompts
 from strop.train.settings import Settings
 
 
 @dataclass(frozen=True)
 class DiffusionModel:
-    """Hold the parts that both kinds of models have. ``unet`` is what takes noise away: a UNet,
-    or the transformer in its place. ``half`` is the type of mixed precision, and of all weights
-    that are not trained; or None."""
+    """Hold a pipeline of diffusers, whose parts are trained.
+
+    pipeline: draws with what is trained.
+    half: the type of mixed precision, and of all weights that are not trained; or None.
+    longest_text: tokens that are read by encoders which could read more.
+    places: folders of parts that do not lie in ``folder``.
+    """
 
     folder: Path
-    unet: Any
-    vae: Any
-    text_encoder: Any
-    tokenizer: Any
-    scheduler: Any
+    family: Family
+    pipeline: Any
+    process: Process
     half: torch.dtype | None
+    longest_text: int
+    places: Mapping[str, Path] = field(default_factory=dict)
 
-    denoiser: ClassVar[str] = "unet"
-    """Names the part that ``unet`` is, as diffusers does."""
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        found = {name: getattr(self.pipeline, name) for name in self.family.kinds}
+        return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
 
     @property
-    def modules(self) -> dict[str, nn.Module]:
-        return {self.denoiser: self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
+    def unet(self) -> Any:
+        """Return what takes noise away: a UNet, or the transformer in its place."""
+        return self.modules[self.family.denoiser]
+
+    @property
+    def vae(self) -> Any:
+        return self.modules["vae"]
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Name the text encoders that the model has."""
+        return tuple(name for name in self.family.encoders if name in self.modules)
+
+    def tokenizer(self, encoder: str) -> Any:
+        """Return the tokenizer of a text encoder."""
+        return getattr(self.pipeline, encoder.replace("text_encoder", "tokenizer"))
+
+    def length(self, encoder: str) -> int:
+        """Return how many tokens of a prompt a text encoder reads."""
+        own = int(self.tokenizer(encoder).model_max_length)
+        is_clip = "CLIP" in self.family.kinds[encoder]
+        return own if is_clip else min(own, self.longest_text)
 
     def parts(self, settings: Settings) -> tuple[str, ...]:
         """Return what is trained of the model: its weights, or adapters beside them."""
-        return (self.denoiser, "text_encoder") if settings.train_text_encoder else (self.denoiser,)
+        texts = self.family.trained_encoders if settings.train_text_encoder else ()
+        return (self.family.denoiser, *texts)
 
     def trained(self, settings: Settings) -> tuple[str, ...]:
         """Return parts whose own weights change."""
         return () if settings.task == "lora" else self.parts(settings)
 
-    @property
-    def sampler(self) -> Any:
-        """Return a scheduler that draws with what is trained."""
-        return type(self.scheduler).from_config(self.scheduler.config)
-
-    @property
-    def pipeline(self) -> Any:
-        """Return the parts as a pipeline of diffusers."""
-        raise NotImplementedError
+    def folder_of(self, part: str) -> Path:
+        """Return where a part that is not trained lies."""
+        return self.places.get(part) or sprites.folder_of_part(self.folder, part)
 
     @property
     def factor(self) -> int:
-        """Return how many pixels a latent stands for."""
-        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
-
-    @property
-    def grid(self) -> int:
-        """Return the number of pixels that both sides must be multiples of."""
-        raise NotImplementedError
-
-    @property
-    def num_latents(self) -> int:
-        """Return how many latents a side of the model's own pictures has."""
-        raise NotImplementedError
+        """Return how many pixels a side of a latent stands for."""
+        return factor_of(self.modules)
 
     @property
     def device(self) -> torch.device:
@@ -77,51 +93,14 @@ class DiffusionModel:
 
     def attention(self, is_compiled: bool) -> AbstractContextManager[Any]:
         """Return what steps of the optimizer run in, for libraries of attention that are wrong."""
-        return nullcontext()
+        is_safe = is_compiled or not self.family.splits_attention
+        return nullcontext() if is_safe else without_cudnn_attention()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return autocast for calls of what is trained, whose weights are fp32, and of the parts
         together."""
         return torch.autocast(
             self.device.type, self.half or torch.bfloat16, enabled=self.half is not None
-        )
-
-
-@dataclass(frozen=True)
-class NoiseModel(DiffusionModel):
-    """Hold Stable Diffusion. ``signal`` is the share of the picture that is left at each timestep
-    (alphas_cumprod)."""
-
-    signal: Tensor
-    prediction: str
-
-    @property
-    def grid(self) -> int:
-        return int(self.factor * 2 ** (len(self.unet.config.block_out_channels) - 1))
-
-    @property
-    def num_latents(self) -> int:
-        own = self.unet.config.sample_size
-        return int(own[0] if isinstance(own, list | tuple) else own)
-
-    @property
-    def sampler(self) -> Any:
-        kind, config = type(self.scheduler), self.scheduler.config
-        return kind.from_config(config, prediction_type=self.prediction)
-
-    @property
-    def pipeline(self) -> Any:
-        from diffusers import StableDiffusionPipeline
-
-        return StableDiffusionPipeline(
-            vae=self.vae,
-            text_encoder=self.text_encoder,
-            tokenizer=self.tokenizer,
-            unet=self.unet,
-            scheduler=self.sampler,
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
         )
 
 
@@ -143,55 +122,17 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(is_on)
 
 
-@dataclass(frozen=True)
-class FlowModel(DiffusionModel):
-    """Hold Flux, which is trained by flow matching. The first text encoder gives one vector for a
-    prompt, the second one vector for each token."""
-
-    text_encoder_2: Any
-    tokenizer_2: Any
-
-    denoiser: ClassVar[str] = "transformer"
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        return {**super().modules, "text_encoder_2": self.text_encoder_2}
-
-    @property
-    def grid(self) -> int:
-        return self.factor * 2  # a token holds two rows of two latents
-
-    def attention(self, is_compiled: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if is_compiled else without_cudnn_attention()
-
-    @property
-    def num_latents(self) -> int:
-        return int(self.pipeline.default_sample_size)
-
-    @property
-    def pipeline(self) -> Any:
-        from diffusers import FluxPipeline
-
-        return FluxPipeline(
-            scheduler=self.sampler,
-            vae=self.vae,
-            text_encoder=self.text_encoder,
-            tokenizer=self.tokenizer,
-            text_encoder_2=self.text_encoder_2,
-            tokenizer_2=self.tokenizer_2,
-            transformer=self.unet,
-        )
-
-
 def resolution_of(settings: Settings, model: DiffusionModel) -> int:
     """Return the resolution that was given, or the model's own. Raises OptionError for one off the
     model's grid."""
-    side = settings.resolution or model.num_latents * model.factor
-    if side % model.grid:
-        below = side // model.grid * model.grid
-        near = f"{below} or {below + model.grid}" if below else str(model.grid)
+    family, parts = model.family, model.modules
+    side = settings.resolution or family.num_latents(parts) * model.factor
+    grid = family.grid(parts)
+    if side % grid:
+        below = side // grid * grid
+        near = f"{below} or {below + grid}" if below else str(grid)
         raise OptionError(
-            f"resolution {side}: this model takes multiples of {model.grid}; the nearest: {near}"
+            f"resolution {side}: this model takes multiples of {grid}; the nearest: {near}"
         )
     return side
 
@@ -206,31 +147,39 @@ def digest_of(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-def token_ids(model: DiffusionModel, prompts: list[str]) -> Tensor:
-    """Return ids [prompts, length] on the CPU, padded and cut to what the text encoder reads."""
-    made = model.tokenizer(
-        prompts,
-        padding="max_length",
-        truncation=True,
-        max_length=model.tokenizer.model_max_length,
-        return_tensors="pt",
-    )
-    ids: Tensor = made.input_ids
-    return ids
+def token_ids(model: DiffusionModel, prompts: list[str]) -> Prompts:
+    """Return ids [prompts, length] of each text encoder on the CPU, padded and cut to what it
+    reads."""
+    made = {
+        name: model.tokenizer(name)(
+            prompts,
+            padding="max_length",
+            truncation=True,
+            max_length=model.length(name),
+            return_tensors="pt",
+        ).input_ids
+        for name in model.encoders
+    }
+    return Prompts(made)
+
+
+def longest_encoder(model: DiffusionModel) -> str:
+    """Name the text encoder that reads most of a prompt."""
+    return max(model.encoders, key=model.length)
 
 
 def cut_prompts(model: DiffusionModel, prompts: list[str]) -> list[str]:
-    """Return the prompts of which the text encoder does not read the end."""
-    limit = model.tokenizer.model_max_length
-    made = model.tokenizer(prompts, truncation=False, verbose=False).input_ids
+    """Return the prompts of which no text encoder reads the end."""
+    name = longest_encoder(model)
+    made = model.tokenizer(name)(prompts, truncation=False, verbose=False).input_ids
+    limit = model.length(name)
     return [text for text, ids in zip(prompts, made, strict=True) if len(ids) > limit]
 
 
 @torch.no_grad()
-def embeddings_of(model: DiffusionModel, ids: Tensor) -> Tensor:
-    """Return what a text encoder that is not trained makes of ids, in the type of its weights."""
-    states: Tensor = model.text_encoder(ids.to(model.device), return_dict=False)[0]
-    return states
+def embeddings_of(model: DiffusionModel, ids: Prompts) -> Prompts:
+    """Return what text encoders that are not trained make of ids, in the type of their weights."""
+    return Prompts(model.family.encode(model.modules, ids.to(model.device).tensors), True)
 
 
 @torch.no_grad()

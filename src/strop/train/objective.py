@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from strop.errors import UnsupportedError
-from strop.train import flow
 from strop.train import model as models
 from strop.train.data import Batch
 from strop.train.draws import generator, seed_of
-from strop.train.model import DiffusionModel, FlowModel, NoiseModel
+from strop.train.families.family import Noisy
+from strop.train.levels import Draws
+from strop.train.model import DiffusionModel
+from strop.train.prompts import Prompts
 from strop.train.settings import Settings
-from strop.train.share import BatchShare
 
-
-def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return Min-SNR weights (Hang et al. 2023) at timesteps with these ``alphas_cumprod``.
-
-    The loss of a prediction of the noise is that of the picture times the SNR, and v's times
-    SNR + 1, so the weight min(SNR, gamma) of the picture's loss is divided by that.
-    """
-    snr = signal / (1.0 - signal)
-    capped = snr.clamp(max=gamma)
-    if prediction == "sample":
-        return capped
-    # If no signal is left (zero terminal SNR) the first quotient is 0 / 0; its limit is 1.
-    return (
-        capped / (snr + 1.0)
-        if prediction == "v_prediction"
-        else torch.where(snr > 0, capped / snr.clamp(min=1e-38), 1.0)
-    )
-
-
-def target_of(
-    prediction: str, latents: Tensor, noise: Tensor, keep: Tensor, lose: Tensor
-) -> Tensor:
-    """Return what the UNet is to predict; the noisy latents are ``keep * latents + lose *
-    noise``."""
-    if prediction == "epsilon":
-        return noise
-    if prediction == "v_prediction":
-        return keep * noise - lose * latents
-    if prediction == "sample":
-        return latents
-    raise UnsupportedError(
-        f"prediction type {prediction!r} is not built; use epsilon, v_prediction or sample"
-    )
+_GUIDANCE = 3.5  # that diffusers' scripts train Flux with
 
 
 def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
@@ -57,33 +23,6 @@ def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
     instances, classes = rows[:num_instances], rows[num_instances:]
     loss = instances.mean()
     return loss + prior_weight * classes.mean() if len(classes) else loss
-
-
-@dataclass(frozen=True)
-class Noised:
-    """Hold latents, the noise that is to be predicted, and the noise that they get."""
-
-    latents: Tensor
-    noise: Tensor
-    added: Tensor
-
-
-@dataclass(frozen=True)
-class Draws:
-    """Draw for all rows of a batch, and return those of a share."""
-
-    source: torch.Generator
-    share: BatchShare
-
-    def normal(self, *shape: int) -> Tensor:
-        """Return a tensor of this shape for each row of the share."""
-        size, device = (self.share.drawn, *shape), self.source.device
-        return self.share.rows(torch.randn(size, device=device, generator=self.source))
-
-    def integers(self, end: int) -> Tensor:
-        """Return a number from 0 on and below ``end`` for each row of the share."""
-        size, device = (self.share.drawn,), self.source.device
-        return self.share.rows(torch.randint(end, size, device=device, generator=self.source))
 
 
 class Objective:
@@ -97,51 +36,33 @@ class Objective:
         self._dropout = f"dropout of rank {rank}" if rank else "dropout"
 
     def __call__(self, batch: Batch, number: int) -> Tensor:
-        settings, model, share = self.settings, self.model, batch.share
-        source = generator(settings.seed, "noise", number, model.device)
+        settings, share = self.settings, batch.share
+        source = generator(settings.seed, "noise", number, self.model.device)
         torch.manual_seed(seed_of(settings.seed, self._dropout, number))  # of the modules
-        draws = Draws(source, share)
-        latents = self._latents(batch, draws)
-        noised = Noised(latents, *self._noises(latents, draws))
-        if isinstance(model, FlowModel):
-            rows = self._flow_errors(model, noised, batch.text, draws)
-        else:
-            assert isinstance(model, NoiseModel)
-            rows = self._noise_errors(model, noised, batch.text, draws)
+        rows = self._errors(batch, Draws(source, share))
         loss = joined(rows, len(share), settings.prior_loss_weight)
         return loss if share.weight == 1.0 else loss * share.weight
 
-    def _noise_errors(
-        self, model: NoiseModel, noised: Noised, text: Tensor, draws: Draws
-    ) -> Tensor:
-        count, latents = len(model.signal), noised.latents
-        times = draws.integers(count)
-        signal = model.signal[times]
-        keep = signal.sqrt()[:, None, None, None]
-        lose = (1.0 - signal).sqrt()[:, None, None, None]
-        states = self._text(text)
-        mixed = keep * latents + lose * noised.added
+    def _errors(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return the weighed error of each row."""
+        model = self.model
+        latents = self._latents(batch, draws)
+        noise, added = self._noises(latents, draws)
+        levels = model.process.draw(draws)
+        text = self._text(batch.text)
+        mixed = levels.keep * latents + levels.lose * added
+        wish = self.settings.guidance_scale
+        guidance = _GUIDANCE if wish is None else wish
+        noisy = Noisy(mixed, levels.times, text, self._moved(batch.sizes), guidance)
+        inputs = model.family.inputs(model.modules, noisy)
         with model.autocast():
-            guess = self.unet(mixed, times, states, return_dict=False)[0]
-        wanted = target_of(model.prediction, latents, noised.noise, keep, lose)
-        rows: Tensor = (guess.float() - wanted).square().mean(dim=(1, 2, 3))
-        if self.settings.snr_gamma is not None:
-            rows = rows * snr_weights(signal, self.settings.snr_gamma, model.prediction)
-        return rows
-
-    def _flow_errors(self, model: FlowModel, noised: Noised, text: Tensor, draws: Draws) -> Tensor:
-        """Compare with the velocity, which leads on a straight way from the latents to noise."""
-        latents = noised.latents
-        drawn = flow.draw_times(self.settings.weighting_scheme, draws.share.drawn, draws.source)
-        times = draws.share.rows(drawn)
-        share = times[:, None, None, None]
-        mixed = (1.0 - share) * latents + share * noised.added
-        inputs = flow.inputs_of(model, mixed, times, text)
-        with model.autocast():
-            guess = self.unet(**inputs, return_dict=False)[0]
-        wanted = flow.tokens_of(noised.noise - latents)
-        rows: Tensor = (guess.float() - wanted).square().mean(dim=(1, 2))
-        return rows
+            found = self.unet(**inputs, return_dict=False)[0]
+        guess = model.family.guess(model.modules, found, mixed)
+        errors = (guess.float() - model.process.wanted(latents, noise, levels)).square()
+        if batch.masks is not None:
+            errors = errors * self._moved(batch.masks)
+        rows: Tensor = errors.mean(dim=(1, 2, 3))
+        return rows if levels.weights is None else rows * levels.weights
 
     def _noises(self, latents: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return the noise that is to be predicted, and what the latents get."""
@@ -157,7 +78,7 @@ class Objective:
 
     def _latents(self, batch: Batch, draws: Draws) -> Tensor:
         """Draw latents from the encoder's distribution, as diffusers does."""
-        found = batch.pictures.to(self.model.device, non_blocking=True)
+        found = self._moved(batch.pictures)
         moments = found if batch.are_moments else models.moments_of(self.model, found)
         mean, log_variance = moments.chunk(2, dim=1)
         noise = draws.normal(*mean.shape[1:])
@@ -167,12 +88,15 @@ class Objective:
             latents = latents - config.shift_factor
         return latents * float(config.scaling_factor)
 
-    def _text(self, text: Tensor) -> Tensor:
-        text = text.to(self.model.device, non_blocking=True)
-        if text.is_floating_point():
-            return text
+    def _text(self, text: Prompts) -> dict[str, Tensor]:
+        """Return what the text encoders give for the prompts of a batch."""
+        model, text = self.model, text.to(self.model.device)
+        if text.is_encoded:
+            return text.tensors
         if not self.settings.train_text_encoder:
-            return models.embeddings_of(self.model, text)
-        with self.model.autocast():
-            states: Tensor = self.model.text_encoder(text, return_dict=False)[0]
-        return states
+            return models.embeddings_of(model, text).tensors
+        with model.autocast():
+            return model.family.encode(model.modules, text.tensors)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.model.device, non_blocking=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import TrainingError
-from strop.models import sprites
 from strop.train import files, lora
 from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
@@ -64,9 +63,9 @@ def _save_part(
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors lets nobody else read
     elif name == "scheduler":
-        model.sampler.save_pretrained(folder)
+        model.pipeline.scheduler.save_pretrained(folder)
     else:
-        shutil.copytree(sprites.folder_of_part(model.folder, name), folder)
+        shutil.copytree(model.folder_of(name), folder)
 
 
 def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
@@ -81,7 +80,7 @@ def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
 def _untrained(model: DiffusionModel, name: str, dtype: torch.dtype) -> Any:
     """Load a part from where it came from: mixed precision has rounded the one in memory."""
     part = type(model.modules[name]).from_pretrained(  # type: ignore[attr-defined]
-        sprites.folder_of_part(model.folder, name),
+        model.folder_of(name),
         dtype=torch.float32,
         use_safetensors=True,
         local_files_only=True,

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from strop.errors import OptionError, TrainingError
-from strop.train import caches, checkpoint, drawing, files, loading, lora, metrics
+from strop.train import buckets, caches, checkpoint, drawing, files, loading, lora, masks, metrics
 from strop.train import model as models
 from strop.train.compiled import prepare
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
 from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
 from strop.train.learner import Learner
 from strop.train.lock import Hold
-from strop.train.model import DiffusionModel, FlowModel
+from strop.train.model import DiffusionModel
 from strop.train.ranks import ALONE, Ranks
 from strop.train.settings import Settings
 from strop.wording import counted
@@ -126,7 +126,7 @@ def _prepare(
 def _warn_of_attention(settings: Settings, model: DiffusionModel, warn: Warn) -> None:
     """Say that attention runs without cuDNN, which torch would take for half types on a GPU."""
     is_half_on_gpu = model.half is not None and model.device.type == "cuda"
-    if is_half_on_gpu and isinstance(model, FlowModel) and not settings.compile_unet:
+    if is_half_on_gpu and model.family.splits_attention and not settings.compile_unet:
         warn(
             "attention runs without cuDNN, whose gradients torch gets wrong for Flux "
             "(docs/limits.md); --compile_unet trains with it, and faster"
@@ -213,17 +213,24 @@ def _source(
     warn: Warn,
 ) -> Source:
     if folder is None:
-        return SpritesSource(settings, model.tokenizer, model.device, ranks.rank)
+        tokenizers = {name: model.tokenizer(name) for name in model.encoders}
+        return SpritesSource(settings, tokenizers, model.device, ranks.rank)
     found = [folder]
     if settings.with_prior_preservation:
-        style = drawing.style_of(settings, side)
+        style = drawing.style_of(settings, model, side)
         drawn = partial(drawing.class_pictures, settings, model, style, on_progress)
         found.append(ranks.first(drawn))
         _judge(settings, found[-1], warn)
-    for item in found:
-        if not settings.allow_upscaling:
-            check_sizes(item, side)
     pictures = [picture for item in found for picture in item.pictures]
+    shapes: tuple[buckets.Shape, ...] = ()
+    if settings.aspect_buckets:
+        grid = model.family.grid(model.modules)
+        shapes = buckets.choose(pictures, buckets.shapes_of(side, grid))
+    if not settings.allow_upscaling and shapes:
+        buckets.check_sizes(pictures, shapes)
+    elif not settings.allow_upscaling:
+        for item in found:
+            check_sizes(item, side)
     own = Path(settings.cache_dir).expanduser()
     where = own if settings.cache_dir else settings.output / "cache"
     captions: Captions = caches.captions_of(model, pictures)
@@ -232,12 +239,28 @@ def _source(
         captions = ranks.first(encoded)
     moments = None
     if settings.cache_latents:
-        stored = partial(caches.cache_moments, where, model, pictures, side, settings, on_progress)
+        stored = partial(
+            caches.cache_moments, where, model, pictures, side, settings, on_progress, shapes
+        )
         moments = ranks.first(stored)
-    digest = digest_of(side, *(item.digest for item in found))
+    own_masks: tuple[Path, ...] = ()
+    if settings.mask_data_dir:
+        own_masks = masks.masks_of(folder, Path(settings.mask_data_dir).expanduser())
+    digests = [item.digest for item in found]
+    digest = digest_of(side, *digests, *((masks.digest_of(own_masks),) if own_masks else ()))
     classes = found[1].pictures if len(found) > 1 else ()
     return FolderSource(
-        settings, side, folder.pictures, classes, captions, moments, digest, ranks.rank
+        settings,
+        side,
+        folder.pictures,
+        classes,
+        captions,
+        moments,
+        digest,
+        ranks.rank,
+        own_masks,
+        model.factor,
+        shapes,
     )
 
 
@@ -246,7 +269,8 @@ def _warn_of_cut_captions(model: DiffusionModel, folder: Folder | None, warn: Wa
     texts = sorted({text for picture in pictures for text in picture.captions})
     cut = models.cut_prompts(model, texts) if texts else []
     if cut:
-        limit = model.tokenizer.model_max_length - 2
+        name = models.longest_encoder(model)
+        limit = model.length(name) - model.tokenizer(name).num_special_tokens_to_add()
         warn(
             f"found {counted(len(cut), 'caption')} with more than the {counted(limit, 'token')} "
             f"that this model reads; it ignores the rest of each: {cut[0]!r}"
@@ -274,8 +298,8 @@ def _learner(settings: Settings, model: DiffusionModel, ranks: Ranks) -> Learner
             module.requires_grad_(True)
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
-        if settings.train_text_encoder:
-            text, new = model.text_encoder, "activation_checkpointing_enable"
+        for name in model.family.trained_encoders if settings.train_text_encoder else ():
+            text, new = model.modules[name], "activation_checkpointing_enable"
             getattr(text, new if hasattr(text, new) else "gradient_checkpointing_enable")()
     if model.device.type == "cuda":
         nn.Module.to(model.unet, memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -10,6 +10,7 @@ from typing import Any
 
 from strop.errors import OptionError
 from strop.train.data_settings import DataSettings
+from strop.train.noise_settings import NoiseSettings
 from strop.train.setting import SPRITES, SPRITES_DIT, TASKS, setting
 from strop.train.settings_checks import check_range, check_together
 from strop.train.training_settings import TrainingSettings
@@ -28,8 +29,32 @@ class ModelSettings:
         alias="model",
         fixed=True,
     )
+    pretrained_vae_model_name_or_path: str = setting(
+        "",
+        str,
+        "Model",
+        "Take the autoencoder of this folder in the place of the model's own.",
+        fixed=True,
+    )
+    vae_precision: str | None = setting(
+        None,
+        str,
+        "Model",
+        "Encode pictures in this type; without it, in fp32 for SDXL and Stable Diffusion 3, and "
+        "else in that of --mixed_precision.",
+        choices=("fp32", "mixed"),
+        fixed=True,
+    )
+    max_sequence_length: int | None = setting(
+        None,
+        int,
+        "Model",
+        "Let a T5 read this many tokens; without it, 77 for Stable Diffusion 3 and 512 for Flux.",
+        least=1,
+        fixed=True,
+    )
     train_text_encoder: bool = setting(
-        False, bool, "Model", "Train the text encoder too.", fixed=True
+        False, bool, "Model", "Train the text encoders too, but not a T5.", fixed=True
     )
     from_scratch: bool = setting(
         False,
@@ -58,6 +83,41 @@ class ModelSettings:
         "Drop this share of what goes into the adapters.",
         tasks=("lora",),
         least=0,
+        fixed=True,
+    )
+    adapter: str = setting(
+        "lora",
+        str,
+        "Model",
+        "Train adapters of this kind; LoHa and LoKr are those of LyCORIS.",
+        tasks=("lora",),
+        choices=("lora", "loha", "lokr"),
+        fixed=True,
+    )
+    use_dora: bool = setting(
+        False,
+        bool,
+        "Model",
+        "Train the length of each row of the adapted weights too (DoRA).",
+        tasks=("lora",),
+        fixed=True,
+    )
+    lokr_factor: int = setting(
+        -1,
+        int,
+        "Model",
+        "Give the smaller factors of LoKr at most this size; -1 takes about the square root.",
+        tasks=("lora",),
+        least=-1,
+        fixed=True,
+    )
+    lora_layers: str = setting(
+        "",
+        str,
+        "Model",
+        "Adapt these layers of the UNet or the transformer, named by the ends of their paths with "
+        "commas between; without it, those of attention, and for Flux.1 of its MLPs.",
+        tasks=("lora",),
         fixed=True,
     )
 
@@ -116,7 +176,7 @@ class OutputSettings:
         float,
         "Output",
         "Draw validation pictures with this guidance; without it, with 4 "
-        "for sprites and 7.5 for others.",
+        "for sprites, 5 for SDXL, 7 for Stable Diffusion 3, 3.5 for Flux.1 and 7.5 for others.",
         least=0,
     )
     validation_inference_steps: int = setting(
@@ -136,7 +196,7 @@ class OutputSettings:
 
 # The bases lie in the opposite order of their panels: fields start with those of the last base.
 @dataclass(frozen=True, kw_only=True)
-class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
+class Settings(NoiseSettings, TrainingSettings, OutputSettings, DataSettings, ModelSettings):
     """Hold all settings of one training. ``None`` leaves a choice to the model or to the task."""
 
     task: str

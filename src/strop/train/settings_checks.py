@@ -54,6 +54,38 @@ def check_together(settings: Settings) -> None:
         if not getattr(s, name) <= 1:
             raise OptionError(f"{name} is {getattr(s, name)}: it must be at most 1")
     _check_caches(s)
+    _check_adapters(s)
+    _check_optimizer(s)
+
+
+def _check_optimizer(s: Settings) -> None:
+    if s.optimizer == "adamw":
+        return
+    ours = {
+        "use_8bit_adam": s.use_8bit_adam,
+        "shard_optimizer": s.shard_optimizer,
+        "mixed_precision fp16": s.mixed_precision == "fp16",
+    }
+    for name, is_on in ours.items():
+        if is_on:
+            raise OptionError(
+                f"{name} is built for Strop's AdamW, and the optimizer is {s.optimizer}: take "
+                "--optimizer adamw"
+                + (", or --mixed_precision bf16" if "fp16" in name else f", or leave {name} out")
+            )
+    if s.optimizer == "schedule-free" and s.use_ema:
+        raise OptionError(
+            "use_ema averages weights, and those of schedule-free are averages already: leave it "
+            "out"
+        )
+
+
+def _check_adapters(s: Settings) -> None:
+    if s.adapter == "lora":
+        return
+    for name in ("use_dora", "lora_dropout"):
+        if getattr(s, name):
+            raise OptionError(f"{name} is for LoRA, and the adapters are {s.adapter}: leave it out")
 
 
 def _check_subject(s: Settings) -> None:
@@ -81,6 +113,10 @@ def _check_caches(s: Settings) -> None:
             "the sprites generator draws new pictures in every step, so there is "
             "nothing to cache: leave out the caches"
         )
+    if s.aspect_buckets and not s.train_data_dir:
+        raise OptionError("aspect_buckets needs --train_data_dir DIR; leave it out")
+    if s.draws_sprites and s.mask_data_dir:
+        raise OptionError("mask_data_dir needs a folder of pictures: drawings have no masks")
     if s.cache_latents and not s.center_crop:
         raise OptionError(
             "cache_latents would freeze one random crop of each picture: add --center_crop"

@@ -15,6 +15,8 @@ SCHEDULES = (
     "polynomial",
 )
 
+OPTIMIZERS = ("adamw", "adafactor", "lion", "lamb", "novograd", "prodigy", "schedule-free")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
@@ -89,6 +91,32 @@ class TrainingSettings:
     lr_power: float = setting(
         1.0, float, "Training", "Lower the rate by this power in polynomial.", least=0, fixed=True
     )
+    optimizer: str = setting(
+        "adamw",
+        str,
+        "Training",
+        "Step by this optimizer: Strop's own AdamW, torch's Adafactor, or another one of the "
+        "package pytorch-optimizer. All take the decays, the weight decay and the epsilon below.",
+        choices=OPTIMIZERS,
+        fixed=True,
+    )
+    prodigy_beta3: float | None = setting(
+        None,
+        float,
+        "Training",
+        "Average Prodigy's step size with this decay; without it, the root of adam_beta2.",
+        least=0,
+        fixed=True,
+    )
+    prodigy_decouple: bool = setting(
+        True, bool, "Training", "Decay weights in Prodigy as AdamW does.", fixed=True
+    )
+    prodigy_use_bias_correction: bool = setting(
+        True, bool, "Training", "Correct Prodigy's first averages as Adam does.", fixed=True
+    )
+    prodigy_safeguard_warmup: bool = setting(
+        True, bool, "Training", "Leave the warm-up out of Prodigy's step size.", fixed=True
+    )
     adam_beta1: float = setting(
         0.9, float, "Training", "Average gradients with this decay (AdamW).", least=0, fixed=True
     )
@@ -130,46 +158,6 @@ class TrainingSettings:
         "Training",
         "Decay the averages by this factor in each step.",
         least=0,
-        fixed=True,
-    )
-    snr_gamma: float | None = setting(
-        None,
-        float,
-        "Training",
-        "Weigh the loss by min-SNR with this gamma; 5 is usual.",
-        above=0,
-        fixed=True,
-    )
-    noise_offset: float = setting(
-        0.0,
-        float,
-        "Training",
-        "Shift the noise of each channel at random by this scale; 0.1 is usual.",
-        least=0,
-        fixed=True,
-    )
-    input_perturbation: float = setting(
-        0.0,
-        float,
-        "Training",
-        "Add more noise of this scale to the UNet's input alone; 0.1 is usual.",
-        least=0,
-        fixed=True,
-    )
-    prediction_type: str | None = setting(
-        None,
-        str,
-        "Training",
-        "Let the UNet predict this; without it, what its scheduler says.",
-        choices=("epsilon", "v_prediction", "sample"),
-        fixed=True,
-    )
-    weighting_scheme: str | None = setting(
-        None,
-        str,
-        "Training",
-        "Draw timesteps of flow matching like this, none being evenly; without it, logit_normal.",
-        choices=("none", "logit_normal"),
         fixed=True,
     )
     mixed_precision: str = setting(

@@ -7,7 +7,8 @@ from typing import Any
 # Flags of diffusers' scripts that are known and not built -> why, and what to do.
 _UPLOADS = "nothing is uploaded; run 'hf upload' on the output folder"
 _FOLDERS = "models are not downloaded; give a folder ('hf download' makes one)"
-_IF = "that is for DeepFloyd IF, and training is built for Stable Diffusion 1 and 2; leave it out"
+_IF = "that is for DeepFloyd IF, which is not trained; leave it out"
+_BIAS = "timesteps of DDPM are drawn evenly; use --snr_gamma 5 to weigh them, or leave it out"
 UNBUILT: dict[str, str] = {
     "class_labels_conditioning": _IF,
     "dataset_config_name": "hub datasets are not built; download one and use --train_data_dir",
@@ -16,6 +17,9 @@ UNBUILT: dict[str, str] = {
     "hub_model_id": _UPLOADS,
     "hub_token": _UPLOADS,
     "image_column": "pictures are those that file_name names in metadata.jsonl; leave it out",
+    "debug_loss": "metrics.jsonl has the loss of each step; leave it out",
+    "do_edm_style_training": "EDM is not built; leave it out",
+    "lora_blocks": "name the blocks in --lora_layers, as in transformer_blocks.3.attn.to_q",
     "local_rank": "launchers set LOCAL_RANK in the environment; leave it out",
     "non_ema_revision": _FOLDERS,
     "offload_ema": "averages stay on the device; leave it out",
@@ -24,12 +28,18 @@ UNBUILT: dict[str, str] = {
     "revision": _FOLDERS,
     "skip_save_text_encoder": "the saved model is whole, so that it loads; delete the folder"
     " text_encoder afterwards",
-    "text_encoder_lr": "UNet and text encoder share --learning_rate",
+    "text_encoder_lr": "all weights share --learning_rate",
+    "adam_weight_decay_text_encoder": "all weights share --adam_weight_decay",
+    "repeats": "epochs are counted in steps; use --max_train_steps",
     "text_encoder_use_attention_mask": _IF,
+    "timestep_bias_begin": _BIAS,
+    "timestep_bias_end": _BIAS,
+    "timestep_bias_multiplier": _BIAS,
+    "timestep_bias_portion": _BIAS,
+    "timestep_bias_strategy": _BIAS,
     "tokenizer_max_length": "captions are padded to the tokenizer's own length; leave it out",
     "tokenizer_name": "the tokenizer is that of the model's folder; put another one there",
     "tracker_project_name": "TensorBoard has no projects; use --logging_dir",
-    "use_dora": "DoRA is not built; leave it out for plain LoRA",
     "validation_epochs": "validations are counted in steps; use --validation_steps",
     "validation_images": "Stable Diffusion starts from noise, not from a picture; leave it out",
     "validation_scheduler": "pictures are drawn with the model's own scheduler; leave it out",
@@ -37,6 +47,9 @@ UNBUILT: dict[str, str] = {
 }
 # Flags that are taken and change nothing -> why there is nothing to do.
 NEEDLESS: dict[str, str] = {
+    "enable_npu_flash_attention": "attention is torch's scaled_dot_product_attention",
+    "output_kohya_format": "kohya's form is always written where the family has one",
+    "upcast_before_saving": "what is trained is fp32, and saved in --save_precision",
     "enable_xformers_memory_efficient_attention": "attention is torch's"
     " scaled_dot_product_attention, which is fused as well",
     "foreach_ema": "averages are part of the fused step",
@@ -46,6 +59,10 @@ NEEDLESS: dict[str, str] = {
 # Flags of both tables that take no value on a command line.
 SWITCHES = frozenset(
     (
+        "do_edm_style_training",
+        "enable_npu_flash_attention",
+        "output_kohya_format",
+        "upcast_before_saving",
         "dream_training",
         "enable_xformers_memory_efficient_attention",
         "foreach_ema",
@@ -55,7 +72,6 @@ SWITCHES = frozenset(
         "set_grads_to_none",
         "skip_save_text_encoder",
         "text_encoder_use_attention_mask",
-        "use_dora",
     )
 )
 _JSONL = "metrics.jsonl has every number and is always written; use tensorboard, or none"
