@@ -7,7 +7,7 @@ weights are part of it in the type that they have now: fp32, or that of mixed pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from strop.train import model as models
 from strop.train.data import Captions, Crop, digest_of, pixels_of
 from strop.train.folders import Picture
 from strop.train.model import DiffusionModel
+from strop.train.ranks import ALONE, Ranks
 from strop.train.settings import Settings
 
 _SHARD = 256  # pictures of a file
@@ -55,19 +56,20 @@ def cache_moments(
     side: int,
     settings: Settings,
     on_progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> StoredMoments:
-    """Encode the pictures whose files are not there yet."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Encode the pictures whose files are not there yet. Each rank encodes its share of the batches
+    of a file, and rank 0 writes it."""
+    ranks.alone(lambda: folder.mkdir(parents=True, exist_ok=True))
     weights = models.digest_of(model.vae)
     how = (side, settings.random_flip, settings.image_interpolation_mode)
     key = digest_of("moments", 3, weights, how, [p.digest for p in pictures])
     stored = StoredMoments(folder, key)
-    for start in range(0, len(pictures), _SHARD):
-        path = stored.file(start // _SHARD)
-        if not path.is_file():
-            numbers = range(start, min(start + _SHARD, len(pictures)))
-            rows = _encode(model, pictures, numbers, side, settings, on_progress)
-            files.write_tensors(path, rows)
+    shards = range(-(-len(pictures) // _SHARD))
+    for shard in ranks.first(lambda: [s for s in shards if not stored.file(s).is_file()]):
+        numbers = range(shard * _SHARD, min((shard + 1) * _SHARD, len(pictures)))
+        rows = _encode(model, pictures, numbers, side, settings, on_progress, ranks)
+        ranks.alone(partial(files.write_tensors, stored.file(shard), rows))
     on_progress("encoding pictures", len(pictures), len(pictures))
     return stored
 
@@ -79,20 +81,25 @@ def _encode(
     side: int,
     settings: Settings,
     on_progress: Progress,
+    ranks: Ranks,
 ) -> dict[str, Tensor]:
-    found = {}
     mirrored, resample = settings.random_flip, settings.image_interpolation_mode
     wanted = [(n, flip) for flip in (False, True)[: 1 + mirrored] for n in numbers]
-    for start in range(0, len(wanted), _BATCH):
-        part = wanted[start : start + _BATCH]
-        on_progress("encoding pictures", numbers[0] + start // (1 + mirrored), len(pictures))
-        pixels = [
-            pixels_of(pictures[n].path, side, Crop(mirrored=flip), resample) for n, flip in part
-        ]
-        rows = models.moments_of(model, torch.stack(pixels)).cpu()
-        _check_finite(rows, [pictures[n].path for n, _ in part])
-        found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})
-    return found
+
+    def encode(starts: Sequence[int]) -> list[Tensor]:
+        found = []
+        for start in starts:
+            part = wanted[start : start + _BATCH]
+            on_progress("encoding pictures", numbers[0] + start // (1 + mirrored), len(pictures))
+            pixels = [
+                pixels_of(pictures[n].path, side, Crop(mirrored=flip), resample) for n, flip in part
+            ]
+            found.append(models.moments_of(model, torch.stack(pixels)).cpu())
+            _check_finite(found[-1], [pictures[n].path for n, _ in part])
+        return found
+
+    rows = torch.cat(ranks.dealt(range(0, len(wanted), _BATCH), encode))
+    return {_name(*item): row.clone() for item, row in zip(wanted, rows, strict=True)}
 
 
 def _check_finite(rows: Tensor, paths: Sequence[Path]) -> None:
@@ -117,20 +124,30 @@ def captions_of(model: DiffusionModel, pictures: Sequence[Picture]) -> Captions:
 
 
 def cache_embeddings(
-    folder: Path, model: DiffusionModel, captions: Captions, on_progress: Progress
+    folder: Path,
+    model: DiffusionModel,
+    captions: Captions,
+    on_progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> Captions:
-    """Return the captions with embeddings in the place of ids."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Return the captions with embeddings in the place of ids. Each rank encodes its share, and
+    rank 0 writes them."""
+    ranks.alone(lambda: folder.mkdir(parents=True, exist_ok=True))
     weights = models.digest_of(model.text_encoder)
     key = digest_of("embeddings", 2, weights, captions.table.tolist())
     path = folder / f"embeddings-{key[:24]}.safetensors"
-    if not path.is_file():
+
+    def encode(starts: Sequence[int]) -> list[Tensor]:
         made = []
-        for start in range(0, len(captions.table), _TEXTS):
+        for start in starts:
             on_progress("encoding captions", start, len(captions.table))
             ids = captions.table[start : start + _TEXTS]
             made.append(models.embeddings_of(model, ids).cpu())
-        files.write_tensors(path, {"states": torch.cat(made)})
+        return made
+
+    if not ranks.first(path.is_file):
+        made = torch.cat(ranks.dealt(range(0, len(captions.table), _TEXTS), encode))
+        ranks.alone(lambda: files.write_tensors(path, {"states": made}))
     on_progress("encoding captions", len(captions.table), len(captions.table))
     return Captions(captions.rows, _opened(path).get_tensor("states"))
 

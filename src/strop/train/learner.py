@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,34 +97,36 @@ class Learner:
         assert found is not None
         return found
 
-    def averages(self) -> dict[str, Tensor]:
-        """Return the averages alone among ``states``."""
-        return self.states((_AVERAGE,))
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether each rank has states of its own."""
+        return self._shards is not None
 
-    def states(self, kinds: Container[str] = _KINDS) -> dict[str, Tensor]:
-        """Return the states of the optimizer, the averages among them, on rank 0 those of all
-        ranks. They all have to ask where each has its own."""
-        own = {
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of the optimizer that this rank has, the averages among them."""
+        return {
             f"{name}/{key}": value
             for name, parameter in self.named.items()
             if parameter in self.optimizer.state
             for key, value in self.optimizer.state[parameter].items()
-            if key in kinds
+            if key in _KINDS
         }
-        return own if self._shards is None else self._ranks.collected(own)
 
     @contextmanager
     @torch.no_grad()
-    def averaged(self, averages: dict[str, Tensor]) -> Iterator[None]:
-        """Put these averages in the place of the weights, if averages are kept."""
+    def averaged(self) -> Iterator[None]:
+        """Put the averages in the place of the weights, if averages are kept. All ranks have to,
+        where each has its own."""
         if self.optimizer.ema is None:
             yield
             return
         kept = [parameter.detach().cpu().clone() for parameter in self.parameters]
-        for name, parameter in self.named.items():
-            average = averages.get(f"{name}/{_AVERAGE}")
+        for parameter in self.parameters:
+            average = self.optimizer.state.get(parameter, {}).get(_AVERAGE)
             if average is not None:  # there is none before the first step
                 parameter.copy_(average)
+        if self._shards is not None:
+            self._ranks.gather(self._shards)
         try:
             yield
         finally:
@@ -133,9 +135,12 @@ class Learner:
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
-    def tensors(self, states: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint keeps, with what ``states`` has given."""
-        return {"weights": dict(self.named), "optimizer": states}
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return what this rank gives to a checkpoint: its states, and on rank 0 the weights."""
+        found = {"optimizer": self.states()}
+        if self._ranks.is_first:
+            found["weights"] = dict(self.named)
+        return found
 
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, for JSON."""
