@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class Learner:
         self, settings: Settings, modules: dict[str, nn.Module], ranks: Ranks = ALONE
     ) -> None:
         self.modules, self._ranks = modules, ranks
+        self.before_changes: Callable[[], None] = lambda: None  # of weights or states
         self.named = {
             f"{part}.{name}": parameter
             for part, module in modules.items()
@@ -70,6 +71,7 @@ class Learner:
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.before_changes()
         update(self.optimizer, self.scaler)
         if self._shards is not None:
             self._ranks.gather(self._shards)
@@ -120,6 +122,7 @@ class Learner:
         if self.optimizer.ema is None:
             yield
             return
+        self.before_changes()
         kept = [parameter.detach().cpu().clone() for parameter in self.parameters]
         for parameter in self.parameters:
             average = self.optimizer.state.get(parameter, {}).get(_AVERAGE)

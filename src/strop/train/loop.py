@@ -99,6 +99,7 @@ class TrainingLoop:
         self.total = session.total
         self.stop = Stop()
         self.saver = Saver(session.settings, session.ranks)
+        self.learner.before_changes = self.saver.settle
         self._window = _Window()
 
     def run(self) -> Outcome:
@@ -175,6 +176,8 @@ class TrainingLoop:
 
     def _after_step(self) -> None:
         self.saver.check()
+        if self.step == self.session.step + 1 and self._saves_later:
+            self.saver.reserve(self.learner.tensors())
         if time.monotonic() - self._window.start > _REPORT_S:
             self._report()
         if self.step % self.settings.checkpointing_steps == 0:
@@ -184,6 +187,13 @@ class TrainingLoop:
         if every is not None and self.step % every == 0 and self.step < self.total:
             self._report()
             self._validate()
+
+    @property
+    def _saves_later(self) -> bool:
+        """Tell whether this rank writes checkpoints, and a further one comes."""
+        writes = self.ranks.is_first or self.learner.is_sharded
+        every = self.settings.checkpointing_steps
+        return writes and self.step // every * every + every <= self.total
 
     def _report(self) -> None:
         """Read the losses, which waits for the device, and hand them on."""

@@ -1,7 +1,7 @@
 """Save checkpoints while the training goes on.
 
-What is to be saved is copied at once, and a thread writes, hashes, syncs and renames. Each rank
-writes its own states; rank 0 writes the rest, waits for the others, and publishes the checkpoint.
+A thread copies what is to be saved, writes, hashes, syncs and renames it. Each rank writes its own
+states; rank 0 writes the rest, waits for the others, and publishes the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from strop.train import checkpoint, files
 from strop.train.ranks import Ranks, Talk
 from strop.train.settings import Settings
-from strop.train.snapshots import Snapshot, Snapshots, Tensors
+from strop.train.snapshots import Snapshot, Snapshots, Tensors, mark
 
 
 class Saver:
@@ -28,6 +29,7 @@ class Saver:
         self._settings, self._ranks = settings, ranks
         self._snapshots = Snapshots()
         self._pool = ThreadPoolExecutor(1, "strop-checkpoint")
+        self._copying: Future[Snapshot] | None = None
         self._running: Future[None] | None = None
         self._abandoned = threading.Event()
 
@@ -39,11 +41,23 @@ class Saver:
         writes = all_write or self._ranks.is_first
         if self._settings.background_checkpoints:
             if writes:
-                snapshot = self._snapshots.take(tensors)
-                self._running = self._pool.submit(self._write, step, snapshot, state, talk)
+                self._copying = self._pool.submit(self._snapshots.take, tensors, mark(tensors))
+                found = self._copying.result  # the pool has one thread: it is there by then
+                self._running = self._pool.submit(self._write, step, found, state, talk)
         else:
-            now = Snapshot(tensors)
+            now = partial(Snapshot, tensors)
             self._ranks.together(lambda: self._write(step, now, state, talk) if writes else None)
+
+    def reserve(self, tensors: Tensors) -> None:
+        """Have the thread make memory for copies of such tensors before it is needed."""
+        if self._settings.background_checkpoints:
+            self._running = self._pool.submit(self._snapshots.reserve, tensors)
+
+    def settle(self) -> None:
+        """Wait until what is being saved is copied, before anything changes it."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.result().hold_changes()
 
     def check(self) -> None:
         """Raise what a save has raised that has ended since."""
@@ -70,10 +84,13 @@ class Saver:
         if running is not None:
             running.result()
 
-    def _write(self, step: int, found: Snapshot, state: Mapping[str, Any], talk: Talk) -> None:
+    def _write(
+        self, step: int, copied: Callable[[], Snapshot], state: Mapping[str, Any], talk: Talk
+    ) -> None:
         final = self._settings.output / f"checkpoint-{step}"
-        found.wait()
         with talk.telling_failures(), files.writing(final):
+            found = copied()
+            found.wait()
             if self._ranks.is_first:
                 checkpoint.begin(final)
                 talk.tell("begun")
