@@ -33,13 +33,12 @@ class _Place:
 
 @dataclass(eq=False)
 class Messages:
-    """Hold the texts of all ranks by name; ``attempt`` counts restarts, whose texts are apart."""
+    """Hold the texts of all ranks by name."""
 
     rank: int
     count: int
     store: Any  # torch.distributed.Store
     timeout_s: int
-    attempt: int = 0
     _place: _Place = field(default_factory=_Place)
 
     def apart(self) -> Messages:
@@ -134,4 +133,4 @@ class Messages:
         return ", ".join(found)
 
     def _key(self, name: str, rank: int) -> str:
-        return f"strop/{self.attempt}/{name}/{rank}"
+        return f"strop/{name}/{rank}"

@@ -284,9 +284,10 @@ def open_channel(place: GroupPlace, device: str, timeout_s: int, output: Path) -
     is_on_gpu = device == "cuda"
     limit = timedelta(seconds=timeout_s)
     try:
+        store = _meet(place, limit)
         torch.distributed.init_process_group(
             "nccl" if is_on_gpu else "gloo",
-            init_method=place.address,
+            store=store,
             rank=place.rank,
             world_size=place.count,
             timeout=2 * limit if is_on_gpu else limit,  # gloo is to speak first: it names ranks
@@ -298,8 +299,7 @@ def open_channel(place: GroupPlace, device: str, timeout_s: int, output: Path) -
             f"rank {place.rank} did not find all {counted(place.count, 'process')} at "
             f"{place.address} within {timeout_s} s (--rank_timeout): {reason}"
         ) from error
-    store = torch.distributed.distributed_c10d._get_default_store()
-    messages = Messages(place.rank, place.count, store, timeout_s, place.attempt)
+    messages = Messages(place.rank, place.count, store, timeout_s)
     calls, gpu = Calls(), GpuSteps() if is_on_gpu else None
     folder = output / _STUCK
     channel = Channel(messages, hosts, Witness(messages, calls, folder), gpu)
@@ -314,6 +314,15 @@ def open_channel(place: GroupPlace, device: str, timeout_s: int, output: Path) -
         raise
     finally:
         pulse.stop()
+
+
+def _meet(place: GroupPlace, limit: timedelta) -> Any:
+    """Return the store in which the group meets. That of torchrun may outlive an attempt, with all
+    that was left there, so each attempt has names of its own."""
+    found = torch.distributed.rendezvous(place.address, place.rank, place.count, timeout=limit)
+    store, _, _ = next(iter(found))
+    store.set_timeout(limit)
+    return torch.distributed.PrefixStore(f"strop/attempt-{place.attempt}", store)
 
 
 @contextmanager
