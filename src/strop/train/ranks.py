@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from strop.errors import OptionError, TrainingError
 from strop.train.flat_gradients import FlatGradients
@@ -319,10 +321,10 @@ def open_channel(place: GroupPlace, device: str, timeout_s: int, output: Path) -
 def _meet(place: GroupPlace, limit: timedelta) -> Any:
     """Return the store in which the group meets. That of torchrun may outlive an attempt, with all
     that was left there, so each attempt has names of its own."""
-    found = torch.distributed.rendezvous(place.address, place.rank, place.count, timeout=limit)
+    found = rendezvous(place.address, place.rank, place.count, timeout=limit)
     store, _, _ = next(iter(found))
     store.set_timeout(limit)
-    return torch.distributed.PrefixStore(f"strop/attempt-{place.attempt}", store)
+    return PrefixStore(f"strop/attempt-{place.attempt}", store)
 
 
 @contextmanager
