@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import TrainingError
-from strop.train import attempts, checkpoint, snapshots
+from strop.train import attempts, checkpoint, host_copies
 from strop.train.ranks import ALONE
 from strop.train.saving import Saver
 from tests.train import trainer
@@ -54,13 +54,13 @@ def test_a_change_waits_for_the_copy(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy begins late; what comes after ``settle`` is not in it."""
-    usual, begins = snapshots.Snapshots.take, threading.Event()
+    usual, begins = host_copies.HostCopies.take, threading.Event()
 
-    def late(self: Any, *given: Any) -> snapshots.Snapshot:
+    def late(self: Any, *given: Any) -> host_copies.HostCopy:
         begins.wait()
         return usual(self, *given)
 
-    monkeypatch.setattr(snapshots.Snapshots, "take", late)
+    monkeypatch.setattr(host_copies.HostCopies, "take", late)
     saver, tensors = _saver(tmp_path), _weights(device)
     before = {name: tensor.clone().cpu() for name, tensor in tensors["weights"].items()}
     saver.save(1, tensors, {"mark": 7}, all_write=False)
@@ -83,7 +83,7 @@ def test_saves_follow_each_other_in_one_memory(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, at_once, open_saves = set(), [], []
-    begin, publish, take = checkpoint.begin, checkpoint.publish, snapshots.Snapshots.take
+    begin, publish, take = checkpoint.begin, checkpoint.publish, host_copies.HostCopies.take
 
     def noted_begin(final: Path) -> None:
         open_saves.append(final)
@@ -94,14 +94,14 @@ def test_saves_follow_each_other_in_one_memory(
         publish(final, *given)
         open_saves.remove(final)
 
-    def noted_take(self: Any, *given: Any) -> snapshots.Snapshot:
+    def noted_take(self: Any, *given: Any) -> host_copies.HostCopy:
         found = take(self, *given)
         seen.add(tuple(t.data_ptr() for group in found.tensors.values() for t in group.values()))
         return found
 
     monkeypatch.setattr(checkpoint, "begin", noted_begin)
     monkeypatch.setattr(checkpoint, "publish", noted_publish)
-    monkeypatch.setattr(snapshots.Snapshots, "take", noted_take)
+    monkeypatch.setattr(host_copies.HostCopies, "take", noted_take)
     saver, tensors = _saver(tmp_path), _weights(device)
     saver.reserve(tensors)
     for step in range(1, 4):

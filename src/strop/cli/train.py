@@ -187,8 +187,9 @@ def _run(settings: knobs.Settings) -> None:
             "has to start its own again, as torchrun does by its own --max-restarts"
         )
     if place.count == 1 and (settings.num_processes > 1 or settings.max_restarts):
-        words = [sys.executable, "-m", "strop", *sys.argv[1:], "--max_restarts", "0"]
         count, restarts = settings.num_processes, settings.max_restarts
+        own = ["--max_restarts", "0"] if restarts else []  # a file may say it, too
+        words = [sys.executable, "-m", "strop", *sys.argv[1:], *own]
         raise typer.Exit(launch.launch(words, count, restarts, warn))
     _train(settings, place)
 

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from strop.train import checkpoint, files
+from strop.train.host_copies import HostCopies, HostCopy, Tensors, mark
 from strop.train.ranks import Ranks, Talk
 from strop.train.settings import Settings
-from strop.train.snapshots import Snapshot, Snapshots, Tensors, mark
 
 
 class Saver:
@@ -27,9 +27,9 @@ class Saver:
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
         self._settings, self._ranks = settings, ranks
-        self._snapshots = Snapshots()
+        self._copies = HostCopies()
         self._pool = ThreadPoolExecutor(1, "strop-checkpoint")
-        self._copying: Future[Snapshot] | None = None
+        self._copying: Future[HostCopy] | None = None
         self._running: Future[None] | None = None
         self._abandoned = threading.Event()
 
@@ -41,17 +41,17 @@ class Saver:
         writes = all_write or self._ranks.is_first
         if self._settings.background_checkpoints:
             if writes:
-                self._copying = self._pool.submit(self._snapshots.take, tensors, mark(tensors))
+                self._copying = self._pool.submit(self._copies.take, tensors, mark(tensors))
                 found = self._copying.result  # the pool has one thread: it is there by then
                 self._running = self._pool.submit(self._write, step, found, state, talk)
         else:
-            now = partial(Snapshot, tensors)
+            now = partial(HostCopy, tensors)
             self._ranks.together(lambda: self._write(step, now, state, talk) if writes else None)
 
     def reserve(self, tensors: Tensors) -> None:
         """Have the thread make memory for copies of such tensors before it is needed."""
         if self._settings.background_checkpoints:
-            self._running = self._pool.submit(self._snapshots.reserve, tensors)
+            self._running = self._pool.submit(self._copies.reserve, tensors)
 
     def settle(self) -> None:
         """Wait until what is being saved is copied, before anything changes it."""
@@ -85,7 +85,7 @@ class Saver:
             running.result()
 
     def _write(
-        self, step: int, copied: Callable[[], Snapshot], state: Mapping[str, Any], talk: Talk
+        self, step: int, copied: Callable[[], HostCopy], state: Mapping[str, Any], talk: Talk
     ) -> None:
         final = self._settings.output / f"checkpoint-{step}"
         with talk.telling_failures(), files.writing(final):

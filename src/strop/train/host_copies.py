@@ -22,7 +22,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HostCopy:
     """Hold copies of tensors, by group and name, which are there after ``wait``."""
 
     tensors: Tensors
@@ -39,8 +39,8 @@ class Snapshot:
             self._copied.wait()
 
 
-class Snapshots:
-    """Take snapshots, each in the memory of the one before."""
+class HostCopies:
+    """Make copies, each in the memory of the one before."""
 
     def __init__(self) -> None:
         self._looks: object = None
@@ -66,8 +66,8 @@ class Snapshots:
         self._looks = looks
 
     @torch.no_grad()
-    def take(self, tensors: Tensors, since: torch.cuda.Event | None) -> Snapshot:
-        """Copy tensors as they are at ``since``, or now on a CPU. The snapshot before must not be
+    def take(self, tensors: Tensors, since: torch.cuda.Event | None) -> HostCopy:
+        """Copy tensors as they are at ``since``, or now on a CPU. The copy before must not be
         in use any more."""
         self.reserve(tensors)
         pairs = [
@@ -78,7 +78,7 @@ class Snapshots:
         if since is None:
             for into, tensor in pairs:
                 into.copy_(tensor)
-            return Snapshot(self._places)
+            return HostCopy(self._places)
         (device,) = {tensor.device for _, tensor in pairs if tensor.is_cuda}
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
             since.wait()
@@ -86,7 +86,7 @@ class Snapshots:
                 into.copy_(tensor, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        return Snapshot(self._places, copied)
+        return HostCopy(self._places, copied)
 
 
 def mark(tensors: Tensors) -> torch.cuda.Event | None:
