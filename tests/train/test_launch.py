@@ -178,7 +178,7 @@ def test_a_signal_reaches_all(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 143
 
 
-# ---- what a rank knows of the others ---------------------------------------------------------------
+# ---- what a rank knows of the others -------------------------------------------------------------
 
 
 def _two(timeout_s: int = 60) -> list[Messages]:

@@ -226,8 +226,8 @@ def test_a_checkpoint_goes_on_anywhere(pair: Pair, tiny_model: Path, tmp_path: P
 
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("text-to-image", {}),
     "8 bits and cut": ("text-to-image", {"use_8bit_adam": True, "shard_optimizer": True}),
+    "plain": ("text-to-image", {}),
     "adapters and cut": ("lora", {"shard_optimizer": True}),
     "cut": ("text-to-image", {"shard_optimizer": True}),
     "8 bits": ("text-to-image", {"use_8bit_adam": True}),
