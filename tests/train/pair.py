@@ -28,14 +28,16 @@ def _work(rank: int, meeting: str, device: str, timeout_s: int, end: Connection)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    ranks = open_channel(GroupPlace(rank, COUNT, rank, f"file://{meeting}"), device, timeout_s)
-    while (asked := end.recv()) is not None:
-        try:
-            end.send(asked(ranks))
-        except Exception as error:
-            traceback.print_exc()
-            end.send(error)
-            return
+    place, output = GroupPlace(rank, COUNT, rank, f"file://{meeting}"), Path(meeting).parent
+    with open_channel(place, device, timeout_s, output) as ranks:
+        while (asked := end.recv()) is not None:
+            try:
+                found = asked(ranks)
+            except Exception as error:
+                traceback.print_exc()
+                end.send(error)
+                raise
+            end.send(found)
 
 
 class Pair:

@@ -56,7 +56,7 @@ def test_the_commands_run(
     commands = [line for line in blocks.splitlines() if line.startswith("strop train")]
     assert len(commands) == 8
     # Several processes are started in test_trainer_ranks.py.
-    monkeypatch.setattr("strop.train.launch.launch", lambda words, count: 0)
+    monkeypatch.setattr("strop.train.launch.launch", lambda words, *given: 0)
     threads = torch.get_num_threads()
     for command in commands:
         task = shlex.split(command)[2]

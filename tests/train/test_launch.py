@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from strop.errors import OptionError, TrainingError
-from strop.train import launch
+from strop.train import launch, messages
+from strop.train.messages import FAILED, LostRanksError, Messages
 from strop.train.places import GroupPlace, place_in
 from strop.train.share import BatchShare
+from strop.train.stuck import GpuSteps
 
 TORCHRUN = {
     "RANK": "3",
@@ -42,6 +45,10 @@ SRUN = {
         (TORCHRUN | SRUN, GroupPlace(3, 4, 1, "tcp://node7:29500")),
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, GroupPlace()),
         (SRUN, GroupPlace(1, 2, 1, "tcp://127.0.0.1:21007")),
+        (
+            TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"},
+            GroupPlace(3, 4, 1, "tcp://node7:29500", attempt=2),
+        ),
         (SRUN | {"MASTER_ADDR": "n", "MASTER_PORT": "1"}, GroupPlace(1, 2, 1, "tcp://n:1")),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, GroupPlace()),
         ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, GroupPlace()),  # a batch script
@@ -118,6 +125,31 @@ def test_a_failure_of_rank_0_is_its_own() -> None:
     assert _launched(f"sys.exit({launch.LOST} if rank else 1)") == 1
 
 
+def test_a_killed_rank_has_all_started_again(capfd: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', attempt, 'of rank', rank, flush=True)\n"
+        "if attempt == '1': sys.exit(0)\n"
+        f"os.kill(os.getpid(), 9) if rank else sys.exit({launch.LOST})"
+    )
+    warned: list[str] = []
+    words = [sys.executable, "-c", _MEET + script]
+    assert launch.launch(words, 2, 2, warned.append) == 0
+    assert capfd.readouterr().out.splitlines() == ["attempt 0 of rank 0", "attempt 1 of rank 0"]
+    assert len(warned) == 1
+    assert "rank 1 ended by signal 9" in warned[0]
+    assert "started again (1 of 2)" in warned[0]
+
+
+@pytest.mark.parametrize(("ended", "tries"), [(f"sys.exit({launch.LOST})", 3), ("sys.exit(1)", 1)])
+def test_what_would_fail_again_is_not_tried_again(ended: str, tries: int, tmp_path: Path) -> None:
+    """A rank that fails by itself has said why; ranks that have lost each other may meet again."""
+    script = f"pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\n{ended}"
+    words = [sys.executable, "-c", _MEET + script]
+    launch.launch(words, 1, 2)
+    assert len(list(tmp_path.iterdir())) == tries
+
+
 def test_ranks_that_do_not_notice_a_failure_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_GRACE_S", 0.2)
     start = time.monotonic()
@@ -144,3 +176,63 @@ def test_a_signal_reaches_all(tmp_path: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
+
+
+# ---- what a rank knows of the others -------------------------------------------------------------
+
+
+def _two(timeout_s: int = 60) -> list[Messages]:
+    store = torch.distributed.HashStore()
+    return [Messages(rank, 2, store, timeout_s) for rank in range(2)]
+
+
+def test_texts_are_waited_for_and_failures_raised() -> None:
+    first, second = _two()
+    second.post("turn", "done")
+    assert first.read("turn", 1) == "done"
+    second.post("other turn", f"{FAILED}no room")
+    with pytest.raises(LostRanksError, match="rank 1 failed: no room"):
+        first.read("other turn", 1)
+
+
+def test_a_rank_that_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "BEAT_S", 0.01)
+    first, second = _two()
+    second.post("end", f"{FAILED}a picture is gone")
+    with pytest.raises(LostRanksError, match="rank 1 failed: a picture is gone"):
+        first.read("turn", 1)
+
+
+def test_a_rank_without_a_sign_of_life_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "BEAT_S", 0.01)
+    first, second = _two(timeout_s=1)
+    second.begin(7)
+    second.post("beat", "1")
+    with pytest.raises(LostRanksError, match=r"no sign of life for 1 s.*rank 1 began step 7"):
+        first.read("turn", 1)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(LostRanksError, match="does not wait"):
+        first.read("turn", 1, stop)
+
+
+class _Event:
+    """Stands for a moment on a GPU."""
+
+    def __init__(self) -> None:
+        self.has_passed = False
+
+    def query(self) -> bool:
+        return self.has_passed
+
+
+def test_a_gpu_that_does_not_end_a_step_is_named() -> None:
+    gpu, events = GpuSteps(), [_Event(), _Event()]
+    for step, event in enumerate(events, 5):
+        gpu.begin(step, event)
+    assert gpu.overdue(1000.0) is None
+    assert gpu.overdue(-1.0) == 4
+    events[0].has_passed = True
+    assert gpu.overdue(-1.0) == 5
+    events[1].has_passed = True
+    assert gpu.overdue(-1.0) is None

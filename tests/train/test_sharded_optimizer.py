@@ -225,6 +225,50 @@ def test_a_checkpoint_goes_on_anywhere(pair: Pair, tiny_model: Path, tmp_path: P
     assert checkpoint.load(tmp_path / "cut" / last)[1]["shard_optimizer"] is True
 
 
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "8 bits and cut": ("text-to-image", {"use_8bit_adam": True, "shard_optimizer": True}),
+    "plain": ("text-to-image", {}),
+    "adapters and cut": ("lora", {"shard_optimizer": True}),
+    "cut": ("text-to-image", {"shard_optimizer": True}),
+    "8 bits": ("text-to-image", {"use_8bit_adam": True}),
+    "adapters": ("lora", {}),
+}
+
+
+def _save_again(loop: TrainingLoop) -> None:
+    """Save what was loaded, before any step."""
+    loop.saved = 0
+    loop._save()
+    loop.saver.wait()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_checkpoint_has_the_same_bits_on_any_number_of_ranks(
+    name: str, pair: Pair, tiny_model: Path, tmp_path: Path
+) -> None:
+    """One process saves, two load that and save it, and one loads what they have saved."""
+    task, more = MODES[name]
+    given = partial(_given, tiny_model, max_train_steps=2, validation_prompt=[], **more)
+    folders = [tmp_path / "one", tmp_path / "two", tmp_path / "back"]
+    trainer.train(task, **given(folders[0], train_batch_size=4))
+    middle = {"resume_from_checkpoint": str(folders[0] / "checkpoint-2")}
+    work = partial(train, task=task, given=given(folders[1], **middle), change=_save_again)
+    for found in pair.run(work):
+        assert not isinstance(found, Exception), found
+    middle = {"resume_from_checkpoint": str(folders[1] / "checkpoint-2"), "train_batch_size": 4}
+    watch = trainer.Watch()
+    loop = TrainingLoop(trainer.holding(task, watch, **given(folders[2], **middle)), watch)
+    _save_again(loop)
+    assert loop.run() == Outcome(2, 2)
+    first, *others = (trainer.checkpoint_tensors(f / "checkpoint-2") for f in folders)
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[key], value) for key, value in first.items())
+    is_cut = (folders[1] / "checkpoint-2" / "optimizer-1.safetensors").is_file()
+    assert is_cut == ("shard_optimizer" in more)
+    assert any("_codes" in key for key in first) == (more.get("use_8bit_adam", False))
+
+
 def test_fewer_weights_than_ranks() -> None:
     from strop.train.learner import _sharded
 

@@ -288,15 +288,17 @@ def test_several_processes_are_started_with_the_same_words(
 ) -> None:
     started: list[object] = []
 
-    def start(words: list[str], count: int) -> int:
-        started.extend([words[1:], count])
+    def start(words: list[str], count: int, restarts: int, warn: object) -> int:
+        started.extend([words[1:], count, restarts])
         return 143
 
     words = ["text-to-image", "--model", "sprites", "--num_processes", 3]
-    monkeypatch.setattr("sys.argv", ["strop", "train", *words])
     monkeypatch.setattr("strop.train.launch.launch", start)
-    assert invoke(*words).exit_code == 143
-    assert started == [["-m", "strop", "train", *words], 3]
+    for more, own in (([], []), (["--max_restarts", 2], ["--max_restarts", "0"])):
+        monkeypatch.setattr("sys.argv", ["strop", "train", *words, *more])
+        assert invoke(*words, *more).exit_code == 143
+        assert started == [["-m", "strop", "train", *words, *more, *own], 3, 2 if more else 0]
+        started.clear()
     monkeypatch.setenv("RANK", "0")  # in a process that was started
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = invoke(*words)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # of
 
 # A process whose second checkpoint is cut off after a part of its first file, by two signals.
 CUT_OFF = """
-import json, signal, sys
+import json, signal, sys, time
 from strop.train import checkpoint
 from tests.train import trainer
 
@@ -41,6 +41,8 @@ def cut_off(tensors, path):
     if path.parent.name.startswith("checkpoint-4"):
         path.write_bytes(path.read_bytes()[:1000])
         signal.raise_signal(signal.SIGTERM)
+        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the main thread notes it
+            time.sleep(0.01)
         signal.raise_signal(signal.SIGTERM)
 
 whole, checkpoint.save_file = checkpoint.save_file, cut_off
@@ -76,7 +78,7 @@ def test_sigterm_inside_of_a_save(
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
 ) -> None:
-    """The save is ended, and the training with it; resumed, it is one that never stopped."""
+    """Saves are ended, and the training with them; resumed, it is one that never stopped."""
     stopped, straight = tmp_path / "stopped", tmp_path / "straight"
     whole, saved = checkpoint.save_file, []
 
@@ -89,8 +91,9 @@ def test_sigterm_inside_of_a_save(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", told_to_stop)
         outcome = trainer.train("text-to-image", **values(tiny_model, pictures, stopped))
-    assert outcome == Outcome(2, 6, signal.SIGTERM)
-    check_it_goes_on(stopped, straight, tiny_model, pictures, "checkpoint-2")
+    assert outcome.stopped_by == signal.SIGTERM
+    assert 2 <= outcome.step <= 4  # the save of step 4 waits for that of step 2
+    check_it_goes_on(stopped, straight, tiny_model, pictures, f"checkpoint-{outcome.step}")
 
 
 @pytest.mark.slow

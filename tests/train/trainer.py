@@ -90,7 +90,8 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
 def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, by the name of their file and their own."""
     files = sorted(folder.glob("*.safetensors"))
-    return {f"{path.stem}/{name}": t for path in files for name, t in load_file(path).items()}
+    groups = [(path.stem.partition("-")[0], load_file(path)) for path in files]
+    return {f"{group}/{name}": t for group, tensors in groups for name, t in tensors.items()}
 
 
 def weights(output: Path) -> dict[str, Tensor]:

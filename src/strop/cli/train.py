@@ -181,9 +181,16 @@ def _spelt(file: dict[str, Any], task: str) -> dict[str, Any]:
 
 def _run(settings: knobs.Settings) -> None:
     place = place_of_this_process()
-    if place.count == 1 and settings.num_processes > 1:
-        words = [sys.executable, "-m", "strop", *sys.argv[1:]]
-        raise typer.Exit(launch.launch(words, settings.num_processes))
+    if place.count > 1 and settings.max_restarts:
+        raise OptionError(
+            "--max_restarts is for processes that strop starts (--num_processes): another launcher "
+            "has to start its own again, as torchrun does by its own --max-restarts"
+        )
+    if place.count == 1 and (settings.num_processes > 1 or settings.max_restarts):
+        count, restarts = settings.num_processes, settings.max_restarts
+        own = ["--max_restarts", "0"] if restarts else []  # a file may say it, too
+        words = [sys.executable, "-m", "strop", *sys.argv[1:], *own]
+        raise typer.Exit(launch.launch(words, count, restarts, warn))
     _train(settings, place)
 
 
@@ -194,7 +201,8 @@ def _train(settings: knobs.Settings, place: GroupPlace) -> None:
 
     from strop.cli import models
     from strop.cli.training_screen import Quiet, Screen
-    from strop.train.ranks import LostRanksError, joined
+    from strop.train.messages import LostRanksError
+    from strop.train.ranks import joined
 
     models.quieten()
     is_alone = place.count == 1
@@ -210,7 +218,7 @@ def _train(settings: knobs.Settings, place: GroupPlace) -> None:
             "the GPU has too little memory; lower --train_batch_size and raise "
             "--gradient_accumulation_steps, or add --gradient_checkpointing"
         ) from error
-    except LostRanksError as error:
+    except (LostRanksError, torch.AcceleratorError) as error:  # another attempt may go on
         tell(error)
         raise typer.Exit(launch.LOST) from error
     screen.result(settings, outcome)

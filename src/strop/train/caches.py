@@ -7,7 +7,7 @@ weights are part of it in the type that they have now: fp32, or that of mixed pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from strop.train.data import Captions, digest_of
 from strop.train.folders import Picture
 from strop.train.model import DiffusionModel
 from strop.train.prompts import Prompts, joined
+from strop.train.ranks import ALONE, Ranks
 from strop.train.settings import Settings
 
 _SHARD = 256  # pictures of a file
@@ -58,22 +59,23 @@ def cache_moments(
     side: int,
     settings: Settings,
     on_progress: Progress,
+    ranks: Ranks = ALONE,
     shapes: Sequence[Shape] = (),
 ) -> StoredMoments:
-    """Encode the pictures whose files are not there yet, as squares or in these shapes."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Encode the pictures whose files are not there yet, as squares or in these shapes. Each rank
+    encodes its share of the batches of a file, and rank 0 writes it."""
+    ranks.alone(lambda: folder.mkdir(parents=True, exist_ok=True))
     weights = models.digest_of(model.vae)
     how = (side, settings.random_flip, settings.image_interpolation_mode)
     digests = [p.digest for p in pictures]
     key = digest_of("moments", 3, weights, how, digests, *((shapes,) if shapes else ()))
     shown = shapes or [(side, side)] * len(pictures)
     stored = StoredMoments(folder, key)
-    for start in range(0, len(pictures), _SHARD):
-        path = stored.file(start // _SHARD)
-        if not path.is_file():
-            numbers = range(start, min(start + _SHARD, len(pictures)))
-            rows = _encode(model, pictures, numbers, shown, settings, on_progress)
-            files.write_tensors(path, rows)
+    files_of = range(-(-len(pictures) // _SHARD))
+    for shard in ranks.first(lambda: [s for s in files_of if not stored.file(s).is_file()]):
+        numbers = range(shard * _SHARD, min((shard + 1) * _SHARD, len(pictures)))
+        rows = _encode(model, pictures, numbers, shown, settings, on_progress, ranks)
+        ranks.alone(partial(files.write_tensors, stored.file(shard), rows))
     on_progress("encoding pictures", len(pictures), len(pictures))
     return stored
 
@@ -85,25 +87,33 @@ def _encode(
     shown: Sequence[Shape],
     settings: Settings,
     on_progress: Progress,
+    ranks: Ranks,
 ) -> dict[str, Tensor]:
-    found = {}
     mirrored, resample = settings.random_flip, settings.image_interpolation_mode
     wanted = [(n, flip) for flip in (False, True)[: 1 + mirrored] for n in numbers]
-    done = 0
+    batches = []
     for shape in dict.fromkeys(shown[n] for n in numbers):
         alike = [item for item in wanted if shown[item[0]] == shape]
-        for start in range(0, len(alike), _BATCH):
-            part = alike[start : start + _BATCH]
-            on_progress("encoding pictures", numbers[0] + done // (1 + mirrored), len(pictures))
+        batches += [alike[start : start + _BATCH] for start in range(0, len(alike), _BATCH)]
+
+    def encode(some: Sequence[Sequence[tuple[int, bool]]]) -> list[Tensor]:
+        found = []
+        for batch in some:
+            on_progress("encoding pictures", batch[0][0], len(pictures))
             pixels = [
-                pixels_of(pictures[n].path, shape, Crop(mirrored=flip), resample)
-                for n, flip in part
+                pixels_of(pictures[n].path, shown[n], Crop(mirrored=flip), resample)
+                for n, flip in batch
             ]
-            rows = models.moments_of(model, torch.stack(pixels)).cpu()
-            _check_finite(rows, [pictures[n].path for n, _ in part])
-            found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})
-            done += len(part)
-    return found
+            found.append(models.moments_of(model, torch.stack(pixels)).cpu())
+            _check_finite(found[-1], [pictures[n].path for n, _ in batch])
+        return found
+
+    encoded = zip(batches, ranks.dealt(batches, encode), strict=True)
+    return {
+        _name(*item): row.clone()
+        for batch, rows in encoded
+        for item, row in zip(batch, rows, strict=True)
+    }
 
 
 def _check_finite(rows: Tensor, paths: Sequence[Path]) -> None:
@@ -128,22 +138,32 @@ def captions_of(model: DiffusionModel, pictures: Sequence[Picture]) -> Captions:
 
 
 def cache_embeddings(
-    folder: Path, model: DiffusionModel, captions: Captions, on_progress: Progress
+    folder: Path,
+    model: DiffusionModel,
+    captions: Captions,
+    on_progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> Captions:
-    """Return the captions with embeddings in the place of ids."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Return the captions with embeddings in the place of ids. Each rank encodes its share, and
+    rank 0 writes them."""
+    ranks.alone(lambda: folder.mkdir(parents=True, exist_ok=True))
     weights = [models.digest_of(model.modules[name]) for name in model.encoders]
     ids = {name: rows.tolist() for name, rows in captions.table.tensors.items()}
     key = digest_of("embeddings", 3, model.family.name, weights, ids)
     path = folder / f"embeddings-{key[:24]}.safetensors"
-    if not path.is_file():
+
+    def encode(starts: Sequence[int]) -> list[Prompts]:
         made = []
-        for start in range(0, len(captions.table), _TEXTS):
+        for start in starts:
             on_progress("encoding captions", start, len(captions.table))
             part = captions.table.rows(slice(start, start + _TEXTS))
             encoded = models.embeddings_of(model, part).tensors
             made.append(Prompts({name: rows.cpu() for name, rows in encoded.items()}, True))
-        files.write_tensors(path, joined(made).tensors)
+        return made
+
+    if not ranks.first(path.is_file):
+        parts = ranks.dealt(range(0, len(captions.table), _TEXTS), encode)
+        ranks.alone(lambda: files.write_tensors(path, joined(parts).tensors))
     on_progress("encoding captions", len(captions.table), len(captions.table))
     stored = _opened(path)
     tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118

@@ -1,7 +1,9 @@
 """Write checkpoints: tensors as safetensors, the rest as JSON, and a list of sizes and hashes.
 
 A folder ``checkpoint-N`` appears by a rename once everything in it is on the disk, so a training
-killed at any moment leaves whole checkpoints only. Nothing is pickled.
+killed at any moment leaves whole checkpoints only. Nothing is pickled. Ranks that have states of
+their own write a file each, ``optimizer-1`` beside ``optimizer``; names of tensors are the same on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,37 +19,68 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strop.errors import CacheError, OptionError
+from strop.errors import CacheError, OptionError, TrainingError
 from strop.train import files
 
 log = logging.getLogger("strop")
 _MANIFEST, _STATE = "manifest.json", "state.json"
 _CHUNK = 1 << 20
-FORMAT = 1
+FORMAT = 2  # 1 had one file of each group, whatever the number of ranks
+_READ = (1, FORMAT)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
+Entries = Mapping[str, Mapping[str, Any]]
+"""Size and hash of files, by name."""
 
 
-def save(output: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
+def save(output: Path, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
     """Write ``checkpoint-<step>``: a file of each group of tensors, and the state."""
     final = output / f"checkpoint-{step}"
     with files.writing(final):
-        _write(final, step, tensors, state)
+        begin(final)
+        publish(final, step, state, write_tensors(final, tensors))
     return final
 
 
-def _write(final: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-    fresh = final.with_name(final.name + files.PART)
+def begin(final: Path) -> None:
+    """Make the folder in which ``final`` is written."""
+    fresh = _fresh(final)
     files.discard(fresh)
     fresh.mkdir(parents=True)
+
+
+def write_tensors(final: Path, tensors: Tensors, rank: int = 0) -> dict[str, dict[str, Any]]:
+    """Write what a rank has, a file of each group, and return sizes and hashes of the files."""
+    entries = {}
     for group, named in tensors.items():
         kept = {name: tensor.detach().contiguous().cpu() for name, tensor in named.items()}
-        save_file(kept, fresh / f"{group}.safetensors")
-    text = json.dumps({"format": FORMAT, "step": step, **state}, indent=1)
-    (fresh / _STATE).write_text(text + "\n")
-    manifest = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
+        path = _fresh(final) / f"{group}{f'-{rank}' if rank else ''}.safetensors"
+        save_file(kept, path)
+        files.sync(path)
+        entries[path.name] = _entry(path)
+    return entries
+
+
+def publish(final: Path, step: int, state: Mapping[str, Any], entries: Entries) -> None:
+    """Add the state and the list of files, and rename the folder. Raises TrainingError for a file
+    that another rank has written and that does not lie there."""
+    fresh = _fresh(final)
+    for name, entry in entries.items():
+        path = fresh / name
+        if not path.is_file() or path.stat().st_size != entry["size"]:
+            raise TrainingError(
+                f"another rank has written {path}, which rank 0 does not see: output_dir has to be "
+                "one folder for all ranks"
+            )
+    path = fresh / _STATE
+    path.write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1) + "\n")
+    manifest = dict(sorted({**entries, _STATE: _entry(path)}.items()))
     (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     files.publish(fresh, final)
+
+
+def _fresh(final: Path) -> Path:
+    return final.with_name(final.name + files.PART)
 
 
 def prune(output: Path, keep: int | None) -> None:
@@ -125,15 +158,24 @@ def verify(folder: Path) -> None:
         raise CacheError(f"the checkpoint {folder} is damaged: {error}") from error
 
 
+def state_of(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint keeps beside its tensors."""
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    return state
+
+
 def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Load the tensors by group, and the state, of a checkpoint that ``find`` has verified."""
-    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-    if state["format"] != FORMAT:
+    state = state_of(folder)
+    if state["format"] not in _READ:
         raise CacheError(
             f"the checkpoint {folder} has format {state['format']}, this version of "
-            f"Strop reads {FORMAT}"
+            f"Strop reads {' and '.join(map(str, _READ))}"
         )
-    return {path.stem: load_file(path) for path in folder.glob("*.safetensors")}, state
+    groups: dict[str, dict[str, Tensor]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        groups.setdefault(path.stem.partition("-")[0], {}).update(load_file(path))
+    return groups, state
 
 
 def check_same(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from strop.train import files
 from strop.train.draws import generator
 from strop.train.folders import Folder, read_subject
 from strop.train.model import DiffusionModel
+from strop.train.ranks import Ranks
 from strop.train.settings import Settings
 
 _SPRITES_GUIDANCE = 4.0
@@ -92,14 +93,24 @@ def _decoding_in_full(model: DiffusionModel) -> Iterator[None]:
         del vae.decode
 
 
-def validate(settings: Settings, model: DiffusionModel, style: Style, path: Path) -> Image.Image:
-    """Draw a row of pictures for each validation prompt, from the same noise every time."""
+def validate(
+    settings: Settings, model: DiffusionModel, style: Style, ranks: Ranks
+) -> list[list[Image.Image]]:
+    """Draw a row of pictures for each validation prompt, from the same noise every time. Each rank
+    draws its share of each row."""
+
+    def drawn(prompt: str, numbers: Sequence[int]) -> list[Image.Image]:
+        sources = [generator(settings.seed, "validation", number) for number in numbers]
+        return draw(model, [prompt] * len(numbers), sources, style) if numbers else []
+
     count = settings.num_validation_images
-    sources = [generator(settings.seed, "validation", number) for number in range(count)]
-    rows = []
-    for prompt in settings.validation_prompt:
-        fresh = [torch.Generator().manual_seed(source.initial_seed()) for source in sources]
-        rows.append(draw(model, [prompt] * count, fresh, style))
+    return [
+        ranks.dealt(range(count), partial(drawn, prompt)) for prompt in settings.validation_prompt
+    ]
+
+
+def write_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> Image.Image:
+    """Write pictures as one sheet, in rows."""
     page = sheet(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, lambda part: page.save(part, format="png"))
@@ -122,25 +133,41 @@ def class_pictures(
     model: DiffusionModel,
     style: Style,
     on_progress: Callable[[str, int, int], None],
+    ranks: Ranks,
 ) -> Folder:
-    """Return the folder of class pictures, after the model has drawn those that it lacks."""
+    """Return the folder of class pictures, after the model has drawn those that it lacks. Each rank
+    draws its share; rank 0 writes them in their order, so that whatever ends this leaves the
+    first ones."""
     folder = Path(settings.class_data_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"class_data_dir {folder} is a file; give a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    files.sweep(folder)
-    found = read_subject(folder, settings.class_prompt, may_be_empty=True)
+
+    def drawn(numbers: Sequence[int]) -> list[Image.Image]:
+        sources = [generator(settings.seed, "class", number) for number in numbers]
+        prompts = [settings.class_prompt] * len(numbers)
+        return draw(model, prompts, sources, style) if numbers else []
+
+    def write(numbers: Sequence[int], pictures: Sequence[Image.Image]) -> None:
+        for number, picture in zip(numbers, pictures, strict=True):
+            path = folder / f"class-{number:05d}.png"
+            files.write(path, partial(picture.save, format="png"))
+
+    ranks.alone(lambda: _make(folder))
+    found = read_subject(folder, settings.class_prompt, may_be_empty=True, ranks=ranks)
     wanted, have, first = settings.num_class_images, len(found.pictures), _free_number(folder)
     while have < wanted:
         on_progress("drawing class pictures", have, wanted)
-        numbers = range(first, first + min(settings.sample_batch_size, wanted - have))
-        sources = [generator(settings.seed, "class", number) for number in numbers]
-        drawn = draw(model, [settings.class_prompt] * len(numbers), sources, style)
-        for number, picture in zip(numbers, drawn, strict=True):
-            path = folder / f"class-{number:05d}.png"
-            files.write(path, partial(picture.save, format="png"))
+        size = settings.sample_batch_size * ranks.count
+        numbers = range(first, first + min(size, wanted - have))
+        pictures = ranks.dealt(numbers, drawn)
+        ranks.alone(partial(write, numbers, pictures))
         have, first = have + len(numbers), first + len(numbers)
-    return read_subject(folder, settings.class_prompt)
+    return read_subject(folder, settings.class_prompt, ranks=ranks)
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    files.sweep(folder)
 
 
 def _free_number(folder: Path) -> int:

@@ -17,6 +17,7 @@ import numpy
 from PIL import Image, ImageOps
 
 from strop.errors import OptionError
+from strop.train.ranks import ALONE, Ranks
 from strop.wording import counted
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -72,10 +73,14 @@ Progress = Callable[[int, int], None]
 
 
 def read_captioned(
-    folder: Path, column: str, most: int | None = None, on_progress: Progress = lambda n, of: None
+    folder: Path,
+    column: str,
+    most: int | None = None,
+    on_progress: Progress = lambda n, of: None,
+    ranks: Ranks = ALONE,
 ) -> Folder:
     """Read pictures with captions from ``metadata.jsonl``, ``metadata.csv`` or a ``.txt`` beside
-    each.
+    each. Each rank decodes its share.
 
     Raises OptionError for a folder that is missing, and for pictures without a caption.
     """
@@ -94,7 +99,7 @@ def read_captioned(
             f"{folder}: {_names(without)} without a caption; write a .txt beside each, or "
             f'metadata.jsonl with lines {{"file_name": ..., "{column}": ...}}'
         )
-    found = _read(folder, candidates, captions, on_progress)
+    found = _read(folder, candidates, captions, on_progress, ranks)
     bad = (*lost, *found.bad)
     if named:
         known = {*named, *(item.path for item in lost)}
@@ -110,10 +115,11 @@ def read_subject(
     *,
     may_be_empty: bool = False,
     on_progress: Progress = lambda n, of: None,
+    ranks: Ranks = ALONE,
 ) -> Folder:
-    """Read pictures of one subject, which share a prompt."""
+    """Read pictures of one subject, which share a prompt. Each rank decodes its share."""
     paths = [path for path in _files(folder) if not _is_note(path)]
-    found = _read(folder, paths, lambda path: (prompt,), on_progress)
+    found = _read(folder, paths, lambda path: (prompt,), on_progress, ranks)
     if not may_be_empty:
         _check_not_empty(found)
     return found
@@ -238,13 +244,20 @@ def _table(source: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def _read(folder: Path, paths: Sequence[Path], captions: Captions, on_progress: Progress) -> Folder:
+def _read(
+    folder: Path, paths: Sequence[Path], captions: Captions, on_progress: Progress, ranks: Ranks
+) -> Folder:
     """Decode every file once: a damaged one is to be named now, not in the third epoch."""
-    found = []
-    with ThreadPoolExecutor(_READERS) as pool:
-        for item in pool.map(lambda path: _inspect(folder, path, captions), paths):
-            found.append(item)
-            on_progress(len(found), len(paths))
+
+    def inspect(own: Sequence[Path]) -> list[Picture | BadFile]:
+        done = []
+        with ThreadPoolExecutor(_READERS) as pool:
+            for item in pool.map(lambda path: _inspect(folder, path, captions), own):
+                done.append(item)
+                on_progress(len(done), len(own))
+        return done
+
+    found = ranks.dealt(paths, inspect)
     pictures = [item for item in found if isinstance(item, Picture)]
     bad = [item for item in found if isinstance(item, BadFile)]
     return Folder(folder, tuple(sorted(pictures, key=lambda p: p.name)), tuple(bad))

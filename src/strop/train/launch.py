@@ -12,8 +12,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
@@ -26,31 +27,68 @@ _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT}
 LOST = 75  # exit code of a rank that cannot go on without others (EX_TEMPFAIL)
 
 
-def launch(words: Sequence[str], count: int) -> int:
+def launch(
+    words: Sequence[str],
+    count: int,
+    restarts: int = 0,
+    warn: Callable[[str], None] = lambda text: None,
+) -> int:
     """Run ``words`` as ``count`` processes of one group; returns the exit code of rank 0.
 
-    What rank 0 prints is shown. Raises TrainingError with the last lines of the rank that failed,
-    if another one did.
+    What rank 0 prints is shown. Where a rank was killed or has crashed, or all have lost each
+    other, all are started again, up to ``restarts`` times, and ``warn`` gets why; errors that would
+    come again are not tried again. Raises TrainingError with the last lines of the rank that
+    failed, if another one than rank 0 did.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[subprocess.Popen[bytes]] = []
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(count - 1)]
-        stack.callback(_kill, ranks)
-        handed = stack.enter_context(_handing_on(ranks))
-        for rank, output in enumerate([None, *outputs]):
-            ranks.append(_start(words, _variables(rank, count, store.port), output))
-        failed = _wait(ranks)
-        own = [rank for rank in failed if ranks[rank].returncode != LOST] or failed
-        if own and 0 not in own and not handed:
-            raise TrainingError(_report(own[0], ranks[own[0]], outputs[own[0] - 1]))
+    with _handing_on(ranks) as handed:
+        for attempt in range(restarts + 1):
+            failure = _attempt(words, count, attempt, ranks)
+            if failure is None or handed:
+                break
+            if attempt < restarts and failure.may_pass:
+                warn(f"{failure.text}\nall are started again ({attempt + 1} of {restarts})")
+            elif failure.rank:
+                raise TrainingError(failure.text)
+            else:
+                break
     code = ranks[0].returncode
     return code if code >= 0 else 128 - code
 
 
-def _variables(rank: int, count: int, port: int) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Failure:
+    """Say which rank has failed, how, and whether this may pass in another attempt."""
+
+    rank: int
+    text: str
+    may_pass: bool
+
+
+def _attempt(
+    words: Sequence[str], count: int, attempt: int, ranks: list[subprocess.Popen[bytes]]
+) -> _Failure | None:
+    """Start all ranks, put them into ``ranks``, and wait until they have ended."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks.clear()
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(count - 1)]
+        stack.callback(_kill, ranks)
+        for rank, output in enumerate([None, *outputs]):
+            ranks.append(_start(words, _variables(rank, count, store.port, attempt), output))
+        failed = _wait(ranks)
+        if not failed:
+            return None
+        codes = [process.returncode for process in ranks]
+        own = [rank for rank in failed if codes[rank] != LOST] or failed
+        first = 0 if 0 in own else own[0]
+        may_pass = any(codes[rank] < 0 or codes[rank] == LOST for rank in own)
+        return _Failure(first, _report(first, codes[first], [None, *outputs][first]), may_pass)
+
+
+def _variables(rank: int, count: int, port: int, attempt: int) -> dict[str, str]:
     mine = os.environ  # noqa: TID251 (the processes get what this one has)
     threads = str(max(1, (os.cpu_count() or 1) // count))
     return {
@@ -62,6 +100,7 @@ def _variables(rank: int, count: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process
     }
 
@@ -128,8 +167,11 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _report(rank: int, process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
-    output.seek(0)
-    lines = output.read().decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
-    how = f"ended by signal {-process.returncode}" if process.returncode < 0 else "failed"
+def _report(rank: int, code: int, output: IO[bytes] | None) -> str:
+    """Say how a rank ended, with its last lines where they were not shown."""
+    lines: list[str] = []
+    if output is not None:
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
+    how = f"ended by signal {-code}" if code < 0 else "failed"
     return "\n".join([f"rank {rank} {how}, which ends the training of all:", *lines])

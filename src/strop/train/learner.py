@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class Learner:
         self, settings: Settings, modules: dict[str, nn.Module], ranks: Ranks = ALONE
     ) -> None:
         self.modules, self._ranks = modules, ranks
+        self.before_changes: Callable[[], None] = lambda: None  # of weights or states
         self.named = {
             f"{part}.{name}": parameter
             for part, module in modules.items()
@@ -76,6 +77,7 @@ class Learner:
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.before_changes()
         if isinstance(self.optimizer, LibraryOptimizer):
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -107,9 +109,10 @@ class Learner:
         assert found is not None
         return found
 
-    def averages(self) -> dict[str, Tensor]:
-        """Return the averages alone among ``states``."""
-        return self.states((_AVERAGE,))
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether each rank has states of its own."""
+        return self._shards is not None
 
     def _tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
         if isinstance(self.optimizer, LibraryOptimizer):
@@ -119,34 +122,34 @@ class Learner:
         state = self.optimizer.state[parameter]
         return {key: value for key, value in state.items() if key in _KINDS}
 
-    def states(self, kinds: Container[str] | None = None) -> dict[str, Tensor]:
-        """Return the states of the optimizer, the averages among them, on rank 0 those of all
-        ranks. They all have to ask where each has its own."""
-        own = {
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of the optimizer that this rank has, the averages among them."""
+        return {
             f"{name}/{key}": value
             for name, parameter in self.named.items()
             for key, value in self._tensors_of(parameter).items()
-            if kinds is None or key in kinds
         }
-        return own if self._shards is None else self._ranks.collected(own)
 
     @contextmanager
     @torch.no_grad()
-    def averaged(self, averages: dict[str, Tensor]) -> Iterator[None]:
-        """Put these averages in the place of the weights, if averages are kept; or the weights that
-        the optimizer has for drawing."""
+    def averaged(self) -> Iterator[None]:
+        """Put the averages in the place of the weights, if averages are kept, or the weights that
+        the optimizer has for drawing. All ranks have to, where each has its own."""
         library = self.optimizer if isinstance(self.optimizer, LibraryOptimizer) else None
         switches = library is not None and library.switches
         if self.optimizer.ema is None and not switches:
             yield
             return
+        self.before_changes()
         kept = [parameter.detach().cpu().clone() for parameter in self.parameters]
-        for name, parameter in self.named.items():
-            average = averages.get(f"{name}/{_AVERAGE}")
+        for parameter in self.parameters:
+            average = self._tensors_of(parameter).get(_AVERAGE)
             if average is not None:  # there is none before the first step
                 parameter.copy_(average)
         if library is not None and switches:
             library.switch("eval")
+        if self._shards is not None:
+            self._ranks.gather(self._shards)
         try:
             yield
         finally:
@@ -157,9 +160,12 @@ class Learner:
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
-    def tensors(self, states: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint keeps, with what ``states`` has given."""
-        return {"weights": dict(self.named), "optimizer": states}
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return what this rank gives to a checkpoint: its states, and on rank 0 the weights."""
+        found = {"optimizer": self.states()}
+        if self._ranks.is_first:
+            found["weights"] = dict(self.named)
+        return found
 
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, for JSON."""

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from strop.errors import TrainingError
-from strop.train import checkpoint, drawing, files, outputs
+from strop.train import drawing, files, outputs
 from strop.train.data import Reader
 from strop.train.learner import Learner
+from strop.train.messages import LostRanksError
 from strop.train.metrics import Journal, Metrics, NoJournal
 from strop.train.objective import Objective
+from strop.train.saving import Saver
 from strop.train.schedules import learning_rate
 from strop.train.session import Session
 
@@ -96,6 +98,8 @@ class TrainingLoop:
         self.step = self.saved = session.step
         self.total = session.total
         self.stop = Stop()
+        self.saver = Saver(session.settings, session.ranks)
+        self.learner.before_changes = self.saver.settle
         self._window = _Window()
 
     def run(self) -> Outcome:
@@ -131,8 +135,14 @@ class TrainingLoop:
             self._report()
             if by := self._told_to_stop():
                 self._save()
+                self.saver.wait()
                 return Outcome(self.step, self.total, by)
             self._finish()
+        except BaseException as error:
+            self.saver.close(self.watch.warn, alone=isinstance(error, LostRanksError))
+            raise
+        else:
+            self.saver.close(self.watch.warn)
         finally:
             reader.close()
             self.journal.close()
@@ -165,6 +175,9 @@ class TrainingLoop:
         return self.ranks.most(self.stop.by or 0)
 
     def _after_step(self) -> None:
+        self.saver.check()
+        if self.step == self.session.step + 1 and self._saves_later:
+            self.saver.reserve(self.learner.tensors())
         if time.monotonic() - self._window.start > _REPORT_S:
             self._report()
         if self.step % self.settings.checkpointing_steps == 0:
@@ -174,6 +187,13 @@ class TrainingLoop:
         if every is not None and self.step % every == 0 and self.step < self.total:
             self._report()
             self._validate()
+
+    @property
+    def _saves_later(self) -> bool:
+        """Tell whether this rank writes checkpoints, and a further one comes."""
+        writes = self.ranks.is_first or self.learner.is_sharded
+        every = self.settings.checkpointing_steps
+        return writes and self.step // every * every + every <= self.total
 
     def _report(self) -> None:
         """Read the losses, which waits for the device, and hand them on."""
@@ -217,44 +237,39 @@ class TrainingLoop:
         if self.step == self.saved:
             return
         self.ranks.check_same(f"weights after step {self.step}", self.learner.fingerprint)
-        states = self.learner.states()
-        self.ranks.alone(lambda: self._write_checkpoint(states))
+        if self.ranks.is_first:
+            self.watch.stage("saving a checkpoint", self.step, self.total)
+        state = {**self.session.state(), **self.learner.numbers()}
+        self.saver.save(self.step, self.learner.tensors(), state, self.learner.is_sharded)
         self.saved = self.step
         self._window.start = time.monotonic()
-
-    def _write_checkpoint(self, states: dict[str, Tensor]) -> None:
-        self.watch.stage("saving a checkpoint", self.step, self.total)
-        state = {**self.session.state(), **self.learner.numbers()}
-        checkpoint.save(self.settings.output, self.step, self.learner.tensors(states), state)
-        checkpoint.prune(self.settings.output, self.settings.checkpoints_total_limit)
 
     def _validate(self) -> None:
         if not self.settings.validation_prompt:
             return
-        averages = self.learner.averages()
-        self.ranks.alone(lambda: self._draw_validation(averages))
-        self._window.start = time.monotonic()
-
-    def _draw_validation(self, averages: dict[str, Tensor]) -> None:
-        settings = self.settings
-        self.watch.stage("drawing validation pictures", self.step, self.total)
-        path = settings.output / "validation" / f"step-{self.step:06d}.png"
-        style = drawing.style_of(settings, self.session.model, self.session.side)
+        settings, model = self.settings, self.session.model
+        if self.ranks.is_first:
+            self.watch.stage("drawing validation pictures", self.step, self.total)
+        style = drawing.style_of(settings, model, self.session.side)
         self.learner.train(False)
-        with self.learner.averaged(averages):
-            page = drawing.validate(settings, self.session.model, style, path)
+        with self.learner.averaged():
+            pictures = drawing.validate(settings, model, style, self.ranks)
         self.learner.train()
-        self.journal.picture(numpy.asarray(page), self.step)
+        path = settings.output / "validation" / f"step-{self.step:06d}.png"
+        page = self.ranks.alone(lambda: drawing.write_sheet(pictures, path))
+        if page is not None:
+            self.journal.picture(numpy.asarray(page), self.step)
+        self._window.start = time.monotonic()
 
     def _finish(self) -> None:
         self._validate()
         self.ranks.check_same("weights at the end", self.learner.fingerprint)
-        averages = self.learner.averages()
-        self.ranks.alone(lambda: self._write_model(averages))
-
-    def _write_model(self, averages: dict[str, Tensor]) -> None:
-        self.watch.stage("saving the model", self.step, self.total)
+        self.saver.wait()
         self.learner.train(False)
-        with self.learner.averaged(averages):
-            outputs.save(self.settings, self.session.model)
+        with self.learner.averaged():
+            self.ranks.alone(self._write_model)
+
+    def _write_model(self) -> None:
+        self.watch.stage("saving the model", self.step, self.total)
+        outputs.save(self.settings, self.session.model)
         files.sweep(self.settings.output)

@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from strop.errors import OptionError
 
 _SLURM_PORTS = (20_000, 20_000)  # the first, and how many: jobs that share a machine get others
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Say where a process stands in its group, and where that meets (tcp://host:port)."""
+    """Say where a process stands in its group, and where that meets (tcp://host:port). ``attempt``
+    counts how often torchrun, or we, have started the group again."""
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     address: str = ""
+    attempt: int = 0
 
 
 def place_of_this_process() -> GroupPlace:
@@ -42,13 +45,14 @@ def place_in(given: Mapping[str, str]) -> GroupPlace:
     else:
         return GroupPlace()
     count = _number(given, names[1])
+    attempt = _number(given, _RESTARTS) if _RESTARTS in given else 0
     if count == 1:
-        return GroupPlace()
+        return GroupPlace(attempt=attempt)
     rank = _number(given, names[0])
     if not 0 <= rank < count:
         raise OptionError(f"{names[0]} is {rank} and {names[1]} is {count}: ranks count from 0")
     local = _number(given, names[2]) if names[2] in given else rank
-    return GroupPlace(rank, count, local, f"tcp://{_host(given)}:{_port(given)}")
+    return GroupPlace(rank, count, local, f"tcp://{_host(given)}:{_port(given)}", attempt)
 
 
 def _host(given: Mapping[str, str]) -> str:

@@ -7,40 +7,46 @@ rank has to make the same calls in the same order; one that waits in vain raises
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-from strop.errors import OptionError, StropError, TrainingError
+from strop.errors import OptionError, TrainingError
 from strop.train.flat_gradients import FlatGradients
+from strop.train.messages import FAILED, LostRanksError, Messages
 from strop.train.places import GroupPlace
 from strop.train.settings import Settings
 from strop.train.sharded_parameters import ShardedParameters
+from strop.train.stuck import Calls, GpuSteps, Pulse, Witness
 from strop.wording import counted
 
+A = TypeVar("A")
 T = TypeVar("T")
-_POLL_S = 0.05
-
-
-class LostRanksError(TrainingError):
-    """This rank cannot go on, as others have failed or do not answer."""
+_STUCK = "stuck"  # folder of the output
 
 
 @dataclass(frozen=True)
 class Ranks:
     """Say which of ``count`` processes this is. A process alone is rank 0 of 1, and every call
-    below is its own answer."""
+    below is its own answer. ``attempt`` counts how often a launcher has started all of them
+    again."""
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0  # on its machine
+    attempt: int = 0
     channel: Channel | None = None
 
     @property
@@ -72,11 +78,6 @@ class Ranks:
         if self.channel is not None:
             self.channel.gather(shards)
 
-    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all ranks by name, on rank 0 and in the host's memory; nothing on
-        the other ranks."""
-        return tensors if self.channel is None else self.channel.collected(tensors)
-
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         return number if self.channel is None else self.channel.most(number)
@@ -92,36 +93,90 @@ class Ranks:
         return work() if self.channel is None else self.channel.alone(work)
 
     def first(self, work: Callable[[], T]) -> T:
-        """Let all ranks work, rank 0 before the others, which find what it has written."""
-        found = self.alone(work)
-        return found if self.is_first else work()  # type: ignore[return-value]
+        """Let rank 0 work, and return what it has found on all ranks."""
+        return work() if self.channel is None else self.channel.first(work)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Let all ranks work, and wait until all are done, however long that takes. What one of
+        them raises ends the others with a LostRanksError."""
+        return work() if self.channel is None else self.channel.together(work)
+
+    def dealt(self, items: Sequence[A], work: Callable[[Sequence[A]], list[T]]) -> list[T]:
+        """Deal items out to the ranks. ``work`` makes a result of each item that it gets; all ranks
+        return the results of all items, in their order, however long that takes."""
+        return work(items) if self.channel is None else self.channel.dealt(items, work)
+
+    def talk(self, stop: threading.Event) -> Talk:
+        """Begin a talk for threads, in which texts are waited for until ``stop`` is set. All ranks
+        have to begin it."""
+        return Talk() if self.channel is None else self.channel.talk(stop)
 
 
 ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Exchange one text of each rank. A process alone has nobody to talk with."""
+
+    name: str = ""
+    messages: Messages | None = None
+    stop: threading.Event | None = None
+
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Tell the others of an error in here, which then have a LostRanksError."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(f"{FAILED}{error or type(error).__name__}")
+            raise
+
+    def tell(self, text: str) -> None:
+        """Leave the text of this rank."""
+        if self.messages is not None:
+            self.messages.post(self.name, text)
+
+    def hear(self, rank: int) -> str:
+        """Wait for the text of another rank, however long that takes."""
+        assert self.messages is not None
+        return self.messages.read(self.name, rank, self.stop)
+
+    def hear_others(self) -> list[str]:
+        """Wait for the texts of all other ranks."""
+        return [] if self.messages is None else [self.hear(r) for r in self.messages.others]
 
 
 @dataclass(eq=False)
 class Channel:
     """Carry what the ranks of a group tell each other."""
 
-    rank: int
-    count: int
-    store: Any  # torch.distributed.Store: small texts by name
+    messages: Messages
     hosts: Any  # the group that speaks over gloo
-    timeout_s: int
+    witness: Witness
+    gpu: GpuSteps | None = None
     _flat: FlatGradients | None = None
     _has_grads: list[bool] | None = None  # of sharded parameters, in the last step
     _turns: Iterator[int] = field(default_factory=itertools.count)
-    _step: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.messages.rank
+
+    @property
+    def count(self) -> int:
+        return self.messages.count
 
     def at(self, step: int) -> None:
-        self._step = step
-        with self._waiting():
-            self.store.set(f"strop/at/{self.rank}", str(step))
+        self.messages.begin(step)
+        if self.gpu is not None:
+            ended = torch.cuda.Event()
+            ended.record()
+            self.gpu.begin(step, ended)
 
     def mean(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
-        with self._waiting():
+        with self._meeting("mean of losses"):
             torch.distributed.all_reduce(total)
         return total / self.count
 
@@ -131,7 +186,7 @@ class Channel:
             has_grads = [p.grad is not None for p in parameters]
             self.check_same("parameters with a gradient", has_grads)
             self._flat = FlatGradients(active)
-        with self._waiting():
+        with self._meeting("average of gradients"):
             self._flat.average(self.count)
 
     def average_sharded(self, shards: ShardedParameters) -> None:
@@ -139,36 +194,21 @@ class Channel:
         if has_grads != self._has_grads:
             self.check_same("parameters with a gradient", has_grads)
             self._has_grads = has_grads
-        with self._waiting():
+        with self._meeting("average of gradients, each to its rank"):
             shards.average_gradients()
 
     def gather(self, shards: ShardedParameters) -> None:
-        with self._waiting():
+        with self._meeting("gathering of weights"):
             shards.gather_weights()
-
-    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        looks = self.all_of([(name, t.shape, t.dtype) for name, t in tensors.items()])
-        if self.rank:
-            with self._waiting():
-                for tensor in tensors.values():
-                    torch.distributed.send(_as_bytes(tensor.detach().cpu()), 0, self.hosts)
-            return {}
-        found = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        for rank in range(1, self.count):
-            for name, shape, dtype in looks[rank]:
-                found[name] = torch.empty(shape, dtype=dtype)
-                with self._waiting():
-                    torch.distributed.recv(_as_bytes(found[name]), rank, self.hosts)
-        return found
 
     def most(self, number: int) -> int:
         value = torch.tensor([number])
-        with self._waiting():
+        with self._meeting("agreement of hosts"):
             torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, self.hosts)
         return int(value)
 
     def check_same(self, what: str, value: Any) -> None:
-        found = self.all_of(value)
+        found = self.all_of(value, f"comparison of {what}")
         odd = [rank for rank, other in enumerate(found) if other != found[0]]
         if odd:
             raise TrainingError(
@@ -177,72 +217,60 @@ class Channel:
                 "same flags and versions"
             )
 
-    def all_of(self, value: Any) -> list[Any]:
+    def all_of(self, value: Any, what: str = "exchange of hosts") -> list[Any]:
         """Return the values of all ranks, in their order."""
         found: list[Any] = [None] * self.count
-        with self._waiting():
+        with self._meeting(what):
             torch.distributed.all_gather_object(found, value, self.hosts)
         return found
 
     def alone(self, work: Callable[[], T]) -> T | None:
-        name = f"strop/turn/{next(self._turns)}"
-        if self.rank:
-            self._await(name)
-            return None
-        try:
-            found = work()
-        except BaseException as error:
-            with self._waiting():
-                self.store.set(name, f"failed: {error or type(error).__name__}")
-            raise
-        with self._waiting():
-            self.store.set(name, "done")
+        talk = self.talk()
+        with self._noted("turn of rank 0"):
+            if self.rank:
+                talk.hear(0)
+                return None
+            with talk.telling_failures():
+                found = work()
+            talk.tell("done")
         return found
 
-    def _await(self, name: str) -> None:
-        """Wait without a limit: to draw pictures or fill a cache may take hours. The store ends
-        with the process that serves it, and then this raises."""
-        while True:
-            with self._waiting():
-                if self.store.check([name]):
-                    outcome = self.store.get(name).decode()
-                    break
-            time.sleep(_POLL_S)
-        if outcome != "done":
-            raise LostRanksError(f"rank 0 {outcome}")
+    def first(self, work: Callable[[], T]) -> T:
+        found: T = self.all_of(self.alone(work))[0]
+        return found
+
+    def together(self, work: Callable[[], T]) -> T:
+        talk = self.talk()
+        with self._noted("work of each rank"):
+            with talk.telling_failures():
+                found = work()
+            talk.tell("done")
+            talk.hear_others()
+        return found
+
+    def dealt(self, items: Sequence[A], work: Callable[[Sequence[A]], list[T]]) -> list[T]:
+        parts = self.all_of(self.together(lambda: work(items[self.rank :: self.count])))
+        return [parts[place % self.count][place // self.count] for place in range(len(items))]
+
+    def talk(self, stop: threading.Event | None = None) -> Talk:
+        return Talk(f"turn-{next(self._turns)}", self.messages, stop)
+
+    def _noted(self, what: str) -> Any:
+        return self.witness.calls.noted(what, self.messages.step)
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Say who waited, in which step, and for whom, where others do not answer."""
-        try:
-            yield
-        except (StropError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:  # DistError and its kinds among them
-            reason = str(error).strip().split("\n", 1)[0]
-            raise LostRanksError(
-                f"rank {self.rank} of {self.count} got no answer from the others in step "
-                f"{self._step} (--rank_timeout {self.timeout_s}): {self._others()}; {reason}"
-            ) from error
-
-    def _others(self) -> str:
-        """Return where the other ranks were last seen."""
-        try:
-            seen = [
-                f"rank {rank} began step {self.store.get(name).decode()}"
-                if self.store.check([name := f"strop/at/{rank}"])
-                else f"rank {rank} began no step"
-                for rank in range(self.count)
-                if rank != self.rank
-            ]
-        except RuntimeError:  # the store has ended with its process
-            return "their store is gone"
-        return ", ".join(seen)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes, which travel whatever its type is."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    def _meeting(self, what: str) -> Iterator[None]:
+        """Note a collective. Where it is not answered in time, have all ranks write what they
+        do."""
+        start = time.monotonic()
+        with self._noted(what):
+            try:
+                with self.messages.answered():
+                    yield
+            except LostRanksError as error:
+                if time.monotonic() - start < 0.9 * self.messages.timeout_s:
+                    raise  # the others have ended
+                raise LostRanksError(f"{error}; {self.witness.ask()}") from error
 
 
 def _short(value: Any) -> str:
@@ -250,15 +278,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def open_channel(place: GroupPlace, device: str, timeout_s: int) -> Ranks:
-    """Meet the group. On "cuda" it speaks over NCCL, on "cpu" over gloo. Raises LostRanksError
-    where the others do not come."""
+@contextmanager
+def open_channel(place: GroupPlace, device: str, timeout_s: int, output: Path) -> Iterator[Ranks]:
+    """Meet the group, and part from it. On "cuda" it speaks over NCCL, on "cpu" over gloo. A rank
+    that waits in vain has all write what they do into ``output``. Raises LostRanksError where the
+    others do not come."""
     is_on_gpu = device == "cuda"
     limit = timedelta(seconds=timeout_s)
     try:
+        store = _meet(place, limit)
         torch.distributed.init_process_group(
             "nccl" if is_on_gpu else "gloo",
-            init_method=place.address,
+            store=store,
             rank=place.rank,
             world_size=place.count,
             timeout=2 * limit if is_on_gpu else limit,  # gloo is to speak first: it names ranks
@@ -270,9 +301,30 @@ def open_channel(place: GroupPlace, device: str, timeout_s: int) -> Ranks:
             f"rank {place.rank} did not find all {counted(place.count, 'process')} at "
             f"{place.address} within {timeout_s} s (--rank_timeout): {reason}"
         ) from error
-    store = torch.distributed.distributed_c10d._get_default_store()
-    channel = Channel(place.rank, place.count, store, hosts, timeout_s)
-    return Ranks(place.rank, place.count, place.local_rank, channel)
+    messages = Messages(place.rank, place.count, store, timeout_s)
+    calls, gpu = Calls(), GpuSteps() if is_on_gpu else None
+    folder = output / _STUCK
+    channel = Channel(messages, hosts, Witness(messages, calls, folder), gpu)
+    pulse = Pulse(Witness(messages.apart(), calls, folder), gpu)
+    try:
+        yield Ranks(place.rank, place.count, place.local_rank, place.attempt, channel)
+        channel.together(lambda: None)
+        channel.most(0)  # the store may be in a rank, which is not to end while others read there
+    except BaseException as error:
+        with contextlib.suppress(LostRanksError):  # nobody is there any more
+            messages.post("end", f"{FAILED}{error or type(error).__name__}")
+        raise
+    finally:
+        pulse.stop()
+
+
+def _meet(place: GroupPlace, limit: timedelta) -> Any:
+    """Return the store in which the group meets. That of torchrun may outlive an attempt, with all
+    that was left there, so each attempt has names of its own."""
+    found = rendezvous(place.address, place.rank, place.count, timeout=limit)
+    store, _, _ = next(iter(found))
+    store.set_timeout(limit)
+    return PrefixStore(f"strop/attempt-{place.attempt}", store)
 
 
 @contextmanager
@@ -288,17 +340,16 @@ def joined(settings: Settings, place: GroupPlace) -> Iterator[Ranks]:
             "started the processes"
         )
     if place.count == 1:
-        yield ALONE
+        yield Ranks(attempt=place.attempt)
         return
     device = "cuda" if torch.cuda.is_available() and settings.device != "cpu" else "cpu"
     if device == "cuda":  # a launcher may show each process one GPU alone, or all of them
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    ranks = open_channel(place, device, settings.rank_timeout)
-    if device == "cuda" and ranks.channel is not None:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        check_apart(ranks.channel.all_of(str(properties.uuid)))
-    yield ranks
-    ranks.most(0)  # the store may be in one of the processes, which is not to end before the others
+    with open_channel(place, device, settings.rank_timeout, settings.output) as ranks:
+        if device == "cuda" and ranks.channel is not None:
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            check_apart(ranks.channel.all_of(str(properties.uuid)))
+        yield ranks
     torch.distributed.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,18 @@ import torch
 from torch import nn
 
 from strop.errors import OptionError, TrainingError
-from strop.train import buckets, caches, checkpoint, drawing, files, loading, lora, masks, metrics
+from strop.train import (
+    attempts,
+    buckets,
+    caches,
+    checkpoint,
+    drawing,
+    files,
+    loading,
+    lora,
+    masks,
+    metrics,
+)
 from strop.train import model as models
 from strop.train.compiled import prepare
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
@@ -43,6 +53,7 @@ class Session:
     step: int
     total: int
     hold: Hold | None  # of the output folder, until the loop has ended; rank 0 has it
+    run: str = ""  # what its checkpoints call this training, in all of its attempts
     ranks: Ranks = ALONE
 
     @property
@@ -55,6 +66,7 @@ class Session:
             "settings": self.settings.fixed,
             "data": self.source.digest,
             "total": self.total,
+            "run": self.run,
             "ranks": self.ranks.count,
             "shard_optimizer": self.settings.shard_optimizer,
             "host": _host(self.model.device),
@@ -75,7 +87,7 @@ def prepare_session(
     metrics.check_available(settings)
     loading.folder_of(settings)
     _check_places(settings)
-    folder = _read_folder(settings, on_progress, warn)
+    folder = _read_folder(settings, on_progress, warn, ranks)
     _make_output(settings.output)
     hold = ranks.alone(lambda: Hold(settings.output, warn))
     try:
@@ -95,7 +107,13 @@ def _prepare(
     on_progress: caches.Progress,
     warn: Warn,
 ) -> Session:
-    found = _checkpoint(settings, warn)
+    began = ranks.first(
+        lambda: attempts.start(settings.output, ranks.attempt, lambda: _checkpoint(settings, warn))
+    )
+    found = began.folder
+    if ranks.attempt and ranks.is_first:
+        where = found.name if found else "the beginning"
+        warn(f"all processes were started again, and go on from {where}")
     on_progress("loading the model", 0, 1)
     model = loading.load(settings, device)
     _warn_of_attention(settings, model, warn)
@@ -119,6 +137,7 @@ def _prepare(
         step,
         total,
         hold,
+        began.run,
         ranks,
     )
 
@@ -172,7 +191,9 @@ def _real(place: str) -> Path:
     return Path(place).expanduser().resolve()
 
 
-def _read_folder(settings: Settings, on_progress: caches.Progress, warn: Warn) -> Folder | None:
+def _read_folder(
+    settings: Settings, on_progress: caches.Progress, warn: Warn, ranks: Ranks
+) -> Folder | None:
     def watch(done: int, total: int) -> None:
         on_progress("reading pictures", done, total)
 
@@ -185,6 +206,7 @@ def _read_folder(settings: Settings, on_progress: caches.Progress, warn: Warn) -
             Path(settings.instance_data_dir).expanduser(),
             settings.instance_prompt,
             on_progress=watch,
+            ranks=ranks,
         )
     else:
         folder = read_captioned(
@@ -192,6 +214,7 @@ def _read_folder(settings: Settings, on_progress: caches.Progress, warn: Warn) -
             settings.caption_column,
             settings.max_train_samples,
             watch,
+            ranks,
         )
     _judge(settings, folder, warn)
     return folder
@@ -218,8 +241,7 @@ def _source(
     found = [folder]
     if settings.with_prior_preservation:
         style = drawing.style_of(settings, model, side)
-        drawn = partial(drawing.class_pictures, settings, model, style, on_progress)
-        found.append(ranks.first(drawn))
+        found.append(drawing.class_pictures(settings, model, style, on_progress, ranks))
         _judge(settings, found[-1], warn)
     pictures = [picture for item in found for picture in item.pictures]
     shapes: tuple[buckets.Shape, ...] = ()
@@ -235,14 +257,12 @@ def _source(
     where = own if settings.cache_dir else settings.output / "cache"
     captions: Captions = caches.captions_of(model, pictures)
     if settings.pre_compute_text_embeddings:
-        encoded = partial(caches.cache_embeddings, where, model, captions, on_progress)
-        captions = ranks.first(encoded)
+        captions = caches.cache_embeddings(where, model, captions, on_progress, ranks)
     moments = None
     if settings.cache_latents:
-        stored = partial(
-            caches.cache_moments, where, model, pictures, side, settings, on_progress, shapes
+        moments = caches.cache_moments(
+            where, model, pictures, side, settings, on_progress, ranks, shapes
         )
-        moments = ranks.first(stored)
     own_masks: tuple[Path, ...] = ()
     if settings.mask_data_dir:
         own_masks = masks.masks_of(folder, Path(settings.mask_data_dir).expanduser())

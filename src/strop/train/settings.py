@@ -147,6 +147,12 @@ class OutputSettings:
     checkpointing_steps: int = setting(
         500, int, "Output", "Write a checkpoint after every so many steps.", least=1
     )
+    background_checkpoints: bool = setting(
+        True,
+        bool,
+        "Output",
+        "Write checkpoints while the training goes on, from a copy in the host's memory.",
+    )
     checkpoints_total_limit: int | None = setting(
         None, int, "Output", "Keep this many checkpoints, and delete older ones.", least=1
     )

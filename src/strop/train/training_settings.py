@@ -215,6 +215,14 @@ class TrainingSettings:
         "Keep the optimizer's state and the averages of each weight on one process alone, which "
         "steps it for all (ZeRO stage 1).",
     )
+    max_restarts: int = setting(
+        0,
+        int,
+        "Training",
+        "Start all processes again, up to so many times, when one has died or hangs; they go on "
+        "from the last checkpoint.",
+        least=0,
+    )
     rank_timeout: int = setting(
         600,
         int,
