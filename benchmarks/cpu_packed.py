@@ -277,7 +277,7 @@ def first_rows() -> Iterator[dict[str, Any]]:
 # ---- the table ---------------------------------------------------------------------------------
 
 HEAD = '''\
-"""Hold what products take on CPUs, with weights as they lie and packed, on one thread.
+"""Hold what products take on CPUs, with weights as they lie, packed, and by ours, on one thread.
 
 `python benchmarks/cpu_packed.py --table FILE...` writes this file from its own sweeps:
 {files}.
@@ -302,11 +302,12 @@ def table(files: Sequence[Path]) -> str:
         for dtype, op in kinds:
             some = [row for row in rows if (row["dtype"], row["op"]) == (dtype, op)]
             lines = list(map(_text, lines_of(some)))
+            own = f"        {_text(ours_of(some))},\n" if "ours" in some[0]["us"] else ""
             name, watching = dtype.replace("fp", "f").upper(), first["watching_bytes_a_us"]
             found += [
                 f'    PackedCase(\n        "{first["isa"]}",\n        {name},\n        "{op}",\n',
                 *(f"        {line},\n" for line in lines),
-                f"        {watching:.0f},\n    ),\n",
+                f"        {watching:.0f},\n{own}    ),\n",
             ]
     return "".join([*found, ")\n"])
 
@@ -333,6 +334,14 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Line, Line]:
         begin, of_weight = fitted([[1.0, each[2]] for each in parts], more, times["plain"])
         plain = [packed[0] + begin, packed[1], packed[2] + of_weight]
     return _as_line(plain), _as_line(packed)
+
+
+def ours_of(rows: Sequence[Mapping[str, Any]]) -> Line:
+    """Fit the line of our kernel, of the rows of which it is chosen in both types."""
+    some = [row for row in rows if row["operand"][0] >= linear_cpu.FEWEST_ROWS]
+    works, times = [_work(row) for row in some], [row["us"]["ours"] for row in some]
+    parts = [[1.0, work.ops, work.weight_bytes] for work in works]
+    return _as_line(fitted(parts, times, times))
 
 
 def _work(row: Mapping[str, Any]) -> Work:

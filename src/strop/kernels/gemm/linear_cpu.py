@@ -51,9 +51,8 @@ def supports(call: Call, device: Device) -> str:
         return f"takes fp32 and bf16, not {str(call.dtype).removeprefix('torch.')}"
     if not can_multiply(call.dtype, device.isa):
         return "multiplies bf16 on CPUs with AVX-512 BF16"
-    if call.dtype is torch.bfloat16:
-        if (sizes := call.known(WEIGHT)) is None or sizes[1] % 2:
-            return "takes pairs of bf16, so that sums need an even length"
+    if call.dtype is torch.bfloat16 and ((sizes := call.known(WEIGHT)) is None or sizes[1] % 2):
+        return "takes pairs of bf16, so that sums need an even length"
     case = case_of(call.op, call.dtype, device.isa, CASES)
     return "" if case is not None and case.ours else f"was not measured on {device.isa}"
 
