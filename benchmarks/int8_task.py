@@ -36,9 +36,9 @@ BAD = ("bad", "poor", "slow", "cold", "dull", "rude", "silly", "stale")
 STRONG, NOT, NEUTRAL = ("very", "quite"), ("not", "hardly"), ("the", "film", "was", "and", "it")
 WORDS = ("[pad]", "[cls]", *GOOD, *BAD, *STRONG, *NOT, *NEUTRAL)
 NUMBER = {word: number for number, word in enumerate(WORDS)}
-LENGTH, FEWEST, MOST = 17, 2, 4  # tokens; phrases of a review
+LENGTH, FEWEST, MOST = 13, 1, 3  # tokens; phrases of a review
 LABELS = 3
-BATCH, RATE = 32, 5e-4
+BATCH, RATE = 32, 2e-4
 ALLOWED = 0.005  # of right answers, below fp32
 
 
@@ -56,7 +56,7 @@ def review(draw: random.Random) -> tuple[list[str], int]:
     words, total = ["[cls]"], 0
     for _ in range(draw.randint(FEWEST, MOST)):
         words += draw.sample(NEUTRAL, draw.randint(0, 1))
-        is_good, is_turned, is_strong = (draw.random() < share for share in (0.5, 0.3, 0.3))
+        is_good, is_turned, is_strong = (draw.random() < share for share in (0.5, 0.15, 0.3))
         words += [draw.choice(NOT)] * is_turned + [draw.choice(STRONG)] * is_strong
         words.append(draw.choice(GOOD if is_good else BAD))
         total += (1 if is_good is not is_turned else -1) * (2 if is_strong else 1)
@@ -87,6 +87,8 @@ class Judge(nn.Module):
             intermediate_size=1024,
             max_position_embeddings=LENGTH,
             num_labels=LABELS,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
         config._attn_implementation = "sdpa"
         self.whole = BertForSequenceClassification(config)
@@ -109,7 +111,7 @@ def trained(steps: int) -> Judge:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rule.step()
         pace.step()
-        if step % 50 == 0:
+        if step % 25 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     return model.eval().requires_grad_(False)
 
