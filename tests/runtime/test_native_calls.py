@@ -9,12 +9,12 @@ import torch
 
 from strop.ir.source import KernelSource
 from strop.kernels.kernel import RESULT, Late, Launch, Launches, Lies, Operand, Stride, Torch, View
-from strop.runtime.run.native_calls import Place, only_launch, scalars_at
+from strop.runtime.run.native_calls import OperandPlace, only_launch, scalars_at
 
 SOURCE = KernelSource("f", "cpp", "", (torch.float32,) * 2, scalars=(1, 16))
 LOOSE = (Operand(0, Lies.LINES), Operand(RESULT, Lies.UNALIGNED))
 LAUNCH = Launch(SOURCE, LOOSE, (3, Stride(0, 0)))
-AT = Place((2, 16), (32, 1), 4)  # at an odd address
+AT = OperandPlace((2, 16), (32, 1), 4)  # at an odd address
 
 
 def test_only_one_kernel_over_whole_operands() -> None:
@@ -49,13 +49,13 @@ def test_scalars() -> None:
     ],
 )
 def test_lines(shape: tuple[int, ...], strides: tuple[int, ...], is_line: bool) -> None:
-    found = scalars_at(LAUNCH, (Place(shape, strides, 0), AT))
+    found = scalars_at(LAUNCH, (OperandPlace(shape, strides, 0), AT))
     assert (found is not None) is is_line
 
 
 def test_others_are_dense_at_known_addresses() -> None:
     dense = Launch(SOURCE, (Operand(0), Operand(RESULT, Lies.UNALIGNED)), (3, 16))
-    whole = Place((2, 16), (16, 1), 64)
+    whole = OperandPlace((2, 16), (16, 1), 64)
     assert scalars_at(dense, (whole, AT)) == [3, 16]
     for other in (replace(whole, pointer=0), replace(whole, pointer=72), AT):
         assert scalars_at(dense, (other, AT)) is None

@@ -198,10 +198,9 @@ def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
 
 def has_bf16() -> bool:
     """Tell whether this processor multiplies bf16 as fast as Strop's kernels want it."""
-    from strop.kernels.attention.cpu import WITH_BF16
     from strop.runtime.build.native import processor
 
-    return processor().isa == WITH_BF16
+    return processor().has_bf16
 
 
 def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from strop.ir.device import Device
+from strop.ir.device import WITH_BF16, Device
 from strop.ir.source import KernelSource
-from strop.kernels.attention.cpu import TYPES, WITH_BF16, header
+from strop.kernels.attention.cpu import TYPES, header
 from strop.kernels.kernel import (
     NEVER,
     RESULT,

@@ -47,7 +47,7 @@ from strop.runtime.run.library_calls import (
     planned_on,
 )
 from strop.runtime.run.memory import aligned
-from strop.runtime.run.native_calls import Place, only_launch, scalars_at
+from strop.runtime.run.native_calls import OperandPlace, only_launch, scalars_at
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
@@ -288,7 +288,7 @@ def _native_call(
     memory = at.scratch(position, 0).data_ptr() if choice.launches.scratch else 0
     working, begin = [], memory
     for each in choice.launches.scratch:
-        working.append(Place(each.shape, (1,) * len(each.shape), begin))
+        working.append(OperandPlace(each.shape, (1,) * len(each.shape), begin))
         begin += aligned(each.size_bytes)
     places = [
         _result_place(at, step, allocates=allocates)
@@ -311,21 +311,21 @@ def _native_call(
     return kernel
 
 
-def _place(at: Linking, ref: TensorRef) -> Place:
+def _place(at: Linking, ref: TensorRef) -> OperandPlace:
     """Return where a piece of a buffer lies."""
     (shape, strides, dtype), fixed = _look(at, ref), at.slots[ref.buffer]
     move = at.plan.sizes.of(ref.offset) * dtype.itemsize
     pointer = 0 if fixed is None else fixed.data_ptr() + move
-    return Place(shape, strides, pointer, ref.buffer, move)
+    return OperandPlace(shape, strides, pointer, ref.buffer, move)
 
 
-def _result_place(at: Linking, step: CallStep, *, allocates: bool) -> Place:
+def _result_place(at: Linking, step: CallStep, *, allocates: bool) -> OperandPlace:
     """Return where a call's result lies: of a call of rows, as dense rows."""
     if step.place is not None:
         return _place(at, step.place)
     (number,), (shape, strides, _) = step.outputs, _row_look(at, step)
     pointer = 0 if allocates else _pointer(at.slots[number])
-    return Place(shape, strides, pointer, number)
+    return OperandPlace(shape, strides, pointer, number)
 
 
 def _making_result(at: Linking, step: CallStep, kernel: BoundNativeKernel) -> Run:

@@ -18,7 +18,7 @@ from strop.runtime.run.launched_calls import ALIGNMENT, LIMIT, WIDE, has_lines
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OperandPlace:
     """Say where an operand lies: ``number`` is its buffer, None for working memory, and ``move``
     how many bytes it begins behind that. ``pointer`` is where it lies now, 0 for a buffer that is
     yet to come."""
@@ -30,8 +30,8 @@ class Place:
     move: int = 0
 
     @staticmethod
-    def of(tensor: Tensor) -> Place:
-        return Place(tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
+    def of(tensor: Tensor) -> OperandPlace:
+        return OperandPlace(tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
 
 
 def only_launch(launches: Launches) -> Launch | None:
@@ -46,7 +46,7 @@ def _is_a_piece(operand: Operand) -> bool:
     return bool(operand.piece or operand.order or operand.shape or operand.view)
 
 
-def scalars_at(launch: Launch, places: Sequence[Place]) -> list[int] | None:
+def scalars_at(launch: Launch, places: Sequence[OperandPlace]) -> list[int] | None:
     """Return the scalars of a launch whose operands lie at these places, or None where the kernel
     wants them otherwise."""
     if not all(map(_lies, launch.operands, places)):
@@ -56,14 +56,14 @@ def scalars_at(launch: Launch, places: Sequence[Place]) -> list[int] | None:
     return None if any(x % WIDE for x in wide) else found
 
 
-def _scalar(scalar: int | Stride | Late, places: Sequence[Place]) -> int:
+def _scalar(scalar: int | Stride | Late, places: Sequence[OperandPlace]) -> int:
     if isinstance(scalar, Stride):
         return places[scalar.operand].strides[scalar.dim] // scalar.unit
     assert isinstance(scalar, int)  # ``only_launch`` says so
     return scalar
 
 
-def _lies(operand: Operand, place: Place) -> bool:
+def _lies(operand: Operand, place: OperandPlace) -> bool:
     if not 0 < math.prod(place.shape) < LIMIT:
         return False
     if operand.lies is Lies.LINES and not has_lines(place.shape, place.strides):
@@ -75,7 +75,7 @@ def _lies(operand: Operand, place: Place) -> bool:
     return reach < LIMIT
 
 
-def _is_dense(place: Place) -> bool:
+def _is_dense(place: OperandPlace) -> bool:
     expected = 1
     for size, step in zip(reversed(place.shape), reversed(place.strides), strict=True):
         if size > 1 and step != expected:
