@@ -37,19 +37,22 @@ from benchmarks.cpu_turns import Times, in_turns, seconds
 from strop.bench import environment
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
-from strop.kernels.kernel import Problem
+from strop.kernels.gemm import linear_cpu
+from strop.kernels.kernel import Late, Launch, Problem, Stride
 from strop.kernels.packed.costs import CONV, Line, Work
 from strop.models import sprites
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels, processor
 from strop.runtime.derived.packed_weights import Fingerprint
+from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.library_calls import ALLOCATING, PLANNED_OUT
 from strop.runtime.run.packed_calls import PRODUCTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src/strop/kernels/tuned/packed_cpu.py"
 CPU = torch.device("cpu")
+DEVICE = processor()
 EVICTING_BYTES = 4 << 20  # more than the caches of one core
 FEW, SMALL_OPS = 5, 2e8  # times as many samples of calls with fewer operations
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -113,7 +116,29 @@ def calls_of(case: Case, operands: Sequence[Tensor]) -> dict[str, Callable[[], o
         of_rows = PLANNED_OUT[case.op](case.attrs)
         out = operands[0].new_empty(operands[0].shape[0], operands[1].shape[0])
         plain = lambda: of_rows(operands, out)  # noqa: E731
-    return {"plain": plain, "packed": lambda: product.call(operands, packed)}
+    calls = {"plain": plain, "packed": lambda: product.call(operands, packed)}
+    if case.op == "linear" and linear_cpu.can_multiply(operands[0].dtype, DEVICE.isa):
+        calls["ours"] = ours(case, operands)
+    return calls
+
+
+def ours(case: Case, operands: Sequence[Tensor]) -> Callable[[], object]:
+    """Return the linear by our kernel, bound as a program binds it."""
+    shapes, kernels = tuple(tuple(operand.shape) for operand in operands), _Kernels()
+    launches = linear_cpu.launch(Problem(case.op, (), shapes, operands[0].dtype), DEVICE)
+    assert launches is not None
+    out = operands[0].new_empty(case.operand[0], case.weight[0])
+    memory = torch.empty(scratch_bytes(launches), dtype=torch.uint8)
+    given = (*operands[:2], out, memory, *operands[2:])
+    (part,) = launches.parts
+    assert isinstance(part, Launch)
+    scalars = [
+        given[each.operand].stride(each.dim) if isinstance(each, Stride) else int(each)
+        for each in part.scalars
+        if not isinstance(each, Late)
+    ]
+    call = kernels.bind(part.source, [tensor.data_ptr() for tensor in given], scalars)
+    return lambda: (call(), given)
 
 
 def one_by_one(calls: Mapping[str, Callable[[], object]], samples: int) -> Times:
@@ -252,7 +277,7 @@ def first_rows() -> Iterator[dict[str, Any]]:
 # ---- the table ---------------------------------------------------------------------------------
 
 HEAD = '''\
-"""Hold what products take on CPUs, with weights as they lie and packed, on one thread.
+"""Hold what products take on CPUs, with weights as they lie, packed, and by ours, on one thread.
 
 `python benchmarks/cpu_packed.py --table FILE...` writes this file from its own sweeps:
 {files}.
@@ -277,11 +302,12 @@ def table(files: Sequence[Path]) -> str:
         for dtype, op in kinds:
             some = [row for row in rows if (row["dtype"], row["op"]) == (dtype, op)]
             lines = list(map(_text, lines_of(some)))
+            own = f"        {_text(ours_of(some))},\n" if "ours" in some[0]["us"] else ""
             name, watching = dtype.replace("fp", "f").upper(), first["watching_bytes_a_us"]
             found += [
                 f'    PackedCase(\n        "{first["isa"]}",\n        {name},\n        "{op}",\n',
                 *(f"        {line},\n" for line in lines),
-                f"        {watching:.0f},\n    ),\n",
+                f"        {watching:.0f},\n{own}    ),\n",
             ]
     return "".join([*found, ")\n"])
 
@@ -308,6 +334,14 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Line, Line]:
         begin, of_weight = fitted([[1.0, each[2]] for each in parts], more, times["plain"])
         plain = [packed[0] + begin, packed[1], packed[2] + of_weight]
     return _as_line(plain), _as_line(packed)
+
+
+def ours_of(rows: Sequence[Mapping[str, Any]]) -> Line:
+    """Fit the line of our kernel, of the rows of which it is chosen in both types."""
+    some = [row for row in rows if row["operand"][0] >= linear_cpu.FEWEST_ROWS]
+    works, times = [_work(row) for row in some], [row["us"]["ours"] for row in some]
+    parts = [[1.0, work.ops, work.weight_bytes] for work in works]
+    return _as_line(fitted(parts, times, times))
 
 
 def _work(row: Mapping[str, Any]) -> Work:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import strop
 from strop.cli import models, pictures
-from strop.cli.arguments import check_output
+from strop.cli.arguments import check_output, has_bf16
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, errors, require_diffusion, warn
 from strop.cli.sampling import draw, warm_up
@@ -124,6 +124,8 @@ def run(out: Path, model_name: str, steps: int) -> None:
     for picture, target in zip((sheets.grid(), sheets.comparison()), targets, strict=True):
         pictures.save(picture, target)
     _summarise(sheets, compile_seconds, time.perf_counter() - begin)
+    if device == "cpu" and has_bf16():
+        _compare_bf16(model, sheets)
     Console().print(f"pictures: {targets[0]}, {targets[1]}", markup=False, soft_wrap=True)
 
 
@@ -134,6 +136,23 @@ def _compile(pipe: Any, request: PictureRequest) -> float:
     with compiling(pipe):
         warm_up(pipe, request)
     return time.perf_counter() - start
+
+
+def _compare_bf16(model: models.ModelFolder, exact: Sheets) -> None:
+    """Draw the compared pictures once more in bf16, and print how far they are from eager fp32."""
+    pipes = {kind: models.load(model, torch.bfloat16, "cpu") for kind in ("eager", "strop")}
+    sheets = Sheets(pipes, exact.requests[0].steps, model.guidance)
+    _compile(pipes["strop"], sheets.requests[0])
+    sheets.run([(kind, n) for n in COMPARED for kind in ("eager", "strop")], "comparing in bf16")
+    slow = sum(exact.seconds["eager"][n] for n in COMPARED)
+    texts = []
+    for kind, name in (("eager", "eager"), ("strop", "Strop")):
+        took, wanted = sum(sheets.seconds[kind].values()), exact.pixels["eager"]
+        off = min(pictures.psnr_db(wanted[n], sheets.pixels[kind][n]) for n in COMPARED)
+        ratio = f"{slow / took:.1f}x of eager fp32"
+        texts.append(f"{name} {took:.2f} s ({ratio}; worst {pictures.psnr_text(off)} to it)")
+    screen = Console(highlight=False, soft_wrap=True)
+    screen.print(f"the same in bf16, one run: {', '.join(texts)}")
 
 
 def _summarise(sheets: Sheets, compile_seconds: float, total: float) -> None:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from strop.bench import models
-from strop.cli import pictures, sampling
+from strop.cli import arguments, pictures, sampling
 from strop.debug import step_times
 from strop.drawing.request import PictureRequest, PictureSize
 
@@ -48,6 +48,19 @@ def test_the_same_seed_gives_the_same_picture_with_and_without_strop(
         for name in ("ours", "plain")
     )
     assert pictures.psnr_db(ours, eager) > 50
+
+
+def test_bf16_is_said_where_the_processor_lacks_it(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("--steps", "1", "--size", "64x32", "--device", "cpu", "--dtype", "bf16")
+    for has_bf16 in (False, True):
+        monkeypatch.setattr(arguments, "has_bf16", lambda found=has_bf16: found)
+        result = invoke("generate", PROMPT, *given)
+        assert result.exit_code == 0, result.output
+        assert ("multiplies no bf16" in said(result)) is not has_bf16
+        assert "in eager" not in said(result)
+    assert Image.open(tmp_path / "out.png").size == (64, 32)
 
 
 def test_a_prompt_outside_the_grammar_is_drawn_with_a_warning(

@@ -38,6 +38,7 @@ class Dtype(StrEnum):
     auto = "auto"
     fp32 = "fp32"
     fp16 = "fp16"
+    bf16 = "bf16"
 
 
 def parse_size(text: str | PictureSize) -> PictureSize:
@@ -179,16 +180,27 @@ def _check_arch(arch: int, device: DeviceName) -> None:
 
 
 def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
-    """Return fp16 on a GPU and fp32 on a CPU unless another type was asked for."""
+    """Return fp16 on a GPU and fp32 on a CPU unless another type was asked for. A CPU that lacks
+    bf16 computes in it all the same, with a warning."""
     import torch
 
     if dtype is Dtype.auto:
         return torch.float16 if device == "cuda" else torch.float32
     if dtype is Dtype.fp16 and device == "cpu":
         raise typer.BadParameter(
-            "fp16: CPUs compute in fp32; use --dtype fp32 or --device cuda", param_hint="'--dtype'"
+            "fp16: CPUs compute in fp32 or bf16; use --dtype fp32 or --device cuda",
+            param_hint="'--dtype'",
         )
-    return torch.float16 if dtype is Dtype.fp16 else torch.float32
+    if dtype is Dtype.bf16 and device == "cpu" and not has_bf16():
+        warn("this processor multiplies no bf16: fp32 is faster (--dtype fp32)")
+    return {Dtype.fp16: torch.float16, Dtype.bf16: torch.bfloat16}.get(dtype, torch.float32)
+
+
+def has_bf16() -> bool:
+    """Tell whether this processor multiplies bf16 as fast as Strop's kernels want it."""
+    from strop.runtime.build.native import processor
+
+    return processor().has_bf16
 
 
 def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:

@@ -75,7 +75,10 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype,
-    typer.Option(help="Compute in this number format; auto takes fp16 on a GPU and fp32 on a CPU."),
+    typer.Option(
+        help="Compute in this number format; auto takes fp16 on a GPU and fp32 on a CPU, where bf16"
+        " is faster if the processor has it."
+    ),
 ]
 ThreadsOption = Annotated[
     int,

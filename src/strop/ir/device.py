@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from strop.errors import OptionError
 
 LEAST_ARCH = 80  # the oldest architecture that Triton compiles for
+WITH_BF16 = "avx512_bf16"  # the CPUs that multiply pairs of bf16
 _FIRST_SPECIFIC = 90  # from which on Triton's PTX is for one architecture alone: sm_90a
 
 # The most shared memory in bytes that one block can ask for, by architecture: the programming
@@ -102,6 +103,11 @@ class Device:
     runs_on: int = 0
     isa: str = ""
     has_vnni: bool = False
+
+    @property
+    def has_bf16(self) -> bool:
+        """Say whether a CPU multiplies pairs of bf16."""
+        return self.isa == WITH_BF16
 
     @property
     def has_library(self) -> bool:

@@ -18,7 +18,7 @@ from strop.kernels import libraries
 from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
 from strop.kernels.conv import folded_taps, narrow
-from strop.kernels.gemm import code_sums, geglu, mixed_product, skinny, small_cpu
+from strop.kernels.gemm import code_sums, geglu, linear_cpu, mixed_product, skinny, small_cpu
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
 from strop.kernels.packed import rows as packed
@@ -34,6 +34,7 @@ KERNELS: tuple[Kernel, ...] = (
     short_rows.ROW,
     cpu.ROW,
     small_cpu.ROW,
+    linear_cpu.ROW,
     narrow.ROW,
     folded_taps.ROW,
     geglu.ROW,

@@ -41,7 +41,6 @@ from strop.kernels.kernel import (
 from strop.kernels.tuned.attention_cpu import CASES
 
 NAME = "cpu_attention"
-WITH_BF16 = "avx512_bf16"  # the processors that multiply pairs of bf16
 TYPES = {torch.float32: "float", torch.bfloat16: "sp::bf16"}
 MOST_HEAD = 256  # cpu.h has rows of so many numbers on its stack
 LANES = 16  # of the widest vectors, to whose multiples it pads what it packs
@@ -123,7 +122,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
         return None
     (batch, heads, queries, head), (_, sources, keys, _) = problem.shapes[:2]
     values = problem.shapes[V][-1]
-    is_paired = problem.dtype is torch.bfloat16 and device.isa == WITH_BF16
+    is_paired = problem.dtype is torch.bfloat16 and device.has_bf16
     scale = scale_of(problem.attr("scale"), head)
     (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
     packed_bytes = batch * sources * _packed_bytes(keys, head, values, is_paired=is_paired)

@@ -45,7 +45,8 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class PackedCase:
     """Hold the lines of one kind of product, "linear" or "conv2d", on one kind of processor.
-    ``watching`` has the rate at which the bits of weights are compared."""
+    ``watching`` has the rate at which the bits of weights are compared, and ``ours`` the line of a
+    kernel of our own, which packs in each call."""
 
     isa: str
     dtype: torch.dtype
@@ -53,6 +54,7 @@ class PackedCase:
     plain: Line
     packed: Line
     watching: float
+    ours: Line | None = None
 
     def times_us(self, work: Work) -> tuple[float, float]:
         """Return the times with the weight as it lies, and packed."""

@@ -29,6 +29,7 @@ from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.memory import aligned
 
 ALIGNMENT, LIMIT = 16, 2**31  # bytes of an address, elements of a tensor
+ANYWHERE = (Lies.LINES, Lies.UNALIGNED)  # at any address
 WIDE = 16  # what a scalar is a multiple of, where a kernel is told so
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Call = Callable[[Sequence[Tensor]], Tensor]
@@ -193,7 +194,9 @@ def _lies(operand: Operand, tensor: Tensor) -> bool:
     """Tell whether a tensor lies as the kernel wants it."""
     if not 0 < tensor.numel() < LIMIT:
         return False
-    if operand.lies is not Lies.UNALIGNED and tensor.data_ptr() % ALIGNMENT:
+    if operand.lies not in ANYWHERE and tensor.data_ptr() % ALIGNMENT:
+        return False
+    if operand.lies is Lies.LINES and not has_lines(tensor.shape, tensor.stride()):
         return False
     if operand.lies is Lies.DENSE:
         return tensor.is_contiguous()
@@ -201,6 +204,12 @@ def _lies(operand: Operand, tensor: Tensor) -> bool:
         return False
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return operand.view is not None or reach < LIMIT  # TMA counts in coordinates
+
+
+def has_lines(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether the last dim is dense, and rows begin at pairs of elements."""
+    *rows, last = [step if size > 1 else 0 for size, step in zip(shape, strides, strict=True)]
+    return last in (0, 1) and not any(step % 2 for step in rows)
 
 
 def _has_rows(tensor: Tensor, *, is_mapped: bool) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from strop.ir.contractions import FACTORS
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
+from strop.kernels.kernel import RESULT
 from strop.kernels.packed.rows import NAME as PACKED
 from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import BoundKernel, KernelLoader
@@ -45,6 +46,8 @@ from strop.runtime.run.library_calls import (
     in_own_memory,
     planned_on,
 )
+from strop.runtime.run.memory import aligned
+from strop.runtime.run.native_calls import OperandPlace, only_launch, scalars_at
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
@@ -201,6 +204,8 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     getters = _getters(at, step)
     packed = _packed_call(at, position, step, getters)
     (number,), slots = step.outputs, at.slots
+    if number not in at.plan.handed_on and (native := _native_call(at, position, step)):
+        return native
     shape = at.plan.sizes.shapes[number]
     if step.op in OF_ROWS:
         shape = (math.prod(shape[:-1]), shape[-1])
@@ -218,6 +223,8 @@ def _placed_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a call whose result is a piece of a larger buffer. What a library allocates goes there
     by a copy."""
     assert step.place is not None
+    if native := _native_call(at, position, step):
+        return native
     device, choice = at.resources.kernels.device, at.plan.choices.get(position)
     table = dict(planned_on(device))
     if step.op not in table:
@@ -268,8 +275,78 @@ def _packed_call(
     return call
 
 
+def _native_call(
+    at: Linking, position: int, step: CallStep, *, allocates: bool = False
+) -> BoundNativeKernel | None:
+    """Bind a call that is one kernel on a CPU; None for other calls, and where operands lie
+    otherwise. Where it ``allocates``, its result is yet to come."""
+    choice, kernels = at.plan.choices.get(position), at.resources.kernels
+    if choice is None or choice.launches is None or kernels.device.arch or at.plan.free:
+        return None
+    if (launch := only_launch(choice.launches)) is None:
+        return None
+    memory = at.scratch(position, 0).data_ptr() if choice.launches.scratch else 0
+    working, begin = [], memory
+    for each in choice.launches.scratch:
+        working.append(OperandPlace(each.shape, (1,) * len(each.shape), begin))
+        begin += aligned(each.size_bytes)
+    places = [
+        _result_place(at, step, allocates=allocates)
+        if operand.number == RESULT
+        else _place(at, step.inputs[operand.number])
+        if operand.number > RESULT
+        else working[RESULT - 1 - operand.number]
+        for operand in launch.operands
+    ]
+    if (scalars := scalars_at(launch, places)) is None:
+        return None
+    kernels.build([launch.source])
+    pointers = [place.pointer for place in places]
+    kernel = kernels.bind(launch.source, pointers, scalars, at.resources.stream)
+    if not isinstance(kernel, BoundNativeKernel):
+        return None
+    for number, place in enumerate(places):
+        if place.number is not None and not place.pointer:
+            at.patches[place.number].append((kernel, number, place.move))
+    return kernel
+
+
+def _place(at: Linking, ref: TensorRef) -> OperandPlace:
+    """Return where a piece of a buffer lies."""
+    (shape, strides, dtype), fixed = _look(at, ref), at.slots[ref.buffer]
+    move = at.plan.sizes.of(ref.offset) * dtype.itemsize
+    pointer = 0 if fixed is None else fixed.data_ptr() + move
+    return OperandPlace(shape, strides, pointer, ref.buffer, move)
+
+
+def _result_place(at: Linking, step: CallStep, *, allocates: bool) -> OperandPlace:
+    """Return where a call's result lies: of a call of rows, as dense rows."""
+    if step.place is not None:
+        return _place(at, step.place)
+    (number,), (shape, strides, _) = step.outputs, _row_look(at, step)
+    pointer = 0 if allocates else _pointer(at.slots[number])
+    return OperandPlace(shape, strides, pointer, number)
+
+
+def _making_result(at: Linking, step: CallStep, kernel: BoundNativeKernel) -> Run:
+    """Bind a kernel whose result is made when it runs. It is told where, as readers are."""
+    (number,), slots, device = step.outputs, at.slots, at.memory.device
+    (shape, strides, dtype), patches = at.plan.sizes.look(number), at.patches[number]
+
+    def run() -> None:
+        slots[number] = made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        pointer = made.data_ptr()
+        for reader, where, move in patches:
+            reader.set_pointer(where, pointer + move)
+        kernel()
+
+    return run
+
+
 def _allocating_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a call that allocates its results, which kernels then get to know."""
+    if native := _native_call(at, position, step, allocates=True):
+        return _making_result(at, step, native)
     device = at.resources.kernels.device
     choice = at.plan.choices.get(position)
     table = allocating_on(device, choice.kernel if choice else "")

@@ -1,0 +1,145 @@
+
+// Linears on a CPU, by the tiles of attention (attention/cpu.h): x (M, K) times w (N, K) transposed.
+//
+// The weight is packed in each call, into memory that stays in a cache: it has to come from memory
+// anyway, once, and what is kept packed would have to come beside it. Tiles of rows by columns are
+// in registers over the whole sum, or over parts of it, and end in the bias and one rounding. What a
+// number is depends on the depth alone: neither on threads nor on other rows.
+#ifndef STROP_LINEARS
+#define STROP_LINEARS
+
+namespace linears {
+namespace {  // each kernel has its own
+
+using namespace attention;
+
+#define NUMBERED [&](auto i) __attribute__((always_inline))
+
+constexpr int64_t PANEL = 16 * ROWS;  // rows of a task
+
+struct Sizes {
+  int64_t rows, columns, depth, x_row;
+  Strides w;  // without batches and heads
+  int64_t out_row, vectors, blocks;
+
+  // The first vector of columns of a block: blocks are about equally wide.
+  int64_t first(int64_t block) const { return block * vectors / blocks; }
+};
+
+template <class T>
+[[gnu::always_inline]] inline void put(T* to, Floats found, int64_t count) {
+  if (count >= LANES) {
+    if constexpr (sizeof(T) == 4) {
+      store(to, found);
+    } else {
+#if defined(__AVX512F__)
+      Halves half;
+      asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(found));
+      *reinterpret_cast<LooseHalves*>(to) = half;
+#endif
+    }
+  } else {
+    for (int lane = 0; lane < LANES; ++lane)
+      if (lane < count) to[lane] = sp::narrow<T>(found[lane]);
+  }
+}
+
+// M rows by N vectors of columns, of which ``count`` are stored.
+template <class T, bool PAIRED, int M, int N>
+void tile(Operands of, const float* bias, T* to, int64_t to_row, int64_t count) {
+  float before[M][N][LANES];
+  for (; of.steps > STEPS; of.steps -= STEPS, of.a += STEPS, of.b += STEPS * of.b_row) {
+    const bool is_first = bias != nullptr;
+    const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, STEPS);
+    each<M * N>(NUMBERED {
+      constexpr int m = i.value / N, n = i.value % N;
+      const Floats earlier = load(is_first ? bias + n * LANES : before[m][n]);
+      store(before[m][n], sums.at[m][n] + earlier);
+    });
+    bias = nullptr;
+  }
+  const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, of.steps);
+  each<M * N>(NUMBERED {
+    constexpr int m = i.value / N, n = i.value % N;
+    const Floats earlier = load(bias ? bias + n * LANES : before[m][n]);
+    put(to + m * to_row + n * LANES, sums.at[m][n] + earlier, count - n * LANES);
+  });
+}
+
+template <class T, bool PAIRED, int M>
+void tile_wide(int64_t vectors, const Operands& of, const float* bias, T* to, int64_t to_row,
+               int64_t count) {
+  if constexpr (WIDE > 2) {
+    if (vectors == 4) return tile<T, PAIRED, M, 4>(of, bias, to, to_row, count);
+    if (vectors == 3) return tile<T, PAIRED, M, 3>(of, bias, to, to_row, count);
+  }
+  if (vectors == 2) return tile<T, PAIRED, M, 2>(of, bias, to, to_row, count);
+  tile<T, PAIRED, M, 1>(of, bias, to, to_row, count);
+}
+
+// The columns of a block, as words by step, then by column.
+template <class T, bool PAIRED>
+void pack(const T* w, const Sizes& of, int64_t block, Word* packed) {
+  constexpr int64_t each = PAIRED ? 2 : 1;
+  const int64_t steps = (of.depth + each - 1) / each, first = of.first(block);
+  const int64_t vectors = of.first(block + 1) - first, end = least(of.columns, (first + vectors) * LANES);
+  pack_keys<T, PAIRED>(w, of.w, first * LANES, end, of.depth, packed + first * LANES * steps);
+}
+
+// Some rows by the columns of a block.
+template <class T, bool PAIRED>
+void part(const T* x, const T* bias, T* out, const Sizes& of, int64_t block, const Word* packed) {
+  constexpr int64_t each = PAIRED ? 2 : 1;
+  const int64_t steps = of.depth / each, first = of.first(block) * LANES;
+  const int64_t vectors = of.first(block + 1) - of.first(block), count = of.columns - first;
+  alignas(64) float added[BLOCK] = {};
+  for (int64_t n = 0; bias && n < least(count, vectors * LANES); ++n)
+    added[n] = sp::widen(bias[first + n]);
+  for (int64_t row = 0; row < of.rows;) {
+    const int64_t rest = of.rows - row;
+    const Operands from = {reinterpret_cast<const Word*>(x + row * of.x_row), of.x_row / each,
+                           packed + first * steps, vectors * LANES, steps};
+    const auto multiplied = [&](auto rows) {
+      constexpr int m = rows.value;
+      tile_wide<T, PAIRED, m>(vectors, from, added, out + row * of.out_row + first, of.out_row, count);
+      row += m;
+    };
+    if (rest >= ROWS) multiplied(Number<ROWS>{});
+    else if (rest >= 4) multiplied(Number<4>{});
+    else if (rest >= 2) multiplied(Number<2>{});
+    else multiplied(Number<1>{});
+  }
+}
+
+// Buffers: x, w, the result, working memory, and the bias where scalar 7 says that there is one.
+template <class T, bool PAIRED>
+void linear(void* const* buffers, const int64_t* s) {
+  const int64_t vectors = (s[1] + LANES - 1) / LANES, blocks = (vectors + WIDE - 1) / WIDE;
+  const Sizes of = {s[0], s[1], s[2], s[3], {0, 0, s[4], s[5]}, s[6], vectors, blocks};
+  const T* const x = static_cast<const T*>(buffers[0]);
+  const T* const w = static_cast<const T*>(buffers[1]);
+  T* const out = static_cast<T*>(buffers[2]);
+  const uintptr_t memory = (reinterpret_cast<uintptr_t>(buffers[3]) + 63) / 64 * 64;
+  Word* const packed = reinterpret_cast<Word*>(memory);
+  const T* const bias = s[7] ? static_cast<const T*>(buffers[4]) : nullptr;
+  const int64_t panels = (of.rows + PANEL - 1) / PANEL;
+#pragma omp parallel if (2.0 * of.rows * of.columns * of.depth > THREADED_FROM)
+  {
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks; ++block) pack<T, PAIRED>(w, of, block, packed);
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < panels * blocks; ++task) {
+      const int64_t row = task / blocks * PANEL;
+      Sizes mine = of;
+      mine.rows = least(PANEL, of.rows - row);
+      part<T, PAIRED>(x + row * of.x_row, bias, out + row * of.out_row, mine, task % blocks, packed);
+    }
+  }
+}
+
+#undef NUMBERED
+
+}  // namespace
+}  // namespace linears
+
+#endif

@@ -1,0 +1,114 @@
+"""Multiply rows by a weight on a CPU: x (M, K) by w (N, K) transposed, in fp32 and bf16.
+
+A library's linear begins with much to decide, and oneDNN's is slow where its code is in no cache:
+in a step of a small UNet most linears took two to ten times as long as their operations do.
+``linear_cpu.h`` packs the weight in each call, so that nothing of it is ever stale, and has a tile
+of the result in registers. Sums are fp32, by parts of 128 steps, with one rounding at the end. It
+runs where it was measured as faster (``tuned.packed_cpu``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from strop.ir.device import WITH_BF16, Device
+from strop.ir.source import KernelSource
+from strop.kernels.attention.cpu import TYPES, header
+from strop.kernels.kernel import (
+    NEVER,
+    RESULT,
+    Call,
+    Kernel,
+    Launch,
+    Launches,
+    Lies,
+    Operand,
+    PartScratch,
+    Problem,
+    Stride,
+    scratch,
+)
+from strop.kernels.packed.costs import Work, case_of
+from strop.kernels.tuned.packed_cpu import CASES
+
+NAME = "cpu_linear"
+LANES = 16  # of the widest vectors, to whose multiples columns are padded
+ALIGNMENT = 64  # bytes of the packed weight
+X, WEIGHT, BIAS = range(3)
+# In fp32 a library sums products of fewer rows in more parts, and was 1.3 to 1.7 times as near.
+FEWEST_ROWS = 8
+
+
+def supports(call: Call, device: Device) -> str:
+    if not device.isa:
+        return "runs on CPUs with AVX2 or AVX-512"
+    if call.dtype not in TYPES:
+        return f"takes fp32 and bf16, not {str(call.dtype).removeprefix('torch.')}"
+    if not can_multiply(call.dtype, device.isa):
+        return "multiplies bf16 on CPUs with AVX-512 BF16"
+    if call.dtype is torch.bfloat16 and ((sizes := call.known(WEIGHT)) is None or sizes[1] % 2):
+        return "takes pairs of bf16, so that sums need an even length"
+    case = case_of(call.op, call.dtype, device.isa, CASES)
+    return "" if case is not None and case.ours else f"was not measured on {device.isa}"
+
+
+def can_multiply(dtype: torch.dtype, isa: str) -> bool:
+    """Tell whether a kind of processor multiplies what the kernel is for."""
+    return bool(isa) and dtype in TYPES and (dtype is torch.float32 or isa == WITH_BF16)
+
+
+def cost_us(problem: Problem, device: Device) -> float:
+    case = case_of(problem.op, problem.dtype, device.isa, CASES)
+    (*rows, _), (columns, _) = problem.shapes[:2]
+    if case is None or case.ours is None or not math.prod(rows) * columns:
+        return NEVER
+    if problem.dtype is torch.float32 and math.prod(rows) < FEWEST_ROWS:
+        return NEVER
+    return case.ours.us(Work.of(problem))
+
+
+@lru_cache
+def source(dtype: torch.dtype) -> KernelSource:
+    """Return the kernel for operands of a type, which is one for all sizes. Params: x, the weight,
+    the result, working memory. Scalars: M, N, K, strides, and whether there is a bias."""
+    is_paired = dtype is torch.bfloat16
+    name = f"{NAME}_{str(dtype).removeprefix('torch.')}"
+    own = Path(__file__).with_name("linear_cpu.h").read_text()
+    call = f"linears::linear<{TYPES[dtype]}, {'true' if is_paired else 'false'}>"
+    text = (
+        f'#include "vmath.h"\n\n{header()}\n{own}\n'
+        f'extern "C" void {name}(void* const* buffers, const int64_t* scalars) {{\n'
+        f"  {call}(buffers, scalars);\n"
+        "}\n"
+    )
+    return KernelSource(name, "cpp", text, (*[dtype] * 3, torch.uint8), scalars=(1,) * 8)
+
+
+def forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    return (source(call.dtype),)
+
+
+def launch(problem: Problem, device: Device) -> Launches | None:
+    (*rows, depth), (columns, _) = problem.shapes[:2]
+    if not math.prod(rows) * depth * columns or len(rows) != 1:
+        return None
+    each = 2 if problem.dtype is torch.bfloat16 else 1
+    padded = -(-columns // LANES) * LANES
+    biases = [Operand(BIAS, Lies.UNALIGNED)] * (len(problem.shapes) > BIAS)
+    weight, memory = Operand(WEIGHT, Lies.UNALIGNED), Operand(scratch(0), Lies.UNALIGNED)
+    operands = (Operand(X, Lies.LINES), weight, Operand(RESULT, Lies.LINES), memory, *biases)
+    scalars = (
+        *(math.prod(rows), columns, depth),
+        *(Stride(0, 0), Stride(1, 0), Stride(1, 1), Stride(2, 0)),
+        len(biases),
+    )
+    packed = PartScratch((4 * padded * (depth // each) + ALIGNMENT,), torch.uint8)
+    return Launches((Launch(source(problem.dtype), operands, scalars),), (packed,))
+
+
+ROW = Kernel(NAME, ("linear",), supports, cost_us, launch, forms)

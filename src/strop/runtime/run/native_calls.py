@@ -1,0 +1,84 @@
+"""Bind a call that one kernel of ours does on a CPU, as generated kernels are bound.
+
+How its operands lie follows from the plan, so that it is looked at once: pointers are in place
+where memory stands still, and what moves is patched where it is put. A call then costs the host
+what a generated kernel costs, and not a look at each of its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strop.kernels.kernel import Late, Launch, Launches, Lies, Operand, Stride
+from strop.runtime.run.launched_calls import ALIGNMENT, LIMIT, WIDE, has_lines
+
+
+@dataclass(frozen=True, slots=True)
+class OperandPlace:
+    """Say where an operand lies: ``number`` is its buffer, None for working memory, and ``move``
+    how many bytes it begins behind that. ``pointer`` is where it lies now, 0 for a buffer that is
+    yet to come."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pointer: int
+    number: int | None = None
+    move: int = 0
+
+    @staticmethod
+    def of(tensor: Tensor) -> OperandPlace:
+        return OperandPlace(tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
+
+
+def only_launch(launches: Launches) -> Launch | None:
+    """Return the launch of a call that is nothing but one kernel over whole operands."""
+    (part, *more) = launches.parts
+    if more or not isinstance(part, Launch) or any(map(_is_a_piece, part.operands)):
+        return None
+    return part if all(isinstance(each, int | Stride) for each in part.scalars) else None
+
+
+def _is_a_piece(operand: Operand) -> bool:
+    return bool(operand.piece or operand.order or operand.shape or operand.view)
+
+
+def scalars_at(launch: Launch, places: Sequence[OperandPlace]) -> list[int] | None:
+    """Return the scalars of a launch whose operands lie at these places, or None where the kernel
+    wants them otherwise."""
+    if not all(map(_lies, launch.operands, places)):
+        return None
+    found = [_scalar(each, places) for each in launch.scalars]
+    wide = (x for x, unit in zip(found, launch.source.scalars, strict=True) if unit == WIDE)
+    return None if any(x % WIDE for x in wide) else found
+
+
+def _scalar(scalar: int | Stride | Late, places: Sequence[OperandPlace]) -> int:
+    if isinstance(scalar, Stride):
+        return places[scalar.operand].strides[scalar.dim] // scalar.unit
+    assert isinstance(scalar, int)  # ``only_launch`` says so
+    return scalar
+
+
+def _lies(operand: Operand, place: OperandPlace) -> bool:
+    if not 0 < math.prod(place.shape) < LIMIT:
+        return False
+    if operand.lies is Lies.LINES and not has_lines(place.shape, place.strides):
+        return False
+    if operand.lies not in (Lies.LINES, Lies.UNALIGNED):
+        is_aligned = place.pointer and place.pointer % ALIGNMENT == 0
+        return bool(is_aligned) and operand.lies is Lies.DENSE and _is_dense(place)
+    reach = sum((n - 1) * step for n, step in zip(place.shape, place.strides, strict=True))
+    return reach < LIMIT
+
+
+def _is_dense(place: OperandPlace) -> bool:
+    expected = 1
+    for size, step in zip(reversed(place.shape), reversed(place.strides), strict=True):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
