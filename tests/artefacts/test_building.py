@@ -31,7 +31,7 @@ from strop.runtime.build import compilers
 from strop.runtime.build.ahead import AheadLoader
 from strop.runtime.build.artefact import Artefact
 from strop.runtime.build.cubin import Cubin
-from strop.runtime.build.native import target_name
+from strop.runtime.build.processors import target_name
 from tests.artefacts.test_artefacts import (
     Net,
     X,
