@@ -55,7 +55,8 @@ Targets = Annotated[
         metavar="NAMES",
         help="Compile for these devices, with commas between them: sm_80, sm_86, sm_89 and"
         " sm_90 are NVIDIA GPUs, cpu-v3 processors with AVX2, cpu-v4 those with AVX-512,"
-        " aarch64-v8, aarch64-v8.2, aarch64-v8.6 and aarch64-sve those of Arm, and cpu is this one.",
+        " aarch64-v8, aarch64-v8.2, aarch64-v8.6 and aarch64-sve those of Arm, and cpu is this"
+        " one.",
     ),
 ]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Write the artefact to this file.")]

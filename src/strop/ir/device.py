@@ -87,8 +87,8 @@ class Device:
     bus, in bytes a second; a copy reaches nine tenths of it. ``clock_hz`` is the multiprocessors'
     highest. ``runs_on`` is the card's own architecture where ``arch`` is an older one, else 0.
     ``isa`` is the widest of the vector instructions of a CPU that kernels written by hand use:
-    "avx2", "avx512", "avx512_bf16", or "" for another CPU and for a GPU. ``has_vnni`` says whether
-    it multiplies four codes at once by AVX-512 VNNI.
+    "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16", or "" for another CPU and for a GPU.
+    ``has_vnni`` says whether it multiplies four codes at once by AVX-512 VNNI.
     """
 
     name: str

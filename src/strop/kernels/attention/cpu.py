@@ -41,7 +41,7 @@ from strop.kernels.kernel import (
 from strop.kernels.tuned.attention_cpu import CASES
 
 NAME = "cpu_attention"
-WITH_BF16 = "avx512_bf16"  # the processors that multiply pairs of bf16
+WITH_BF16 = ("avx512_bf16", "neon_bf16")  # the processors that multiply pairs of bf16
 TYPES = {torch.float32: "float", torch.bfloat16: "sp::bf16"}
 MOST_HEAD = 256  # cpu.h has rows of so many numbers on its stack
 LANES = 16  # of the widest vectors, to whose multiples it pads what it packs
@@ -53,7 +53,7 @@ _DIMS = 4
 
 def supports(call: Call, device: Device) -> str:
     if not device.isa:
-        return "runs on CPUs with AVX2 or AVX-512"
+        return "runs on CPUs with AVX2, AVX-512 or NEON"
     if call.dtype not in TYPES:
         return f"takes fp32 and bf16, not {str(call.dtype).removeprefix('torch.')}"
     if any(len(shape) != _DIMS for shape in call.shapes[:MASK]):
@@ -111,8 +111,10 @@ def header() -> str:
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     """Both forms for bf16 where there is AVX-512: an artefact serves processors with and without
-    BF16."""
+    BF16. A target of AArch64 says which it is."""
     widened = source(call.dtype, is_paired=False)
+    if call.dtype is torch.bfloat16 and device.isa == "neon_bf16":
+        return (source(call.dtype, is_paired=True),)
     if call.dtype is torch.bfloat16 and device.isa.startswith("avx512"):
         return (source(call.dtype, is_paired=True), widened)
     return (widened,)
@@ -123,7 +125,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
         return None
     (batch, heads, queries, head), (_, sources, keys, _) = problem.shapes[:2]
     values = problem.shapes[V][-1]
-    is_paired = problem.dtype is torch.bfloat16 and device.isa == WITH_BF16
+    is_paired = problem.dtype is torch.bfloat16 and device.isa in WITH_BF16
     scale = scale_of(problem.attr("scale"), head)
     (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
     packed_bytes = batch * sources * _packed_bytes(keys, head, values, is_paired=is_paired)

@@ -1,0 +1,182 @@
+"""Run kernels that are compiled for AArch64, by qemu-user, on the tensors of this process.
+
+The very shared objects that an artefact holds are loaded by a small program (``emulated.cpp``). It
+shares a file with this process, to which the memory behind each pointer is copied before a kernel
+runs, and from which it is copied back. The C library is that of the cross compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.ir.device import Device
+from strop.ir.source import KernelSource
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.native import NativeKernels
+from strop.runtime.build.processors import CROSS_COMPILERS, TARGETS, processor
+
+COMPILER, EMULATOR = CROSS_COMPILERS[TARGETS["aarch64-v8"].kind], "qemu-aarch64"
+SYSROOT = "/usr/aarch64-linux-gnu"  # where Debian has the C library of its cross compiler
+MEMORY_BYTES, PAGE, LINE = 1 << 28, 4096, 64
+ARM_TARGETS = tuple(name for name, row in TARGETS.items() if row.kind == TARGETS["aarch64-v8"].kind)
+
+
+def missing() -> str:
+    """Say what is not installed, or nothing."""
+    tools = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found (apt-get install g++-aarch64-linux-gnu qemu-user)"
+    return "" if Path(SYSROOT).is_dir() else f"no C library for AArch64 in {SYSROOT}"
+
+
+needs_emulator = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+class Machine:
+    """A process of the emulator, and the memory that it shares with this one."""
+
+    def __init__(self, folder: Path, threads: int = 1) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        program, file = folder / "runs-kernels", folder / "memory"
+        source = Path(__file__).with_name("emulated.cpp")
+        flags = ("-O1", "-std=c++20", str(source), "-o", str(program), "-lgomp", "-ldl")
+        subprocess.run([COMPILER, *flags], check=True)
+        with file.open("wb") as empty:
+            empty.truncate(MEMORY_BYTES)
+        with file.open("r+b") as opened:
+            self._memory = mmap.mmap(opened.fileno(), MEMORY_BYTES)
+        view = (ctypes.c_char * MEMORY_BYTES).from_buffer(self._memory)
+        self._start, self._view = ctypes.addressof(view), view
+        options = ("-cpu", "max", "-L", SYSROOT, "-E", f"OMP_NUM_THREADS={threads}")
+        self._process = subprocess.Popen(
+            [EMULATOR, *options, str(program), str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._storages = dict[int, torch.UntypedStorage]()
+        self.num_runs = 0
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+        del self._view
+        self._memory.close()
+
+    def run(
+        self, library: Path, symbol: str, pointers: Sequence[int], scalars: Sequence[int]
+    ) -> None:
+        storages = {self._storage(pointer) for pointer in pointers if pointer}
+        places, at = dict[int, int](), PAGE
+        for address, num_bytes in sorted(storages):
+            places[address] = at = at + address % LINE
+            assert at + num_bytes < MEMORY_BYTES, "the shared memory is too small"
+            ctypes.memmove(self._start + at, address, num_bytes)
+            at += -(-num_bytes // PAGE) * PAGE + PAGE
+        self._ask(library, symbol, [self._offset(p, places) for p in pointers], scalars)
+        for address, num_bytes in storages:
+            ctypes.memmove(address, self._start + places[address], num_bytes)
+        self.num_runs += 1
+
+    def _offset(self, pointer: int, places: dict[int, int]) -> int:
+        if not pointer:
+            return -1
+        address, _ = self._storage(pointer)
+        return places[address] + pointer - address
+
+    def _ask(
+        self, library: Path, symbol: str, offsets: Sequence[int], scalars: Sequence[int]
+    ) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        numbers = (len(offsets), *offsets, len(scalars), *scalars)
+        self._process.stdin.write(f"{library} {symbol} {' '.join(map(str, numbers))}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        assert answer == "done", f"{symbol}: {answer or f'ended ({self._process.wait(60)})'}"
+
+    def _storage(self, pointer: int) -> tuple[int, int]:
+        """Return address and bytes of the storage that a pointer points into. Those that were found
+        are kept, so that nothing else comes to lie there."""
+        for _ in range(2):
+            for address, storage in self._storages.items():
+                if address <= pointer < address + storage.nbytes():
+                    return address, storage.nbytes()
+            self._storages |= {s.data_ptr(): s for s in _all_storages()}
+        raise AssertionError(f"no tensor has memory at {pointer:x}")
+
+    def forget(self) -> None:
+        """Let go of the storages that were found."""
+        self._storages.clear()
+
+
+def _all_storages() -> Iterator[torch.UntypedStorage]:
+    for found in gc.get_objects():
+        if issubclass(type(found), Tensor) and found.device.type == "cpu":
+            try:
+                storage = found.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory
+                continue
+            if storage.nbytes() and storage.data_ptr():
+                yield storage
+
+
+@dataclass
+class EmulatedCall:
+    """A kernel with its arguments in place, as ``BoundNativeKernel`` is."""
+
+    machine: Machine
+    library: Path
+    symbol: str
+    pointers: list[int]
+    scalars: list[int]
+
+    def set_pointer(self, place: int, pointer: int) -> None:
+        self.pointers[place] = pointer
+
+    def __call__(self) -> None:
+        self.machine.run(self.library, self.symbol, self.pointers, self.scalars)
+
+
+@dataclass(frozen=True)
+class EmulatedFunction:
+    machine: Machine
+    library: Path
+    symbol: str
+
+    def bind(self, pointers: Iterable[int], scalars: Iterable[int]) -> EmulatedCall:
+        return EmulatedCall(self.machine, self.library, self.symbol, [*pointers], [*scalars])
+
+
+class EmulatedKernels:
+    """Stands where ``NativeKernels`` does, or a loader, with kernels of a target of AArch64."""
+
+    def __init__(self, folder: Path, target: str, machine: Machine) -> None:
+        self.device: Device = processor(target)
+        self.target_name = target
+        self.machine, self.native = machine, NativeKernels(DiskCache(folder), target=target)
+
+    def build(self, sources: Sequence[KernelSource]) -> dict[KernelSource, EmulatedFunction]:
+        self.native.make(sources)
+        return {s: EmulatedFunction(self.machine, *self.native.place(s)) for s in sources}
+
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        *_: Any,
+        **__: Any,
+    ) -> EmulatedCall:
+        return self.build([source])[source].bind(pointers, scalars)
