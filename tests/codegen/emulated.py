@@ -29,6 +29,7 @@ from strop.runtime.build.processors import CROSS_COMPILERS, TARGETS, processor
 
 COMPILER, EMULATOR = CROSS_COMPILERS[TARGETS["aarch64-v8"].kind], "qemu-aarch64"
 SYSROOT = "/usr/aarch64-linux-gnu"  # where Debian has the C library of its cross compiler
+PLAIN = (Tensor, torch.nn.Parameter)  # others hold these
 MEMORY_BYTES, PAGE, LINE = 1 << 28, 4096, 64
 ARM_TARGETS = tuple(name for name, row in TARGETS.items() if row.kind == TARGETS["aarch64-v8"].kind)
 
@@ -123,13 +124,11 @@ class Machine:
 
 def _all_storages() -> Iterator[torch.UntypedStorage]:
     for found in gc.get_objects():
-        if issubclass(type(found), Tensor) and found.device.type == "cpu":
-            try:
-                storage = found.untyped_storage()
-            except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory
-                continue
-            if storage.nbytes() and storage.data_ptr():
-                yield storage
+        if type(found) not in PLAIN or found.device.type != "cpu" or found.layout != torch.strided:
+            continue
+        storage = found.untyped_storage()
+        if storage.nbytes() and storage.data_ptr():
+            yield storage
 
 
 @dataclass

@@ -26,8 +26,8 @@ from tests.kernels import test_cpu_attention as attention
 
 pytestmark = needs_emulator
 USUAL = "aarch64-v8.6"
-# results of a kernel in fp32 differ by the order of sums and by what is fused
-MOST_RMS_ULP = 2.0
+# results of two processors differ by the order of sums and by what is fused
+MOST_RMS_ULP = {torch.float32: 2.0, torch.float64: 4.0, torch.bfloat16: 1.0}
 all_targets = pytest.mark.parametrize("target", ARM_TARGETS)
 
 
@@ -84,7 +84,7 @@ def compare(
                     same = got.isfinite() & want.isfinite()
                     assert torch.equal(got[~same].isnan(), want[~same].isnan())
                     ulp = rms_ulp(got[same], want[same].double())
-                    assert ulp <= MOST_RMS_ULP, (sample.kernel.name, env)
+                    assert ulp <= MOST_RMS_ULP[got.dtype], (sample.kernel.name, env)
 
 
 def sampled(names: list[str], dtype: torch.dtype) -> list[tuple[kernels.Sample, Emitted]]:
@@ -195,6 +195,9 @@ class EmulatedLoader(BuiltAtOnce, EmulatedKernels):
 
     def watch(self, sources):
         return lambda: 0
+
+    def splits(self, split, sizes):
+        raise AssertionError("C++ kernels cut their reductions themselves")
 
 
 def check_model(
