@@ -13,7 +13,7 @@ import mmap
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from strop.runtime.build.processors import CROSS_COMPILERS, TARGETS, processor
 COMPILER, EMULATOR = CROSS_COMPILERS[TARGETS["aarch64-v8"].kind], "qemu-aarch64"
 SYSROOT = "/usr/aarch64-linux-gnu"  # where Debian has the C library of its cross compiler
 PLAIN = (Tensor, torch.nn.Parameter)  # others hold these
-MEMORY_BYTES, PAGE, LINE = 1 << 28, 4096, 64
+MEMORY_BYTES, PAGE, GAP = 1 << 29, 4096, 1 << 16
 ARM_TARGETS = tuple(name for name, row in TARGETS.items() if row.kind == TARGETS["aarch64-v8"].kind)
 
 
@@ -43,6 +43,37 @@ def missing() -> str:
 
 
 needs_emulator = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@dataclass
+class Region:
+    """Storages that lie near each other, which they do in the emulator as well: a program moves
+    pointers, also to places before the tensor that is read."""
+
+    storages: list[tuple[int, int]] = field(default_factory=list)  # addresses and bytes, in order
+    place: int = 0  # in the shared memory
+
+    @property
+    def begin(self) -> int:
+        return self.storages[0][0]
+
+    @property
+    def end(self) -> int:
+        return max(address + num_bytes for address, num_bytes in self.storages)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+    def __contains__(self, pointer: int) -> bool:
+        return self.begin - GAP // 2 <= pointer < self.end + GAP // 2
+
+
+def _offset(pointer: int, regions: Sequence[Region]) -> int:
+    if not pointer:
+        return -1
+    region = next(region for region in regions if pointer in region)
+    return region.place + pointer - region.begin
 
 
 class Machine:
@@ -69,6 +100,7 @@ class Machine:
         )
         self._storages = dict[int, torch.UntypedStorage]()
         self.num_runs = 0
+        self.always_looks = False
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
@@ -78,23 +110,32 @@ class Machine:
     def run(
         self, library: Path, symbol: str, pointers: Sequence[int], scalars: Sequence[int]
     ) -> None:
-        storages = {self._storage(pointer) for pointer in pointers if pointer}
-        places, at = dict[int, int](), PAGE
-        for address, num_bytes in sorted(storages):
-            places[address] = at = at + address % LINE
-            assert at + num_bytes < MEMORY_BYTES, "the shared memory is too small"
-            ctypes.memmove(self._start + at, address, num_bytes)
-            at += -(-num_bytes // PAGE) * PAGE + PAGE
-        self._ask(library, symbol, [self._offset(p, places) for p in pointers], scalars)
-        for address, num_bytes in storages:
-            ctypes.memmove(address, self._start + places[address], num_bytes)
+        self._find(pointers)
+        regions = [r for r in self._regions() if any(p in r for p in pointers)]
+        lost = [p for p in pointers if p and not any(p in r for r in regions)]
+        assert not lost, f"no tensor has memory at {lost[0]:x}"
+        at = 2 * GAP
+        for region in regions:
+            at += (region.begin - at) % PAGE
+            region.place = at
+            assert at + region.num_bytes < MEMORY_BYTES, "the shared memory is too small"
+            for address, num_bytes in region.storages:
+                ctypes.memmove(self._start + at + address - region.begin, address, num_bytes)
+            at += region.num_bytes + 2 * GAP
+        self._ask(library, symbol, [_offset(p, regions) for p in pointers], scalars)
+        for region in regions:
+            for address, num_bytes in region.storages:
+                place = region.place + address - region.begin
+                ctypes.memmove(address, self._start + place, num_bytes)
         self.num_runs += 1
 
-    def _offset(self, pointer: int, places: dict[int, int]) -> int:
-        if not pointer:
-            return -1
-        address, _ = self._storage(pointer)
-        return places[address] + pointer - address
+    def _regions(self) -> list[Region]:
+        found = list[Region]()
+        for address, storage in sorted(self._storages.items()):
+            if not found or address > found[-1].end + GAP:
+                found.append(Region())
+            found[-1].storages.append((address, storage.nbytes()))
+        return found
 
     def _ask(
         self, library: Path, symbol: str, offsets: Sequence[int], scalars: Sequence[int]
@@ -107,15 +148,12 @@ class Machine:
         answer = self._process.stdout.readline().strip()
         assert answer == "done", f"{symbol}: {answer or f'ended ({self._process.wait(60)})'}"
 
-    def _storage(self, pointer: int) -> tuple[int, int]:
-        """Return address and bytes of the storage that a pointer points into. Those that were found
-        are kept, so that nothing else comes to lie there."""
-        for _ in range(2):
-            for address, storage in self._storages.items():
-                if address <= pointer < address + storage.nbytes():
-                    return address, storage.nbytes()
+    def _find(self, pointers: Sequence[int]) -> None:
+        """Look for the storages of tensors. Those that were found are kept, so that nothing else
+        comes to lie there."""
+        known = [range(at, at + s.nbytes()) for at, s in self._storages.items()]
+        if self.always_looks or not all(any(p in r for r in known) for p in pointers if p):
             self._storages |= {s.data_ptr(): s for s in _all_storages()}
-        raise AssertionError(f"no tensor has memory at {pointer:x}")
 
     def forget(self) -> None:
         """Let go of the storages that were found."""
@@ -123,6 +161,7 @@ class Machine:
 
 
 def _all_storages() -> Iterator[torch.UntypedStorage]:
+    gc.unfreeze()  # a trace takes what is there out of the collector's sight
     for found in gc.get_objects():
         if type(found) not in PLAIN or found.device.type != "cpu" or found.layout != torch.strided:
             continue

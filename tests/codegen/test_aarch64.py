@@ -76,7 +76,9 @@ def compare(
             launch(ours[emitted.source], emitted, wanted, env)
             launch(theirs[emitted.source], emitted, found, env)
             for param, got, want in zip(sample.kernel.params, found, wanted, strict=True):
-                if not param.is_output or not got.dtype.is_floating_point:
+                if sample.kernel.name.startswith("random"):  # rounding is the other tests' concern
+                    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+                elif not param.is_output or not got.dtype.is_floating_point:
                     assert torch.equal(got, want), (sample.kernel.name, env)
                 elif sample.kernel.name == "casts":
                     assert torch.isclose(got.double(), want.double(), rtol=0.02).all()
@@ -204,6 +206,7 @@ def check_model(
     module: nn.Module, call: dict, loader: EmulatedLoader, patch: pytest.MonkeyPatch
 ) -> None:
     patch.setattr("strop.dispatch.variants.kernel_loader", lambda *_: loader)
+    patch.setattr(loader.machine, "always_looks", True)
     before = loader.machine.num_runs
     with torch.no_grad():
         wanted = torch.utils._pytree.tree_leaves(module(**call))
