@@ -18,7 +18,7 @@ X86, ARM = "x86-64", "AArch64"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CpuTarget:
     """Describe processors of one ``kind`` that can do so much: the compiler's ``flags``, the vector
     instructions ``isa`` of kernels written by hand (``Device.isa``), and ``features``, which are
     all named in /proc/cpuinfo of a processor that it fits."""
@@ -34,16 +34,18 @@ class Target:
 # "v8.6" names its products of bf16 and int8, which processors without the rest of Armv8.6 have too.
 _V8_2 = frozenset({"atomics", "asimdhp", "asimdrdm", "asimddp"})
 _V8_6 = _V8_2 | {"i8mm", "bf16"}
-TARGETS: Mapping[str, Target] = {
-    "cpu-v4": Target(X86, ("-march=x86-64-v4", "-mprefer-vector-width=512"), "avx512"),
-    "cpu-v3": Target(X86, ("-march=x86-64-v3",), "avx2"),
-    "cpu-v1": Target(X86, ("-march=x86-64",)),
-    "aarch64-sve": Target(
+TARGETS: Mapping[str, CpuTarget] = {
+    "cpu-v4": CpuTarget(X86, ("-march=x86-64-v4", "-mprefer-vector-width=512"), "avx512"),
+    "cpu-v3": CpuTarget(X86, ("-march=x86-64-v3",), "avx2"),
+    "cpu-v1": CpuTarget(X86, ("-march=x86-64",)),
+    "aarch64-sve": CpuTarget(
         ARM, ("-march=armv8.2-a+fp16+dotprod+i8mm+bf16+sve",), "neon_bf16", _V8_6 | {"sve"}
     ),
-    "aarch64-v8.6": Target(ARM, ("-march=armv8.2-a+fp16+dotprod+i8mm+bf16",), "neon_bf16", _V8_6),
-    "aarch64-v8.2": Target(ARM, ("-march=armv8.2-a+fp16+dotprod",), "neon", _V8_2),
-    "aarch64-v8": Target(ARM, ("-march=armv8-a",), "neon"),
+    "aarch64-v8.6": CpuTarget(
+        ARM, ("-march=armv8.2-a+fp16+dotprod+i8mm+bf16",), "neon_bf16", _V8_6
+    ),
+    "aarch64-v8.2": CpuTarget(ARM, ("-march=armv8.2-a+fp16+dotprod",), "neon", _V8_2),
+    "aarch64-v8": CpuTarget(ARM, ("-march=armv8-a",), "neon"),
 }
 # what compiles for another kind of processors than this one's, as Debian calls it
 CROSS_COMPILERS: Mapping[str, str] = {X86: "x86_64-linux-gnu-g++", ARM: "aarch64-linux-gnu-g++"}
