@@ -26,8 +26,9 @@ from tests.kernels import test_cpu_attention as attention
 
 pytestmark = needs_emulator
 USUAL = "aarch64-v8.6"
-# results of two processors differ by the order of sums and by what is fused
-MOST_RMS_ULP = {torch.float32: 2.0, torch.float64: 4.0, torch.bfloat16: 1.0}
+# Results of two processors differ by the order of sums and by what is fused: fp64 by most, in which
+# a vector has the fewest lanes and its sums are the longest.
+MOST_RMS_ULP = {torch.float32: 2.0, torch.float64: 16.0, torch.bfloat16: 1.0}
 all_targets = pytest.mark.parametrize("target", ARM_TARGETS)
 
 
