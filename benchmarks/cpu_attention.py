@@ -40,7 +40,8 @@ from strop.kernels.kernel import Problem
 from strop.models import sprites
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.native import NativeKernels, processor
+from strop.runtime.build.native import NativeKernels
+from strop.runtime.build.processors import processor
 from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,7 +38,8 @@ from strop.kernels.gemm import code_sums
 from strop.kernels.kernel import Problem
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.native import NativeKernels, processor
+from strop.runtime.build.native import NativeKernels
+from strop.runtime.build.processors import processor
 from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
 
 SHAPES = ((8, 64), (1, 32), (32, 128))  # batch and length

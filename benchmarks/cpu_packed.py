@@ -43,7 +43,8 @@ from strop.kernels.packed.costs import CONV, Line, Work
 from strop.models import sprites
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.native import NativeKernels, processor
+from strop.runtime.build.native import NativeKernels
+from strop.runtime.build.processors import processor
 from strop.runtime.derived.packed_weights import Fingerprint
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.library_calls import ALLOCATING, PLANNED_OUT

@@ -83,6 +83,13 @@ class Options:
         " 0 takes the GPU's own.",
         "STROP_ARCH",
     )
+    target: str = _knob(
+        "",
+        "Compile for this target, and run here what a processor with fewer instructions runs; empty"
+        " takes this processor's own. `strop build --target` compiles for other processors.",
+        "STROP_TARGET",
+        keyed=False,
+    )
     disable: tuple[str, ...] = _knob((), "Skip the passes with these names.", "STROP_DISABLE")
     early_launch: bool = _knob(
         True,

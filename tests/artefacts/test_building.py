@@ -23,7 +23,7 @@ from strop.artefacts.planning import PlanningDispatcher
 from strop.artefacts.saving import gather, save_artefact, write_gathered
 from strop.cli import app
 from strop.codegen.triton import emit
-from strop.errors import OptionError, UnsupportedError
+from strop.errors import CacheError, CodegenError, OptionError, UnsupportedError
 from strop.frontend.indexed import indexed, write_indexed
 from strop.ir.device import CPU
 from strop.options import Options
@@ -31,7 +31,14 @@ from strop.runtime.build import compilers
 from strop.runtime.build.ahead import AheadLoader
 from strop.runtime.build.artefact import Artefact
 from strop.runtime.build.cubin import Cubin
-from strop.runtime.build.native import target_name
+from strop.runtime.build.processors import (
+    ARM,
+    CROSS_COMPILERS,
+    X86,
+    kind_here,
+    processor,
+    target_name,
+)
 from tests.artefacts.test_artefacts import (
     Net,
     X,
@@ -129,6 +136,52 @@ def test_one_file_is_for_several_targets(tmp_path: Path) -> None:
     assert {kind for kind, _ in artefact.sections} == {"plan", "cpp", "so", "cubin"}
 
 
+def built_for(target: str, folder: Path, compiler: str = "") -> Path:
+    """An artefact of a module for a processor."""
+    module, given = Net().eval(), options(folder / "ahead")
+    loader = AheadLoader(target, processor(target), given, compiler=compiler)
+    optimize_module(module, given, kind=partial(PlanningDispatcher, loader=loader, place=None))
+    run(module, X)
+    return save_artefact(dispatchers_of(module), folder / f"{target}.strop").path
+
+
+@pytest.mark.skipif(kind_here() != X86, reason="is about x86-64")
+def test_an_artefact_for_another_processor_is_refused_here(tmp_path: Path) -> None:
+    if shutil.which(CROSS_COMPILERS[ARM]) is None:
+        pytest.skip(f"{CROSS_COMPILERS[ARM]} was not found")
+    path = built_for("aarch64-v8.6", tmp_path)
+    artefact = Artefact(path)
+    units = [place for place in artefact.sections if place[0] == "so"]
+    assert units
+    for code in (artefact.read(*place) or b"" for place in units):
+        assert (code[:4], code[18:20]) == (b"\x7fELF", (183).to_bytes(2, "little"))  # AArch64
+    forget()
+    refusal = f"has machine code for aarch64-v8.6, and .* is on {target_name()}"
+    with pytest.raises(CacheError, match=refusal):
+        loaded(tmp_path, path)
+
+
+def test_a_missing_cross_compiler_is_named(tmp_path: Path) -> None:
+    foreign = "cpu-v3" if kind_here() == ARM else "aarch64-v8.2"
+    with pytest.raises(CodegenError, match=f"no-such-g.. was not found.*for {foreign}.*CXX"):
+        built_for(foreign, tmp_path, "no-such-g++")
+
+
+@pytest.mark.skipif(kind_here() != X86, reason="is about x86-64")
+def test_an_artefact_for_a_lower_processor_is_loaded_by_name(tmp_path: Path) -> None:
+    if target_name() == "cpu-v1":
+        pytest.skip("nothing is lower")
+    path = built_for("cpu-v1", tmp_path)
+    forget()
+    with pytest.raises(CacheError, match=r"load it with strop.Options\(target='cpu-v1'\)"):
+        loaded(tmp_path / "here", path)
+    module = Net().eval()
+    lower = Options(cache_dir=str(tmp_path / "lower"), target="cpu-v1")
+    strop.load(module, path, trust=True, options=lower)
+    torch.testing.assert_close(run(module, X), run(Net().eval(), X), rtol=1e-5, atol=1e-6)
+    assert module.forward.variants.num_captures == 0
+
+
 def test_a_kernel_that_cannot_be_compiled_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,7 +203,8 @@ def test_what_would_run_in_eager_is_refused(tmp_path: Path) -> None:
 
 def test_targets_have_names() -> None:
     assert check_targets(["cpu", target_name(), "sm_90"]) == (target_name(), "sm_90")
-    for name in ("sm_9", "cpu-v9", "cpu-armv8.2" if target_name() != "cpu-armv8.2" else "cpu-v3"):
+    assert check_targets(["aarch64-v8.6", "cpu-v3"]) == ("aarch64-v8.6", "cpu-v3")
+    for name in ("sm_9", "cpu-v9", "aarch64"):
         with pytest.raises(OptionError, match=f"there is no target {name}; there are cpu, cpu-"):
             check_targets([name])
     assert [f"sm_{card.arch}" for card in CARDS.values()] == [*CARDS]

@@ -23,7 +23,7 @@ from strop.artefacts.planning import PlanningDispatcher
 from strop.artefacts.skeletons import PRESETS, model_folder, pipeline_of, usual_dtype
 from strop.diffusion.pipeline import optimize_pipeline
 from strop.runtime.build.ahead import AheadLoader
-from strop.runtime.build.native import target_name
+from strop.runtime.build.processors import target_name
 from tests.artefacts.test_artefacts import forbid_compilers, forget, fresh_process, options
 from tests.artefacts.test_building import forbid_gpu_compilers, needs_gpu
 

@@ -12,7 +12,7 @@ from strop.kernels import library
 from strop.kernels.packed import rows
 from strop.kernels.packed.costs import CONV, case_of
 from strop.kernels.tuned.packed_cpu import CASES
-from strop.runtime.build.native import processor
+from strop.runtime.build.processors import processor
 
 
 @contextmanager

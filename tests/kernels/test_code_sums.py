@@ -18,7 +18,8 @@ from strop.kernels import library
 from strop.kernels.gemm import code_sums
 from strop.kernels.kernel import NEVER
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.native import NativeFunction, NativeKernels, processor
+from strop.runtime.build.native import NativeFunction, NativeKernels
+from strop.runtime.build.processors import processor
 from tests.gpus import H100
 from tests.kernels.launching import call, launched, problem, refuse
 

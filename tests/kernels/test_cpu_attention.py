@@ -23,7 +23,8 @@ from strop.kernels.kernel import NEVER, Problem
 from strop.kernels.tuned.attention_cpu import CASES
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.native import NativeFunction, NativeKernels, processor
+from strop.runtime.build.native import NativeFunction, NativeKernels
+from strop.runtime.build.processors import processor
 from strop.testing import assert_as_accurate_as_eager, assert_as_accurate_together
 from tests.kernels.launching import PLAIN, call, launched, refuse
 

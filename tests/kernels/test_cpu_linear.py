@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import strop
-from strop.ir.device import CPU, WITH_BF16
+from strop.ir.device import CPU
 from strop.kernels import library
 from strop.kernels.gemm import linear_cpu
 from strop.kernels.kernel import Launch, Problem, Stride
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.native import NativeKernels, processor
+from strop.runtime.build.native import NativeKernels
+from strop.runtime.build.processors import processor
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.testing import assert_as_accurate_as_eager
 
 HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 needs_avx = pytest.mark.skipif(not HAS_AVX, reason="has vectors of AVX")
-MEASURED = replace(CPU, isa=WITH_BF16)
+MEASURED = replace(CPU, isa=linear_cpu.WITH_BF16)
 TYPES = [torch.float32, torch.bfloat16]
 # rows, depth, columns: whole tiles, and what is left of each kind; sums in parts
 SIZES = [(6, 64, 64), (13, 50, 17), (1, 256, 80), (97, 258, 33), (8, 1030, 150), (192, 96, 288)]

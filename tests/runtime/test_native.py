@@ -81,6 +81,45 @@ def test_a_refused_kernel_is_kept(store: DiskCache):
     assert "nonsense" in kept.read_text()
 
 
+def broken_compiler(folder: Path, fails_at: str) -> str:
+    """A g++ with a fault of its own at some levels."""
+    path = folder / "broken-g++"
+    path.write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in {fails_at}) echo "internal compiler error: in a pass" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_a_fault_of_the_compiler_is_met_by_a_lower_level_and_said(
+    store: DiskCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    compiler = broken_compiler(tmp_path, "-O3|-O2")
+    x = torch.ones(3)
+    NativeKernels(store, compiler).build([TWICE])[TWICE].bind([x.data_ptr()], [3])()
+    assert x.tolist() == [2, 2, 2]
+    (line,) = caplog.messages
+    assert "had an internal error, and compiled with -O1 instead of -O3: scale" in line
+
+
+def test_a_compiler_with_a_fault_at_every_level_is_refused(store: DiskCache, tmp_path: Path):
+    with pytest.raises(CodegenError, match="internal compiler error"):
+        NativeKernels(store, broken_compiler(tmp_path, "-O*")).build([TWICE])
+
+
+def test_what_is_made_for_another_processor_is_not_loaded(store: DiskCache):
+    native = NativeKernels(store, target="cpu-v1")
+    native.make([TWICE, THRICE])
+    native.make([TWICE])
+    assert native.num_built == 2
+    assert not native._libraries
+    path, symbol = native.place(TWICE)
+    assert symbol.startswith("scale_")
+    assert path.is_file()
+
+
 def test_a_damaged_shared_object_is_built_again(store: DiskCache):
     NativeKernels(store).build([TWICE])
     (library,) = (store.root / "so").iterdir()
@@ -103,7 +142,7 @@ def test_a_pruned_shared_object_is_built_again(store: DiskCache):
 
 def test_the_key_covers_flags_and_header(store: DiskCache, monkeypatch: pytest.MonkeyPatch):
     NativeKernels(store).build([TWICE])
-    monkeypatch.setattr("strop.runtime.build.native.target_flags", lambda: ("-march=x86-64",))
+    monkeypatch.setattr("strop.runtime.build.native.target_flags", lambda _: ("-march=x86-64",))
     native = NativeKernels(store)
     native.build([TWICE])
     assert native.num_built == 1

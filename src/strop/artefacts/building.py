@@ -23,7 +23,7 @@ from strop.ir.cards import A100, H100, RTX_3090, RTX_4090
 from strop.ir.device import Device
 from strop.options import Options
 from strop.runtime.build.ahead import AheadLoader
-from strop.runtime.build.native import processor, target_name, targets_here
+from strop.runtime.build.processors import TARGETS, processor, target_name
 from strop.wording import counted
 
 Say = Callable[[str], None]  # is told what is going on
@@ -43,7 +43,7 @@ CARDS: Mapping[str, Device] = {
 def check_targets(names: Sequence[str]) -> tuple[str, ...]:
     """Return targets, each once, with the name of this processor for "cpu". Raises OptionError for
     a name that is none."""
-    known = ("cpu", *targets_here(), *CARDS)
+    known = ("cpu", *TARGETS, *CARDS)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise OptionError(
@@ -62,10 +62,12 @@ def build_artefact(
     options: Options,
     say: Say,
     key: SecretKey | None = None,
+    compiler: str = "",
 ) -> SavedArtefact:
     """Compile the pipeline that a folder describes, for all sizes, and write an artefact, which is
     signed if there is a key. ``sizes`` are heights and widths of pictures that are traced; without
-    any it is the model's own.
+    any it is the model's own. ``compiler`` is the command that compiles for processors of another
+    kind than this machine's; without it, the one that Debian has.
 
     Raises OptionError for a folder or target that cannot be built for, UnsupportedError for a
     module that would run in eager, and CacheError where the file cannot be written.
@@ -73,13 +75,18 @@ def build_artefact(
     names = check_targets(targets)
     say(f"reading {model}")
     pipe = pipeline_of(model, dtype)
-    found = [_gathered(pipe, name, sizes, options, say) for name in names]
+    found = [_gathered(pipe, name, sizes, options, say, compiler) for name in names]
     say(f"writing {path}")
     return write_gathered(found, path, key)
 
 
 def _gathered(
-    pipe: Any, target: str, sizes: Sequence[tuple[int, int]], options: Options, say: Say
+    pipe: Any,
+    target: str,
+    sizes: Sequence[tuple[int, int]],
+    options: Options,
+    say: Say,
+    compiler: str,
 ) -> Gathered:
     """Return all that is compiled of a pipeline for one target."""
     device = CARDS.get(target) or processor(target)
@@ -88,7 +95,7 @@ def _gathered(
     def tell(done: int, total: int) -> None:
         say(f"{target}: {done} of {total} kernels of a graph")
 
-    loader = AheadLoader(target, device, options, tell)
+    loader = AheadLoader(target, device, options, tell, compiler)
     optimize_pipeline(pipe, options, kind=partial(PlanningDispatcher, loader=loader, place=place))
     try:
         parts = _parts(pipe)

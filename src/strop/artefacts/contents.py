@@ -15,6 +15,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.stored_variants import own_source, versions
 from strop.errors import CacheError
 from strop.frontend.low_rank_layers import is_factor
+from strop.runtime.build.processors import TARGETS, targets_below
 from strop.wording import counted
 
 
@@ -137,12 +138,19 @@ class ArtefactContents:
         for dispatcher in served:
             target = target_of(dispatcher)
             if target not in self.targets:
+                able = [name for name in _below(target) if name in self.targets]
+                lower = f", load it with strop.Options(target={able[0]!r})" if able else ""
                 raise CacheError(
                     f"{path} has machine code for {', '.join(self.targets)}, and"
                     f" {dispatcher.name} is on {target}: move it first, such as with"
-                    f" pipe.to(device), or make an artefact for {target} (strop.save, `strop build"
-                    " --target`)"
+                    f" pipe.to(device){lower}, or make an artefact for {target} (strop.save,"
+                    " `strop build --target`)"
                 )
+
+
+def _below(target: str) -> tuple[str, ...]:
+    """Return the targets whose machine code a processor of one could run as well."""
+    return targets_below(target)[1:] if target in TARGETS else ()
 
 
 def _other(path: Path, name: str, theirs: Architecture, here: Architecture) -> str:

@@ -198,7 +198,7 @@ def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
 
 def has_bf16() -> bool:
     """Tell whether this processor multiplies bf16 as fast as Strop's kernels want it."""
-    from strop.runtime.build.native import processor
+    from strop.runtime.build.processors import processor
 
     return processor().has_bf16
 

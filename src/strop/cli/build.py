@@ -19,6 +19,7 @@ EXAMPLES = """[bold]Examples[/]
 $ strop build --model sdxl --target sm_80,sm_90 -o sdxl.strop
 $ strop build --model ./my-model --target sm_90 --sign maker.key -o my-model.strop
 $ strop build --model ./my-model --target sm_80,sm_89,cpu-v3 -o my-model.strop
+$ CXX=aarch64-linux-gnu-g++ strop build --model ./my-model --target aarch64-v8.6 -o my-model.strop
 $ strop build --model ./my-model --target cpu --size 768x512 --dtype fp32 -o my-model.strop
 
 [bold]Then[/], where it runs, in Python:
@@ -53,8 +54,9 @@ Targets = Annotated[
     typer.Option(
         metavar="NAMES",
         help="Compile for these devices, with commas between them: sm_80, sm_86, sm_89 and"
-        " sm_90 are NVIDIA GPUs, cpu-v3 processors with AVX2, cpu-v4 those with AVX-512, and"
-        " cpu is this one.",
+        " sm_90 are NVIDIA GPUs, cpu-v3 processors with AVX2, cpu-v4 those with AVX-512,"
+        " aarch64-v8, aarch64-v8.2, aarch64-v8.6 and aarch64-sve those of Arm, and cpu is this"
+        " one.",
     ),
 ]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Write the artefact to this file.")]
@@ -72,6 +74,16 @@ Sizes = Annotated[
         metavar="WxH",
         help="Trace pictures of this width and height; give it several times for several. One"
         " graph serves all sizes as a rule, so that the model's own will do.",
+    ),
+]
+Compiler = Annotated[
+    str,
+    typer.Option(
+        "--cxx",
+        envvar="CXX",
+        metavar="COMMAND",
+        help="Compile with this for processors of another kind than this one's, such as"
+        " aarch64-linux-gnu-g++, which is the default for those of Arm.",
     ),
 ]
 Sign = Annotated[
@@ -92,10 +104,12 @@ def command(
     dtype: Weights = WeightType.auto,
     size: Sizes = None,
     sign: Sign = None,
+    cxx: Compiler = "",
 ) -> None:
     """Compile a pipeline ahead, for all sizes, into one file without weights: an artefact.
 
-    It needs no GPU, only Triton for GPUs and g++ for processors. Where strop.load reads the file,
+    It needs no GPU, only Triton for GPUs and g++ for processors, a cross compiler for those of
+    another kind than this machine's. Where strop.load reads the file,
     the first picture traces and compiles nothing, and neither Triton nor g++ need be there. The
     versions of Strop, PyTorch, diffusers, transformers and peft must be the same in both places.
     """
@@ -124,5 +138,6 @@ def command(
         options=Options.from_environment(),
         say=say,
         key=key,
+        compiler=cxx,
     )
     typer.echo(str(saved))

@@ -82,7 +82,7 @@ def _version(package: str) -> str:
 def _cpu() -> Facts:
     import torch
 
-    from strop.runtime.build.native import target_flags
+    from strop.runtime.build.processors import target_flags
 
     return {
         "name": _cpu_name(),

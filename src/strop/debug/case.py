@@ -171,7 +171,14 @@ def bind(
     """Return the program at the traced sizes, and what its ``run`` takes."""
     device = torch_device(case)
     options = case.options
-    library = kernel_loader(device.type, 0, options.cache_dir, options.build_workers, options.arch)
+    library = kernel_loader(
+        device.type,
+        0,
+        options.cache_dir,
+        options.build_workers,
+        options.arch,
+        options.target,
+    )
     given = [arguments[n].clone() for n in range(len(arguments))]
     placed = place(program, given)
     state = [x if spec.is_state else None for x, spec in zip(placed, program.inputs, strict=True)]

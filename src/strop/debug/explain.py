@@ -42,7 +42,7 @@ from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime.build.devices import gpu
-from strop.runtime.build.native import processor
+from strop.runtime.build.processors import processor
 from strop.runtime.run import bounds_checks, growing_memory
 from strop.runtime.run.layouts import bytes_of
 

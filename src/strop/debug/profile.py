@@ -30,7 +30,7 @@ from strop.ir.ops import OPS
 from strop.ir.program import KernelStep
 from strop.options import Options
 from strop.runtime.build.devices import gpu
-from strop.runtime.build.native import processor
+from strop.runtime.build.processors import processor
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
             options.cache_dir,
             options.build_workers,
             options.arch,
+            options.target,
         )
         # a further graph shares most kernels with the first one
         library.warm_up(FEW_WORKERS if records else None)

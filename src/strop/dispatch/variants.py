@@ -558,4 +558,5 @@ def library_for(device: torch.device, options: Options) -> KernelLoader:
     """Return what loads the kernels of a device. Raises UnsupportedError where Strop has no code
     generator for it."""
     folder, workers = options.cache_dir, options.build_workers
-    return kernel_loader(device.type, device.index or 0, folder, workers, options.arch)
+    index, arch = device.index or 0, options.arch
+    return kernel_loader(device.type, index, folder, workers, arch, options.target)

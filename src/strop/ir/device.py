@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from strop.errors import OptionError
 
 LEAST_ARCH = 80  # the oldest architecture that Triton compiles for
-WITH_BF16 = "avx512_bf16"  # the CPUs that multiply pairs of bf16
+WITH_BF16 = ("avx512_bf16", "neon_bf16")  # the CPUs that multiply pairs of bf16
 _FIRST_SPECIFIC = 90  # from which on Triton's PTX is for one architecture alone: sm_90a
 
 # The most shared memory in bytes that one block can ask for, by architecture: the programming
@@ -88,8 +88,8 @@ class Device:
     bus, in bytes a second; a copy reaches nine tenths of it. ``clock_hz`` is the multiprocessors'
     highest. ``runs_on`` is the card's own architecture where ``arch`` is an older one, else 0.
     ``isa`` is the widest of the vector instructions of a CPU that kernels written by hand use:
-    "avx2", "avx512", "avx512_bf16", or "" for another CPU and for a GPU. ``has_vnni`` says whether
-    it multiplies four codes at once by AVX-512 VNNI.
+    "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16", or "" for another CPU and for a GPU.
+    ``has_vnni`` says whether it multiplies four codes at once by AVX-512 VNNI.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Device:
     @property
     def has_bf16(self) -> bool:
         """Say whether a CPU multiplies pairs of bf16."""
-        return self.isa == WITH_BF16
+        return self.isa in WITH_BF16
 
     @property
     def has_library(self) -> bool:

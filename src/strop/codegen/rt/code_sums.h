@@ -99,15 +99,13 @@ template <bool VNNI>
 
 template <int N>
 struct Number { static constexpr int value = N; };
-template <int... N>
-struct Numbers {};
 
 template <class F, int... N>
-[[gnu::always_inline]] inline void call(F f, Numbers<N...>) { (f(Number<N>{}), ...); }
+[[gnu::always_inline]] inline void call(F f, sp::Numbers<int, N...>) { (f(Number<N>{}), ...); }
 
 // f(0), f(1), ... f(COUNT - 1), written out: sums of a loop that is unrolled later stay on the stack.
 template <int COUNT, class F>
-[[gnu::always_inline]] inline void each(F f) { call(f, Numbers<__integer_pack(COUNT)...>{}); }
+[[gnu::always_inline]] inline void each(F f) { call(f, sp::Counted<COUNT>{}); }
 
 #define INLINE [&](auto i) __attribute__((always_inline))
 
@@ -193,8 +191,8 @@ inline void transpose(Words (&rows)[LANES]) {
   for (int row = 0; row < LANES; ++row) {
     if (row & HALF) continue;
     const Words a = rows[row], b = rows[row + HALF];
-    rows[row] = __builtin_shuffle(a, b, low);
-    rows[row + HALF] = __builtin_shuffle(a, b, high);
+    rows[row] = sp::shuffled(a, b, low);
+    rows[row + HALF] = sp::shuffled(a, b, high);
   }
   if constexpr (HALF > 1) transpose<HALF / 2>(rows);
 }

@@ -12,6 +12,7 @@ extern "C" {
 void GOMP_parallel_start(void (*)(void*), void*, unsigned);
 void GOMP_parallel_end();
 int omp_in_parallel();
+void* aligned_alloc(decltype(sizeof 0) alignment, decltype(sizeof 0) bytes) noexcept;
 
 [[gnu::visibility("hidden"), gnu::used]] void GOMP_parallel(void (*work)(void*), void* data,
                                                             unsigned threads, unsigned) {
@@ -48,6 +49,31 @@ template <>
 struct Bits<8> { using type = uint64_t; };
 template <class T>
 using Unsigned = typename Bits<sizeof(T)>::type;
+
+// 0, 1, ... COUNT - 1 as arguments of a template, which g++ and clang write in two ways.
+template <class T, T... N>
+struct Numbers {};
+#if defined(__clang__)
+template <int COUNT>
+using Counted = __make_integer_seq<Numbers, int, COUNT>;
+#else
+template <int COUNT>
+using Counted = Numbers<int, __integer_pack(COUNT)...>;
+#endif
+
+// Lanes of two vectors, those of b counted behind those of a.
+template <class V, class Places>
+[[gnu::always_inline]] inline V shuffled(V a, V b, Places places) {
+#if defined(__clang__)
+  constexpr int lanes = sizeof(V) / sizeof(a[0]);
+  V found = a;
+  for (int lane = 0; lane < lanes; ++lane)
+    found[lane] = int(places[lane]) < lanes ? a[places[lane]] : b[places[lane] - lanes];
+  return found;
+#else
+  return __builtin_shuffle(a, b, places);
+#endif
+}
 
 inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 inline float from_bits(uint32_t x) { return __builtin_bit_cast(float, x); }
@@ -166,7 +192,7 @@ template <class T>
 class Row {
  public:
   explicit Row(int64_t size)
-      : data_(static_cast<T*>(__builtin_aligned_alloc(64, (size * sizeof(T) / 64 + 1) * 64))) {
+      : data_(static_cast<T*>(aligned_alloc(64, (size * sizeof(T) / 64 + 1) * 64))) {
     if (!data_) __builtin_abort();  // no memory: there is nobody to tell in a thread of a kernel
   }
   ~Row() { __builtin_free(data_); }

@@ -6,9 +6,13 @@
 // its own sizes alone: neither on threads nor on the rows beside it.
 //
 // A word is what one step of a product takes of one operand: a float, or two bf16 (PAIRED), whose
-// products vdpbf16ps sums in fp32.
+// products vdpbf16ps, or bfdot on AArch64, sums in fp32.
 #ifndef STROP_CPU_ATTENTION
 #define STROP_CPU_ATTENTION
+
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#endif
 
 namespace attention {
 namespace {  // each kernel has its own
@@ -17,6 +21,8 @@ namespace {  // each kernel has its own
 constexpr int LANES = 16, WIDE = 4;  // of a vector; vectors beside each other in a tile
 #elif defined(__AVX__)
 constexpr int LANES = 8, WIDE = 2;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, WIDE = 4;
 #else
 constexpr int LANES = 4, WIDE = 2;
 #endif
@@ -122,8 +128,8 @@ inline void transpose(Words (&rows)[LANES]) {
   for (int row = 0; row < LANES; ++row) {
     if (row & HALF) continue;
     const Words a = rows[row], b = rows[row + HALF];
-    rows[row] = __builtin_shuffle(a, b, low);
-    rows[row + HALF] = __builtin_shuffle(a, b, high);
+    rows[row] = sp::shuffled(a, b, low);
+    rows[row + HALF] = sp::shuffled(a, b, high);
   }
   if constexpr (HALF > 1) transpose<HALF / 2>(rows);
 }
@@ -177,6 +183,10 @@ template <bool PAIRED>
     Floats own = sum;  // nor are the parts of an array kept in registers that it names
     asm("vdpbf16ps %1, %2, %0" : "+v"(own) : "v"(column), "v"(row));
     sum = own;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    sum = Floats(vbfdotq_f32(float32x4_t(sum), bfloat16x8_t(row), bfloat16x8_t(column)));
+#else
+    static_assert(!PAIRED, "this processor multiplies no pairs of bf16");
 #endif
   } else {
     sum += Floats(row) * Floats(column);
@@ -192,15 +202,13 @@ template <bool PAIRED>
 
 template <int N>
 struct Number { static constexpr int value = N; };
-template <int... N>
-struct Numbers {};
 
 template <class F, int... N>
-[[gnu::always_inline]] inline void call(F f, Numbers<N...>) { (f(Number<N>{}), ...); }
+[[gnu::always_inline]] inline void call(F f, sp::Numbers<int, N...>) { (f(Number<N>{}), ...); }
 
 // f(0), f(1), ... f(COUNT - 1), written out: sums of a loop that is unrolled later stay on the stack.
 template <int COUNT, class F>
-[[gnu::always_inline]] inline void each(F f) { call(f, Numbers<__integer_pack(COUNT)...>{}); }
+[[gnu::always_inline]] inline void each(F f) { call(f, sp::Counted<COUNT>{}); }
 
 #define INLINE [&](auto i) __attribute__((always_inline))
 
@@ -345,6 +353,9 @@ template <bool PAIRED>
 #if defined(__AVX512F__)
     Halves half;
     asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(power));
+    *reinterpret_cast<LooseHalves*>(reinterpret_cast<char*>(to) + 2 * at) = half;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    const Halves half = Halves(vcvt_bf16_f32(float32x4_t(power)));
     *reinterpret_cast<LooseHalves*>(reinterpret_cast<char*>(to) + 2 * at) = half;
 #endif
   } else {

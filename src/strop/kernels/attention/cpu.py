@@ -52,7 +52,7 @@ _DIMS = 4
 
 def supports(call: Call, device: Device) -> str:
     if not device.isa:
-        return "runs on CPUs with AVX2 or AVX-512"
+        return "runs on CPUs with AVX2, AVX-512 or NEON"
     if call.dtype not in TYPES:
         return f"takes fp32 and bf16, not {str(call.dtype).removeprefix('torch.')}"
     if any(len(shape) != _DIMS for shape in call.shapes[:MASK]):
@@ -110,8 +110,10 @@ def header() -> str:
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     """Both forms for bf16 where there is AVX-512: an artefact serves processors with and without
-    BF16."""
+    BF16. A target of AArch64 says which it is."""
     widened = source(call.dtype, is_paired=False)
+    if call.dtype is torch.bfloat16 and device.isa == "neon_bf16":
+        return (source(call.dtype, is_paired=True),)
     if call.dtype is torch.bfloat16 and device.isa.startswith("avx512"):
         return (source(call.dtype, is_paired=True), widened)
     return (widened,)

@@ -46,7 +46,7 @@ extern "C" void product_of_codes(void* const* buffers, const int64_t* scalars) {
 
 def supports(call: Call, device: Device) -> str:
     if not device.isa:
-        return "runs on CPUs with AVX2 or AVX-512"
+        return "runs on CPUs with AVX2, AVX-512 or NEON"
     return "" if call.dtype is torch.int8 else "takes codes of int8"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from strop.ir.device import WITH_BF16, Device
+from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.attention.cpu import TYPES, header
 from strop.kernels.kernel import (
@@ -36,6 +36,7 @@ from strop.kernels.kernel import (
 from strop.kernels.packed.costs import Work, case_of
 from strop.kernels.tuned.packed_cpu import CASES
 
+WITH_BF16 = "avx512_bf16"  # whose instructions for pairs of bf16 it was written for
 NAME = "cpu_linear"
 LANES = 16  # of the widest vectors, to whose multiples columns are padded
 ALIGNMENT = 64  # bytes of the packed weight

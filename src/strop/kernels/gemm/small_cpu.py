@@ -37,7 +37,7 @@ FEWEST = 4  # products, of which a library does one as fast
 
 def supports(call: Call, device: Device) -> str:
     if not device.isa:
-        return "runs on CPUs with AVX2 or AVX-512"
+        return "runs on CPUs with AVX2, AVX-512 or NEON"
     if call.dtype is not torch.float32:
         return f"takes fp32, not {str(call.dtype).removeprefix('torch.')}"
     if any(len(shape) != 3 for shape in call.shapes):

@@ -21,6 +21,7 @@ from strop.runtime.build.loader import (
     cubin_entries,
     default_workers,
 )
+from strop.runtime.build.processors import compiler_for
 
 
 class AheadLoader(BuiltAtOnce):
@@ -33,10 +34,12 @@ class AheadLoader(BuiltAtOnce):
         device: Device,
         options: Options,
         tell: Tell = lambda _done, _total: None,
+        compiler: str = "",
     ) -> None:
         """Compile for ``device``, or for the processor that ``target_name`` names. ``tell`` hears
-        how far it is."""
-        self.target_name, self.device = target_name, device
+        how far it is. ``compiler`` is the command for processors of another kind than this
+        machine's."""
+        self.target_name, self.device, self._compiler = target_name, device, compiler
         self._cache = DiskCache(options.cache_path)
         self._workers, self._tell = options.build_workers or default_workers(), tell
 
@@ -66,8 +69,9 @@ class AheadLoader(BuiltAtOnce):
             cache = BytesByKey(self._cache)
             target = self.device.target
             return cubin_entries(sources, target, cache, self._workers, self._tell)
-        kernels = native.NativeKernels(self._cache, target=self.target_name)
-        kernels.build(sources)
+        compiler = compiler_for(self.target_name, self._compiler)
+        kernels = native.NativeKernels(self._cache, compiler, self.target_name)
+        kernels.make(sources)
         return kernels.machine_code(sources)
 
     @property

@@ -14,7 +14,7 @@ from strop.errors import CodegenError, UnsupportedError
 from strop.ir.device import LEAST_ARCH, Device, GpuTarget
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
-from strop.runtime.build import compilers, cubin, driver, native
+from strop.runtime.build import compilers, cubin, driver, processors
 from strop.runtime.build.artefact import StoredEntry
 from strop.runtime.build.background import BackgroundBuild, BuildOrder
 from strop.runtime.build.cache import DiskCache
@@ -118,9 +118,11 @@ class BuiltAtOnce:
 class CpuLoader(BuiltAtOnce):
     """This loads C++ functions from shared objects."""
 
-    def __init__(self, cache: DiskCache) -> None:
-        self.device = native.processor()
-        self._native = NativeKernels(cache)
+    def __init__(self, cache: DiskCache, target: str = "") -> None:
+        """``target`` is one that this processor can run, or the processor itself."""
+        self.device = processors.processor(target)
+        self._target = target or processors.target_name()
+        self._native = NativeKernels(cache, target=self._target)
         self._functions = self._native.build(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
@@ -146,7 +148,7 @@ class CpuLoader(BuiltAtOnce):
 
     @property
     def target_name(self) -> str:
-        return native.target_name()
+        return self._target
 
     def machine_code(self, sources: Sequence[KernelSource]) -> Iterator[StoredEntry]:
         self.build(sources)
@@ -305,18 +307,21 @@ def default_workers() -> int:
 
 @lru_cache(maxsize=32)
 def kernel_loader(
-    device: str, index: int, cache_dir: str, workers: int, arch: int = 0
+    device: str, index: int, cache_dir: str, workers: int, arch: int = 0, target: str = ""
 ) -> KernelLoader:
     """Return the one loader for a device and cache folder, which all programs of the process share.
 
-    ``arch`` is an older architecture that a GPU stands in for, or 0; a CPU stands in for none.
+    ``arch`` is an older architecture that a GPU stands in for, or 0. ``target`` is one of a
+    processor that can do less, and for which kernels are compiled instead, or nothing.
     Raises UnsupportedError for a device that no code generator knows, OptionError for an ``arch``
-    that is not one of the GPU's.
+    that is not one of the GPU's, or a ``target`` that this processor cannot run.
     """
     reason = _unsupported(device, index)
     if reason:
         raise UnsupportedError(f"{reason}; {TESTED}")
     cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
     if device == "cpu":
-        return CpuLoader(cache)
+        if target:
+            processors.check_runs_here(target)
+        return CpuLoader(cache, target)
     return CudaLoader(cache, workers or default_workers(), gpu(index).as_arch(arch))

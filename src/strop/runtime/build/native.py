@@ -3,6 +3,8 @@
 A kernel is found by the SHA-256 of its text, the math header, the target and the compiler flags.
 Kernels that are not on disk are compiled together, in one shared object per processor. A hit
 needs no compiler.
+
+Kernels for another processor than this one are compiled by a cross compiler, and not loaded.
 """
 
 from __future__ import annotations
@@ -10,28 +12,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 # Loaded before any kernel: torch brings libgomp.so.1, and kernels then use the same thread pool.
-import torch
-
 from strop.errors import CacheError, CodegenError
-from strop.ir.device import CPU, Device
 from strop.ir.source import KernelSource
 from strop.runtime.build.artefact import LOADED, StoredEntry
 from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.processors import (
+    compiler_for,
+    target_flags,
+    target_name,
+)
 from strop.wording import counted
+
+log = logging.getLogger("strop")
 
 _HEADER = Path(__file__).parents[2] / "codegen" / "rt" / "vmath.h"
 _INCLUDE = '#include "vmath.h"\n'
@@ -39,57 +44,18 @@ _INCLUDE = '#include "vmath.h"\n'
 # No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends, and
 # -fno-thread-jumps keeps them so (exp is 5 % faster). -fwrapv: integers wrap, as in torch.
 _FLAGS = (
-    *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-exceptions"),
+    *("-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-exceptions"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
     *("-ffp-contract=fast", "-fwrapv", "-Wno-psabi"),
 )
 
+# The level is the first; the others are for what the compiler cannot optimise without a fault of
+# its own.
+_LEVELS = ("-O3", "-O2", "-O1", "-O0")
+_OWN_FAULT = "internal compiler error"
+
 # Kernels need nothing of libstdc++, and the linker reads it for longer than all the others.
 _LIBRARIES = ("-nodefaultlibs", "-lgomp", "-lm", "-lgcc", "-lc")
-
-
-_ARM = "cpu-armv8.2"
-# what a processor is called among the targets of an artefact -> compiler flags: few of them, so
-# that a cache can be shared
-TARGETS: Mapping[str, tuple[str, ...]] = {
-    "cpu-v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
-    "cpu-v3": ("-march=x86-64-v3",),
-    "cpu-v1": ("-march=x86-64",),
-    _ARM: ("-march=armv8.2-a",),
-}
-
-
-@cache
-def target_name() -> str:
-    """Return the target of this processor."""
-    if platform.machine() in ("aarch64", "arm64"):
-        return _ARM
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {"AVX512": "cpu-v4", "AVX2": "cpu-v3"}.get(capability, "cpu-v1")
-
-
-# the vector instructions of each target, for kernels written by hand
-_ISA: Mapping[str, str] = {"cpu-v4": "avx512", "cpu-v3": "avx2"}
-
-
-def processor(target: str = "") -> Device:
-    """Describe a processor by a target, or this one, which may be able to do more."""
-    isa = _ISA.get(target or target_name(), "")
-    if not target and isa == "avx512" and torch.cpu._is_avx512_bf16_supported():
-        isa = "avx512_bf16"
-    has_vnni = not target and isa.startswith("avx512") and torch.cpu._is_vnni_supported()
-    return replace(CPU, isa=isa, has_vnni=has_vnni)
-
-
-def targets_here() -> tuple[str, ...]:
-    """Return the targets that the compiler of this machine can compile for."""
-    is_arm = target_name() == _ARM
-    return tuple(name for name in TARGETS if (name == _ARM) is is_arm)
-
-
-def target_flags() -> tuple[str, ...]:
-    """Compiler flags for this processor."""
-    return TARGETS[target_name()]
 
 
 class BoundNativeKernel:
@@ -135,13 +101,15 @@ class NativeFunction:
 class NativeKernels:
     """The kernels of this process, in memory and on disk. Threads may share it."""
 
-    def __init__(self, store: DiskCache, compiler: str = "g++", target: str = "") -> None:
-        """``target`` is one of TARGETS, or this processor."""
+    def __init__(self, store: DiskCache, compiler: str = "", target: str = "") -> None:
+        """``target`` is one of TARGETS, or this processor; ``compiler`` a command, or the one that
+        is usual for it."""
         self.num_built = 0
         self.num_cached = 0
         self._store = store
-        self._compiler = compiler
-        self._flags = (*_FLAGS, *(TARGETS[target] if target else target_flags()))
+        self._target = target or target_name()
+        self._compiler = compiler or compiler_for(self._target)
+        self._flags = (*_FLAGS, *target_flags(self._target))
         self._header = _HEADER.read_text()
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._functions: dict[KernelSource, NativeFunction] = {}
@@ -157,11 +125,33 @@ class NativeKernels:
             missing = [source for source in wanted if not self._load_cached(source)]
             self.num_cached += len(wanted) - len(missing)
             if missing:
-                self._compile(missing)
+                for source, unit in self._compile(missing).items():
+                    library = self._library(unit)
+                    if library is None:
+                        raise CodegenError(f"{self._store.path('so', unit)} cannot be loaded")
+                    self._functions[source] = NativeFunction(library, self._symbol(source))
             return {source: self._functions[source] for source in sources}
 
+    def make(self, sources: Sequence[KernelSource]) -> None:
+        """Compile what is not on disk, and load nothing: the processor need not be this one.
+
+        Raises CodegenError as ``build`` does.
+        """
+        with self._lock:
+            if missing := [s for s in dict.fromkeys(sources) if not self._is_made(s)]:
+                self._compile(missing)
+
+    def place(self, source: KernelSource) -> tuple[Path, str]:
+        """Return the shared object that holds a kernel which was made, and its symbol there."""
+        unit = self._stored("cpp", self._key(source)).decode()
+        return self._store.path("so", unit), self._symbol(source)
+
+    def _is_made(self, source: KernelSource) -> bool:
+        unit = self._store.read("cpp", self._key(source))
+        return unit is not None and self._is_on_disk(unit.decode(errors="replace"))
+
     def _key(self, source: KernelSource) -> str:
-        return _sha256(source.text, self._header, *self._flags, *_LIBRARIES)
+        return _sha256(source.text, self._header, _LEVELS[0], *self._flags, *_LIBRARIES)
 
     def _symbol(self, source: KernelSource) -> str:
         """Different kernels may have one name, so the key is a part of the symbol."""
@@ -219,23 +209,28 @@ class NativeKernels:
             )
         return data
 
-    def _compile(self, missing: Sequence[KernelSource]) -> None:
+    def _compile(self, missing: Sequence[KernelSource]) -> dict[KernelSource, str]:
+        """Return the key of the shared object that each kernel is in now."""
         if shutil.which(self._compiler) is None:
             raise CodegenError(
                 f"{self._compiler} was not found, and the cache lacks "
-                f"{counted(len(missing), 'CPU kernel')}. Install a C++20 compiler (Debian, Ubuntu: "
-                "apt-get install g++)."
+                f"{counted(len(missing), 'CPU kernel')}. {self._remedy()}"
             )
         groups = _split(missing, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(len(groups)) as pool:
             units = list(pool.map(self._compile_unit, groups))
-        for group, unit in zip(groups, units, strict=True):
-            for source in group:
-                self._store.write("cpp", self._key(source), unit.encode())
-                library = self._library(unit)
-                if library is None:
-                    raise CodegenError(f"{self._store.path('so', unit)} cannot be loaded")
-                self._functions[source] = NativeFunction(library, self._symbol(source))
+        found = {s: unit for group, unit in zip(groups, units, strict=True) for s in group}
+        for source, unit in found.items():
+            self._store.write("cpp", self._key(source), unit.encode())
+        return found
+
+    def _remedy(self) -> str:
+        if self._compiler == compiler_for(target_name()):
+            return "Install a C++20 compiler (Debian, Ubuntu: apt-get install g++)."
+        return (
+            f"Install a C++20 compiler for {self._target} (Debian, Ubuntu: apt-get install"
+            " g++-aarch64-linux-gnu), or name one in CXX."
+        )
 
     def _compile_unit(self, group: Sequence[KernelSource]) -> str:
         """One shared object; its key in the store."""
@@ -245,15 +240,35 @@ class NativeKernels:
             (Path(folder) / "vmath.h").write_text(self._header)
             path, output = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
             path.write_text(text)
-            command = [self._compiler, *self._flags, str(path), *_LIBRARIES, "-o", str(output)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
+            if error := self._run_compiler(path, output, group):
                 kept = self._keep_refused(unit, text)
-                raise CodegenError(f"the C++ compiler refused {kept}:\n{done.stderr}")
+                raise CodegenError(f"the C++ compiler refused {kept}:\n{error}")
             self._store.write("so", unit, output.read_bytes())
         with self._counting:
             self.num_built += len(group)
         return unit
+
+    def _run_compiler(self, path: Path, output: Path, group: Sequence[KernelSource]) -> str:
+        """Compile a file, and return what the compiler has against it. Where it has a fault of its
+        own, it is asked for less."""
+        error = ""
+        for level in _LEVELS:
+            flags = (level, *self._flags, str(path), *_LIBRARIES, "-o", str(output))
+            done = subprocess.run(
+                [self._compiler, *flags], capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0 and error:
+                names = ", ".join(source.name for source in group)
+                log.warning(
+                    "%s had an internal error, and compiled with %s instead of %s: %s",
+                    *(self._compiler, level, _LEVELS[0], names),
+                )
+            if done.returncode == 0:
+                return ""
+            error = done.stderr
+            if _OWN_FAULT not in error:
+                return error
+        return error
 
     def _unit_text(self, group: Sequence[KernelSource]) -> str:
         parts = [_INCLUDE]
