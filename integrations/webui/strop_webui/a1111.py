@@ -7,6 +7,7 @@ settings ("SD Unet"), or by the checkbox of this extension for the time of a pic
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,16 +36,17 @@ class StropUnet(sd_unet.SdUnet):
         model = _unet()
         self._take(model)
         call = Call.of(NAMES, (x, timesteps, context, *args), kwargs)
-        reason = call.reason or networks.reason_against(shared.opts) or _reason_against(model)
-        with _aside(self):
+        reason = call.reason or networks.reason_against(shared.opts)
+        if shared.cmd_opts.lowvram:
+            reason = "the UNet is brought to the GPU in parts (--lowvram)"
+        with _aside(self, model):
+            plain = functools.partial(model.forward, x, timesteps, context, *args, **kwargs)
             if reason:
                 self.status.add_plain(reason)
-                return model(x, timesteps, context, *args, **kwargs)
+                return plain()
             networks.bring_in_line(self._layers)
-            compiled = compiled_for(shared.sd_model, model)
             with networks.own_forwards():
-                plain = lambda: model(x, timesteps, context, *args, **kwargs)  # noqa: E731
-                return compiled.run(call, plain, self.status)
+                return compiled_for(shared.sd_model, model).run(call, plain, self.status)
 
     def _take(self, model: nn.Module) -> None:
         if not self._model or self._model[0] is not model:
@@ -69,52 +71,38 @@ def _unet() -> nn.Module:
     return shared.sd_model.model.diffusion_model  # type: ignore[no-any-return]
 
 
-def _reason_against(model: nn.Module) -> str:
-    """Say why this UNet cannot run compiled, or nothing."""
-    if shared.cmd_opts.lowvram:
-        return "the UNet is brought to the GPU in parts (--lowvram)"
-    return next(
-        (
-            f"{path or 'the UNet'} has another forward: {origin_of(part.__dict__['forward'])}"
-            for path, part in model.named_modules()
-            if "forward" in part.__dict__
-        ),
-        "",
-    )
-
-
 @contextlib.contextmanager
-def _aside(unet: StropUnet) -> Iterator[None]:
-    """Have A1111's UNet run itself meanwhile."""
+def _aside(unet: StropUnet, model: nn.Module) -> Iterator[None]:
+    """Have A1111's UNet run the forward of its class meanwhile. Who calls that may have set
+    another one in the object, which must not run once more."""
     sd_unet.current_unet = None
+    other = model.__dict__.pop("forward", None)
     try:
         yield
     finally:
         sd_unet.current_unet = unet
+        if other is not None:
+            model.__dict__["forward"] = other
 
 
-def attach(status: Status) -> str:
-    """Stand in for the UNet. Return why that cannot be, or nothing."""
+def attach(p: Any, status: Status) -> str:
+    """Stand in for the UNet. Return what may keep A1111 from asking for it, or nothing."""
     found = sd_unet.current_unet
-    if found is not None and not isinstance(found, StropUnet):
-        return f"another UNet is chosen in the settings: {found.option.label}"
     if found is None:
         sd_unet.current_unet = StropUnet(status)
-    else:
+    elif isinstance(found, StropUnet):
         found.status = status
-    return ""
+    else:
+        return f"another UNet is chosen in the settings: {found.option.label}"
+    # ControlNet's goes through the blocks itself. Then nobody ever asks for another UNet.
+    own = _unet().__dict__.get("forward")
+    return "" if own is None else f"the UNet has another forward: {origin_of(own)}"
 
 
 def detach() -> None:
     """Take away what the checkbox has set. A choice in the settings stays."""
     if isinstance(sd_unet.current_unet, StropUnet) and sd_unet.current_unet_option is None:
         sd_unet.current_unet = None
-
-
-def forward_of_others() -> str:
-    """Say what stands before the class's forward, which then never asks for another UNet."""
-    own = _unet().__dict__.get("forward")
-    return "" if own is None else f"the UNet has another forward: {origin_of(own)}"
 
 
 def install() -> None:

@@ -40,7 +40,7 @@ class UnetCalls(nn.Module):
             if given["control"] is not None:  # the forward takes what it has used out of its lists
                 control = given["control"].items()
                 given["control"] = {name: [*parts] for name, parts in control}
-        return self.model(**given)
+        return self.model.forward(**given)  # hooks of the UNet have run already
 
 
 class Status:
@@ -49,6 +49,7 @@ class Status:
     def __init__(self) -> None:
         self.compiled = 0
         self.plain: dict[str, int] = {}  # reason -> calls
+        self.refusal = ""  # why no call may come at all
 
     def add_plain(self, reason: str) -> None:
         """Count a call that ran as before. Its reason is logged the first time."""
@@ -57,8 +58,11 @@ class Status:
         self.plain[reason] = self.plain.get(reason, 0) + 1
 
     def line(self) -> str:
-        parts = [f"{calls} ran without it, since {why}" for why, calls in self.plain.items()]
-        return "Strop: " + "; ".join([f"{self.compiled} calls of the UNet ran compiled", *parts])
+        calls = self.compiled + sum(self.plain.values())
+        if not calls and self.refusal:
+            return f"Strop leaves the UNet as it is: {self.refusal}"
+        parts = [f"{number} ran as before: {why}" for why, number in self.plain.items()]
+        return "; ".join([f"Strop ran {self.compiled} of {calls} calls compiled", *parts])
 
 
 class CompiledUnet:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from modules import script_callbacks
 from torch import nn
 
 from .calls import Call, origin_of
-from .compiled_unet import Status, compiled_for
+from .compiled_unet import Status, compiled_for, keep_weights_of
 
 NAMES = ("x", "timesteps", "context", "y", "control", "transformer_options")
 
@@ -33,16 +35,12 @@ class Attached:
             reason = call.reason or self._reason(call.given["x"].device)
             if reason:
                 self.status.add_plain(reason)
-                return self.model(*args, **kwargs)
+                return self.model.forward(*args, **kwargs)
             call.given.setdefault("control", None)
             compiled = compiled_for(self.owner, self.model)
-            return compiled.run(call, lambda: self.model(*args, **kwargs), self.status)
+            return compiled.run(call, partial(self.model.forward, *args, **kwargs), self.status)
 
     def _reason(self, device: Any) -> str:
-        for path, part in self.model.named_modules():
-            if "forward" in part.__dict__:
-                named = path or "the UNet"
-                return f"{named} has another forward: {origin_of(part.__dict__['forward'])}"
         for layer in self._layers:
             if getattr(layer, "forge_online_loras", None):
                 return "LoRA is computed in each step (the choice 'Diffusion in Low Bits')"
@@ -62,8 +60,9 @@ class Attached:
 _attached: list[Attached] = []
 
 
-def attach(owner: Any, status: Status) -> str:
-    """Stand in for the UNet of a KModel. Return why that cannot be, or nothing."""
+def attach(p: Any, status: Status) -> str:
+    """Stand in for the UNet of the picture ``p``. Return why that cannot be, or nothing."""
+    owner = p.sd_model.forge_objects.unet.model
     model: nn.Module = owner.diffusion_model
     own = model.__dict__.get("forward")
     if isinstance(own, Attached):
@@ -84,3 +83,10 @@ def detach() -> None:
         if model.__dict__.get("forward") is _attached[-1]:
             del model.__dict__["forward"]
         _attached.pop()
+
+
+def install() -> None:
+    """Hear of models that are loaded."""
+    script_callbacks.on_model_loaded(
+        lambda loaded: keep_weights_of(loaded.forge_objects.unet.model)
+    )

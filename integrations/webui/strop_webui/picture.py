@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
-from . import forge
 from .compiled_unet import Status
 
-try:
-    from . import a1111
-except ImportError:  # Forge Neo has no modules.sd_unet
-    a1111 = None  # type: ignore[assignment]
+if importlib.util.find_spec("modules_forge") is not None:
+    from . import forge as web_ui
+else:
+    from . import a1111 as web_ui  # type: ignore[no-redef]
 
-
-def install() -> None:
-    """Tell A1111 of its new UNet. Forge has no place for one."""
-    if a1111 is not None:
-        a1111.install()
+install = web_ui.install
 
 
 class Picture:
@@ -32,19 +28,9 @@ class Picture:
 
     def go_on(self, p: Any) -> None:
         """Stand in for the UNet that is there now."""
-        objects = getattr(p.sd_model, "forge_objects", None)
-        if objects is not None:
-            reason = forge.attach(objects.unet.model, self._status)
-        elif a1111 is not None:
-            reason = a1111.attach(self._status) or a1111.forward_of_others()
-        else:
-            reason = "neither A1111's interface for a UNet nor Forge's is there"
-        if reason:
-            self._status.add_plain(reason)
+        self._status.refusal = web_ui.attach(p, self._status)
 
     def end(self) -> str:
         """Leave all as it was. Return what ran, in one line."""
-        forge.detach()
-        if a1111 is not None:
-            a1111.detach()
+        web_ui.detach()
         return self._status.line()
