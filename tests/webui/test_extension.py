@@ -357,10 +357,12 @@ def test_what_a_controlnet_leaves_in_defaults(forge: WebUi) -> None:
 
 def test_weights_are_let_go_when_another_model_is_loaded(ui: WebUi) -> None:
     process_images(Picture(ui), ui.script)
-    first = compiled(ui)
-    assert first.counters.calls
+    kept, first = ui.shared.sd_model, compiled(ui)
+    assert first.state.merged
     ui.load(1)
     assert not first.state.merged
+    ui.shared.sd_model = kept
+    drawn(ui)
 
 
 def test_without_strop_the_checkbox_says_so(a1111: WebUi) -> None:

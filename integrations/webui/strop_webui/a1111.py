@@ -28,13 +28,13 @@ class StropUnet(sd_unet.SdUnet):
     def __init__(self, status: Status) -> None:
         super().__init__()
         self.status = status
-        self._layers: list[nn.Module] = []
-        self._model: list[nn.Module] = []  # in a list, since a module would become a part of this
+        self._layers: networks.NetworkLayers | None = None
 
     def forward(self, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the UNet returns."""
         model = _unet()
-        self._take(model)
+        if self._layers is None or self._layers.model is not model:
+            self._layers = networks.NetworkLayers(model)
         call = Call.of(NAMES, (x, timesteps, context, *args), kwargs)
         reason = call.reason or networks.reason_against(shared.opts)
         if shared.cmd_opts.lowvram:
@@ -44,13 +44,9 @@ class StropUnet(sd_unet.SdUnet):
             if reason:
                 self.status.add_plain(reason)
                 return plain()
-            networks.bring_in_line(self._layers)
-            with networks.own_forwards():
+            self._layers.bring_in_line()
+            with self._layers.without_networks():
                 return compiled_for(shared.sd_model, model).run(call, plain, self.status)
-
-    def _take(self, model: nn.Module) -> None:
-        if not self._model or self._model[0] is not model:
-            self._model, self._layers = [model], networks.layers_of(model)
 
     def activate(self) -> None:
         """Bring the UNet back from the CPU, where A1111 puts it when another is chosen."""

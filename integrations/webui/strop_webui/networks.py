@@ -27,6 +27,13 @@ LAYERS: dict[str, type[nn.Module]] = {
     "LayerNorm": nn.LayerNorm,
     "MultiheadAttention": nn.MultiheadAttention,
 }
+# What A1111 writes into layers: their names, and what their weights are made of now.
+BOOKS = (
+    "network_layer_name",
+    "network_current_names",
+    "network_weights_backup",
+    "network_bias_backup",
+)
 
 
 def reason_against(options: Any) -> str:
@@ -41,28 +48,38 @@ def reason_against(options: Any) -> str:
     return ""
 
 
-def bring_in_line(layers: list[nn.Module]) -> None:
-    """Give these layers the weights that the networks of the prompt ask for."""
-    networks = sys.modules.get("networks")
-    if networks is not None:
-        with torch.no_grad():
-            for layer in layers:
-                networks.network_apply_weights(layer)
+class NetworkLayers:
+    """These are the parts of one UNet, for whose weights A1111 keeps books in the parts."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._layers = [part for part in model.modules() if isinstance(part, tuple(LAYERS.values()))]
+        self._books = [part.__dict__ for part in model.modules()]
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that networks may change."""
-    return [part for part in model.modules() if isinstance(part, tuple(LAYERS.values()))]
+    def bring_in_line(self) -> None:
+        """Give layers the weights that the networks of the prompt ask for."""
+        networks = sys.modules.get("networks")
+        if networks is not None:
+            with torch.no_grad():
+                for layer in self._layers:
+                    networks.network_apply_weights(layer)
 
-
-@contextlib.contextmanager
-def own_forwards() -> Iterator[None]:
-    """Have torch's layers run their own forward meanwhile."""
-    originals = getattr(sys.modules.get("networks"), "originals", None)
-    with contextlib.ExitStack() as after:
-        for name, kind in LAYERS.items():
-            own = getattr(originals, f"{name}_forward", None)
-            if own is not None and own is not kind.forward:
-                after.callback(setattr, kind, "forward", kind.forward)
-                kind.forward = own
-        yield
+    @contextlib.contextmanager
+    def without_networks(self) -> Iterator[None]:
+        """Have layers of torch's own meanwhile: their classes' forward, and no books. Strop takes
+        attributes of a part for settings, and would compile the UNet again for each other LoRA."""
+        taken = [
+            (book, {key: book.pop(key) for key in BOOKS if key in book}) for book in self._books
+        ]
+        originals = getattr(sys.modules.get("networks"), "originals", None)
+        with contextlib.ExitStack() as after:
+            for name, kind in LAYERS.items():
+                own = getattr(originals, f"{name}_forward", None)
+                if own is not None and own is not kind.forward:
+                    after.callback(setattr, kind, "forward", kind.forward)
+                    kind.forward = own
+            try:
+                yield
+            finally:
+                for book, entries in taken:
+                    book.update(entries)
