@@ -76,8 +76,9 @@ class Control:
 
     def get_control(self, x: Tensor, *_: Any) -> dict[str, list[Any]]:
         b, _, h, w = x.shape
-        middle = random(b, 128, (h + 1) // 2, (w + 1) // 2, seed=4)
-        return {"input": [None], "middle": [middle], "output": [random(b, 64, h, w, seed=5)]}
+        small = random(b, 128, (h + 1) // 2, (w + 1) // 2, seed=4)
+        output = [random(b, 64, h, w, seed=5), None, small]  # the UNet takes the last one first
+        return {"input": [None], "middle": [small], "output": output}
 
 
 class Engine:

@@ -387,9 +387,9 @@ class ForgeModel:
         options = dict(unet.model_options["transformer_options"])
         options.update(cond_or_uncond=[0, 1], sigmas=t, cond_mark=torch.zeros_like(t))
         options.update(cond_indices=[0], uncond_indices=[1])
-        control = p.control(x) if p.control is not None else None
+        given = {"control": p.control(x), "control_model": p.control} if p.control else {}
         return unet.model.apply_model(
-            x, t, c_crossattn=context, control=control, transformer_options=options
+            x, t, c_crossattn=context, transformer_options=options, **given
         )
 
 

@@ -336,6 +336,15 @@ def test_a_unet_that_reads_what_changes_in_each_step(forge: WebUi) -> None:
     assert line.startswith("Strop ran 0 of 3 calls compiled")
 
 
+def test_a_unet_that_reads_the_controlnet_itself(forge: WebUi) -> None:
+    class Reading(type(unet_of(forge.shared.sd_model))):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(x * len(kwargs["control_model"].__name__), *args, **kwargs)
+
+    unet_of(forge.shared.sd_model).__class__ = Reading
+    assert "reads control_model" in drawn(forge, control=controlled)
+
+
 def test_lora_on_the_fly_and_weights_elsewhere_run_as_before(forge: WebUi) -> None:
     layer = unet_of(forge.shared.sd_model).time_embed[0]
     layer.forge_online_loras = {"weight": [1]}

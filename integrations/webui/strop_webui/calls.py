@@ -12,6 +12,8 @@ import torch
 # Forge puts these into every call, for code of other extensions. They change in every step, and
 # compiled code does without: a model that reads one of them is not compiled (``TracedOptions``).
 OF_SAMPLER = ("cond_or_uncond", "sigmas", "cond_mark", "cond_indices", "uncond_indices")
+# Forge hands the ControlNet itself to the UNet, beside what it gave. Compiled code does without.
+OF_CALL = ("control_model",)
 PLAIN_DATA = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device, type(None))
 
 
@@ -36,6 +38,7 @@ class Call:
             for name, value in options.items()
             if name not in OF_SAMPLER and not _is_empty(value)
         }
+        given.update({name: True for name in OF_CALL if given.get(name) is not None})
         reason = reason_in(kept, "transformer_options") or reason_in(given, "")
         return Call(given, kept, reason)
 
@@ -79,6 +82,17 @@ def origin_of(value: Any) -> str:
     code = getattr(value, "__code__", None)
     place = code.co_filename if code is not None else named.__module__
     return f"{kind} {named.__qualname__} of {place}"
+
+
+class Unread:
+    """Stand for an argument while a call is traced. Using it raises LookupError: what it holds in
+    the traced call would be taken for that of all later ones."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, key: str) -> Any:
+        raise LookupError(f"it reads {self._name}, which is no plain data")
 
 
 class TracedOptions(dict[str, Any]):

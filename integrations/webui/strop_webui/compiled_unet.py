@@ -12,7 +12,7 @@ from torch import nn
 
 import strop
 
-from .calls import Call, TracedOptions, dense
+from .calls import OF_CALL, Call, TracedOptions, Unread, dense
 from .leftovers import defaults_of, empty
 
 log = logging.getLogger("strop.webui")
@@ -34,7 +34,7 @@ class UnetCalls(nn.Module):
         leaves to eager runs as it came, with all its options."""
         if id(self) == self._number:
             return _PLAIN.get()()
-        given = dict(given)
+        given = {name: Unread(name) if name in OF_CALL else part for name, part in given.items()}
         if "control" in given:  # it is Forge's: only such a UNet takes options
             given["transformer_options"] = TracedOptions(options)
             if given["control"] is not None:  # the forward takes what it has used out of its lists
