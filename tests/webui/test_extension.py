@@ -153,7 +153,9 @@ def test_other_checkpoints(ui: WebUi) -> None:
     first = ui.shared.sd_model
     ui.load(1)
     drawn(ui)
-    state = {name: value.clone() for name, value in unet_of(ui.shared.sd_model).state_dict().items()}
+    state = {
+        name: value.clone() for name, value in unet_of(ui.shared.sd_model).state_dict().items()
+    }
     ui.shared.sd_model = first
     assert_same(process_images(Picture(ui), ui.script), before)
     unet_of(first).load_state_dict(state)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 import strop
@@ -65,10 +67,19 @@ class Status:
         return "; ".join([f"Strop ran {self.compiled} of {calls} calls compiled", *parts])
 
 
+def _let_einops_know_tensors() -> None:
+    """Have einops notice torch, if the UNet's code uses it. It does so in its first call with a
+    tensor and keeps that in a table, which Strop would take for something that has changed."""
+    einops = sys.modules.get("einops")
+    if einops is not None:
+        einops.rearrange(torch.empty(1), "a -> a")
+
+
 class CompiledUnet:
     """This is one UNet with its compiled forward."""
 
     def __init__(self, model: nn.Module) -> None:
+        _let_einops_know_tensors()
         self.model = model
         self.module = strop.optimize(UnetCalls(model).eval())
         self._defaults = defaults_of(model)

@@ -53,7 +53,9 @@ class NetworkLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._layers = [part for part in model.modules() if isinstance(part, tuple(LAYERS.values()))]
+        self._layers = [
+            part for part in model.modules() if isinstance(part, tuple(LAYERS.values()))
+        ]
         self._books = [part.__dict__ for part in model.modules()]
 
     def bring_in_line(self) -> None:
