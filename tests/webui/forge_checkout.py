@@ -21,7 +21,7 @@ from backend.modules.k_model import KModel  # noqa: E402
 from backend.nn.unet import IntegratedUNet2DConditionModel  # noqa: E402
 from backend.operations import using_forge_operations  # noqa: E402
 from backend.patcher.unet import UnetPatcher  # noqa: E402
-from backend.sampling.condition import Condition, ConditionCrossAttn  # noqa: E402
+from backend.sampling.condition import ConditionCrossAttn  # noqa: E402
 from backend.sampling.sampling_function import sampling_function_inner  # noqa: E402
 
 from tests.webui import stand_in  # noqa: E402
@@ -63,7 +63,7 @@ def unet_patcher() -> Any:
 
 
 def reference_shapes() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the same UNet made of torch's layers: Forge's have none before loading."""
+    """Return the shapes of this UNet. Forge's own layers have none before they are loaded."""
     unet = IntegratedUNet2DConditionModel(**SHAPE)
     return {name: tuple(value.shape) for name, value in unet.state_dict().items()}
 

@@ -271,7 +271,7 @@ def unet_module(shared: Any) -> Any:
 def asks_first(original: Any, sd_unet: Any) -> Any:
     """Return the forward of A1111's class of a UNet, which asks for another UNet first."""
 
-    def forward(self: Any, x: Any, timesteps: Any = None, context: Any = None, *a: Any, **k: Any):  # noqa: ANN202
+    def forward(self: Any, x: Any, timesteps: Any = None, context: Any = None, *a: Any, **k: Any):
         if sd_unet.current_unet is not None:
             return sd_unet.current_unet.forward(x, timesteps, context, *a, **k)
         return original(self, x, timesteps, context, *a, **k)

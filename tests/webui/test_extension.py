@@ -268,6 +268,23 @@ def test_layers_of_another_extension_run_as_before(a1111: WebUi, monkeypatch: An
     assert nn.Linear.forward is halved
 
 
+def test_autocast(a1111: WebUi) -> None:
+    """A1111 draws under autocast. Latents are no further from fp32's than eager's are."""
+    for size in ((8, 8), (8, 12), (12, 8)):
+        for seeds in ((), (1,)):
+            put_lora(a1111, *seeds)
+            exact = process_images(Picture(a1111, size=size))[0]
+            p = Picture(a1111, size=size)
+            with torch.autocast("cpu", torch.bfloat16):
+                eager = process_images(Picture(a1111, size=size))[0]
+                found = process_images(p, a1111.script)[0]
+            errors = [float((one - exact).square().mean().sqrt()) for one in (found, eager)]
+            assert errors[0] <= 1.25 * errors[1], errors
+            assert p.comments == ["Strop ran 2 of 2 calls compiled"]
+    assert len(compiled(a1111).variants.all) == 1
+    drawn(a1111)
+
+
 def test_low_vram_runs_as_before(a1111: WebUi) -> None:
     a1111.shared.cmd_opts.lowvram = True
     assert "--lowvram" in drawn(a1111)

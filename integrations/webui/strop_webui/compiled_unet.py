@@ -78,10 +78,12 @@ def _let_einops_know_tensors() -> None:
 class CompiledUnet:
     """This is one UNet with its compiled forward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, under_autocast: bool = False) -> None:
+        """``under_autocast``: it is called so, as by A1111 with its usual ``--precision autocast``.
+        Of Strop's two ways to compile, only the one that can train follows autocast's casts."""
         _let_einops_know_tensors()
-        self.model = model
-        self.module = strop.optimize(UnetCalls(model).eval())
+        self.model, self.under_autocast = model, under_autocast
+        self.module = strop.optimize(UnetCalls(model).eval(), train=under_autocast)
         self._defaults = defaults_of(model)
 
     def run(self, call: Call, plain: Callable[[], Any], status: Status) -> Any:
@@ -113,8 +115,10 @@ def compiled_for(owner: Any, model: nn.Module) -> CompiledUnet:
     """Return the compiled form of the UNet ``model``. It lives as long as ``owner``, the object
     that the web UI loads and lets go as a whole."""
     found = _OF_OWNERS.get(owner)
-    if found is None or found.model is not model:
-        found = _OF_OWNERS[owner] = CompiledUnet(model)
+    place = next(model.parameters()).device.type
+    casts = torch.is_autocast_enabled(place)
+    if found is None or found.model is not model or found.under_autocast != casts:
+        found = _OF_OWNERS[owner] = CompiledUnet(model, under_autocast=casts)
     return found
 
 
