@@ -1,0 +1,1 @@
+"""Strop for web UIs: compile the UNet of A1111's and Forge's models while a picture is made."""
