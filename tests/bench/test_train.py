@@ -22,7 +22,8 @@ from strop.bench.report import plain_table
 from strop.bench.train_loader import Pictures
 from strop.bench.train_loop import PARTS, Loop
 from strop.bench.train_measure import Plan
-from strop.bench.train_rows import LADDER, ROWS, Contender, Loader, Setup, Work, chosen_rows
+from strop.bench.train_rows import LADDER, ROWS, chosen_rows
+from strop.bench.train_work import Contender, Loader, Setup, Work
 from strop.cli import app
 from strop.errors import OptionError
 from strop.options import Options

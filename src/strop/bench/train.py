@@ -17,7 +17,8 @@ from strop.bench import environment, report, train_earlier, train_loader, train_
 from strop.bench.infer import Processes
 from strop.bench.infer_contenders import Deadline, Found, Save, attempt
 from strop.bench.train_measure import Plan
-from strop.bench.train_rows import MODELS, Contender, TrainRow, contender_named
+from strop.bench.train_rows import contender_named
+from strop.bench.train_work import MODELS, Contender, TrainRow
 from strop.bench.worker import Task
 
 Step = Callable[[str, int], None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from strop.bench.train_rows import Loader
+from strop.bench.train_work import Loader
 
 TOKENS = 77
 FILES, TINY_FILES = 256, 8

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import strop.train
 from strop.bench import train_models, train_optimizers
 from strop.bench.train_models import Batch, Draws, Network
-from strop.bench.train_rows import Setup, Work
+from strop.bench.train_work import Setup, Work
 from strop.options import Options
 
 SCALE = 0.18215  # of latents

@@ -19,15 +19,8 @@ from strop.bench.infer_contenders import Deadline, Found, Save
 from strop.bench.train_loader import Pictures
 from strop.bench.train_loop import PARTS, Loop, can_graph
 from strop.bench.train_models import modules_of, torch_set_for
-from strop.bench.train_rows import (
-    BEST_GUESS,
-    MODELS,
-    TINY_SWEEP,
-    WORKERS,
-    Contender,
-    Loader,
-    Setup,
-)
+from strop.bench.train_rows import BEST_GUESS, TINY_SWEEP, WORKERS
+from strop.bench.train_work import MODELS, Contender, Loader, Setup
 from strop.debug.explain import explain
 from strop.options import Options
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import strop
 from strop.bench import models
 from strop.bench.train_loader import TOKENS
-from strop.bench.train_rows import MODELS, Setup, Work
+from strop.bench.train_work import MODELS, Setup, Work
 from strop.options import Options
 
 RANK = 16

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.bench.train_rows import Setup, Work
+from strop.bench.train_work import Setup, Work
 from strop.train import EMASchedule, FusedAdamW
 
 MAX_NORM, DECAY = 1.0, 0.9999
