@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import strop.train
-from strop.bench import train, train_loader, train_measure, train_plots, train_report
+from strop.bench import mock_set, train, train_loader, train_measure, train_plots, train_report
 from strop.bench.infer_contenders import Deadline
 from strop.bench.report import plain_table
 from strop.bench.train_loader import Pictures
@@ -118,7 +118,7 @@ def test_names_are_unique_and_notes_tell_of_less_work(row: Any) -> None:
 
 
 def test_pictures_are_what_a_script_reads(tmp_path: Path) -> None:
-    train_loader.write_pictures(tmp_path, 32, 3)
+    mock_set.write(tmp_path, 32, 3)
     assert len(list(tmp_path.glob("*.jpg"))) == 3
     pictures = Pictures(tmp_path, 3, 32, 100, 8)
     pixels, tokens = pictures[4]
@@ -280,8 +280,8 @@ def test_compiled_by_strop() -> None:
 @pytest.mark.usefixtures("no_compile_step")
 def test_graphs_of_whole_steps_before_they_are_built() -> None:
     graph, shadow = rung("graph"), rung("shadow")
-    assert train_measure.refusal(graph).startswith("not built: strop.train.compile_step")
-    assert not train_measure.refusal(shadow)
+    assert train_measure.refusal(graph, TINY).startswith("not built: strop.train.compile_step")
+    assert not train_measure.refusal(shadow, TINY)
     assert not train_measure.setup_here(shadow.setup).graph
 
 
@@ -308,7 +308,7 @@ def test_graphs_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(strop.train, "compile_step", compile_step, raising=False)
     graph = rung("graph")
-    assert not train_measure.refusal(graph)
+    assert not train_measure.refusal(graph, TINY)
     setup = replace(train_measure.setup_here(graph.setup), compiler="")
     assert setup.graph
     found = train_measure.measure(

@@ -26,8 +26,23 @@ def write(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path
 
 
 def write_row(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
-    """Write a row of ``strop bench infer``, as <row>_<gpu>_<date>.json."""
-    return _write_as(result["row"] + ("-tiny" if result["is_tiny"] else ""), result, folder, device)
+    """Write a row of ``strop bench infer`` or ``train``, as <row>_<gpu>_<date>.json."""
+    return _write_as(row_name(result), result, folder, device)
+
+
+def row_name(result: Mapping[str, Any]) -> str:
+    """Return the name of a row for files: with its processes where there are several, and with a
+    batch that was asked for."""
+    several = result.get("processes", 1)
+    batch = result.get("batch") if result["kind"] == "train" else None
+    return "".join(
+        [
+            result["row"],
+            "-tiny" if result["is_tiny"] else "",
+            f"-{several}gpu" if several > 1 else "",
+            f"-b{batch}" if batch is not None else "",
+        ]
+    )
 
 
 def _write_as(name: str, result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:

@@ -41,7 +41,7 @@ def launch(words: Sequence[str], count: int) -> int:
         stack.callback(_kill, ranks)
         handed = stack.enter_context(_handing_on(ranks))
         for rank, output in enumerate([None, *outputs]):
-            ranks.append(_start(words, _variables(rank, count, store.port), output))
+            ranks.append(_start(words, variables_of(rank, count, store.port), output))
         failed = _wait(ranks)
         own = [rank for rank in failed if ranks[rank].returncode != LOST] or failed
         if own and 0 not in own and not handed:
@@ -50,7 +50,8 @@ def launch(words: Sequence[str], count: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _variables(rank: int, count: int, port: int) -> dict[str, str]:
+def variables_of(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank of a group on this machine, whose store has this port."""
     mine = os.environ  # noqa: TID251 (the processes get what this one has)
     threads = str(max(1, (os.cpu_count() or 1) // count))
     return {
