@@ -117,6 +117,7 @@ def _save_diffusers(
         StableDiffusionPipeline.save_lora_weights(
             part.parent, weight_name=part.name, safe_serialization=True, **arguments
         )
+        files.sort_notes(part)
 
     # diffusers adds its ending to names without one.
     files.write(folder / DIFFUSERS_NAME, fill)
