@@ -27,6 +27,7 @@ from strop.bench.train_work import Contender, Loader, Setup, Work
 from strop.cli import app
 from strop.errors import OptionError
 from strop.options import Options
+from strop.train.ranks import ALONE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call"),  # in diffusers
@@ -213,8 +214,12 @@ def test_a_sweep_of_loaders_and_the_split(tmp_path: Path) -> None:
 def test_a_rung_that_waits_for_data_takes_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     (compiled,) = (rung for rung in LADDER.contenders if rung.name == "compiled")
     loop: Any = SimpleNamespace(
-        setup=compiled.setup, batch=SimpleNamespace(pictures=torch.zeros(1)), feed=None
+        setup=compiled.setup,
+        batch=SimpleNamespace(pictures=torch.zeros(1)),
+        feed=None,
+        ranks=ALONE,
     )
+    monkeypatch.setattr(train_measure, "_decode_ms", lambda loop, plan: 5.0)
     monkeypatch.setattr(train_measure, "_feed", lambda loop, loader, plan: loader)
 
     def series(loop: Any, plan: Plan, clock: Deadline) -> dict[str, Any]:

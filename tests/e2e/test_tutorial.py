@@ -32,15 +32,16 @@ def test_the_notebook_is_whole_and_has_no_outputs() -> None:
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """With a few steps, which teach the model nothing yet."""
-    script = tmp_path / "cells.py"
-    script.write_text("\n\n".join(sources()))
-    out = tmp_path / "out"
-    run_script(
-        script,
-        STROP_EXAMPLES=str(ROOT / "examples"),
-        STROP_TUTORIAL_OUT=str(out),
-        STROP_TUTORIAL_STEPS="4",
-    )
+    text = "\n\n".join(sources())
+    for line, other in (
+        ('HERE = Path(".")', f"HERE = Path({str(ROOT / 'examples')!r})"),
+        ("STEPS = 600", "STEPS = 4"),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, other)
+    script, out = tmp_path / "cells.py", tmp_path / "tutorial"
+    script.write_text(text)
+    run_script(script)
     assert (out / "before_and_after.png").is_file()
     assert "<img" in (out / "runs" / "report.html").read_text()
 

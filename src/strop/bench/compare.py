@@ -21,7 +21,10 @@ from strop.errors import OptionError
 Result = Mapping[str, Any]
 LEAST_NOISE = 0.005  # of a time
 LEAST_BYTES = 0.01  # of a peak that counts as a change: allocators round
-_PLACES = ("gpu", "cpu", "torch", "triton", "diffusers", "driver_version", "strop", "commit")
+_PLACES = (
+    *("gpu", "cpu", "torch", "triton", "diffusers", "driver_version", "strop", "commit"),
+    "switches",
+)
 _SAME = {
     "kind": "kinds",
     "row": "rows",

@@ -180,7 +180,8 @@ def perform(task: Task, save: Save) -> Found:
         with group(place, plan.where.type, RANK_TIMEOUT_S) as ranks:
             return train_measure.measure(contender, plan, clock, note, ranks)
 
-    return {**had, **attempt(measured)}
+    found = attempt(measured)
+    return {**had, **found}
 
 
 def _described(contender: Contender) -> Found:

@@ -10,6 +10,7 @@ from typing import Any
 from strop.bench.train_loop import PARTS
 from strop.bench.train_plots import COLOURS
 from strop.bench.train_runs import Run, Runs
+from strop.wording import counted
 
 HUES = {"strop": "#3465a4", "inductor": "#c4572e", "eager": "#9a9a9a", "diffusers": "#d9a441"}
 _OTHER_HUE = "#7a9a3a"
@@ -45,15 +46,15 @@ def _stem(run: Run) -> str:
 
 def label_of(run: Run) -> str:
     """Return how a run is called beside those of its row."""
-    gpus = f"{run.processes} GPU{'s' if run.processes > 1 else ''}"
-    return f"{run.contender}, {gpus}, batch {run.batch}"
+    places = counted(run.processes, "GPU" if run.is_on_gpu else "process")
+    return f"{run.contender}, {places}, batch {run.batch}"
 
 
 def _speeds(measured: Sequence[Run], runs: Runs) -> Any:
     from matplotlib.figure import Figure
 
     panels: list[tuple[str, Value, str]] = [
-        ("pictures a second, all GPUs", lambda run: run.img_s, "{:.1f}"),
+        ("pictures a second, of all", lambda run: run.img_s, "{:.1f}"),
         (f"times as fast as {measured[0].against}", runs.speed_up, "{:.2f} x"),
         ("scaling efficiency", _several(runs.efficiency), "{:.0%}"),
         ("peak memory of a GPU, GiB", _gib, "{:.1f}"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from strop.bench import train_log
 from strop.errors import OptionError
+from strop.wording import counted
 
 Result = Mapping[str, Any]
 Lines = tuple[Mapping[str, Any], ...]  # of a log
@@ -36,6 +37,7 @@ class Run:
     contender: str
     compiler: str
     processes: int
+    is_on_gpu: bool
     batch: int
     img_s: float | None
     series: tuple[float, ...]
@@ -103,10 +105,11 @@ class Runs:
         return None if found is None else found / run.processes
 
     def groups(self) -> dict[tuple[str, str], list[Run]]:
-        """Return the runs by row and machine, in the order of the files."""
+        """Return the runs by row ("P12", or "P12 tiny") and machine, in the order of the files."""
         found: dict[tuple[str, str], list[Run]] = {}
         for run in self.runs:
-            found.setdefault((run.row, run.machine), []).append(run)
+            row = f"{run.row} tiny" if run.is_tiny else run.row
+            found.setdefault((row, run.machine), []).append(run)
         return found
 
 
@@ -147,7 +150,7 @@ def _sentence(row: Run, count: int, values: Mapping[str, float]) -> str:
     for word, target in (("must", row.must), ("stretch", row.stretch)):
         if target is not None and sign * value >= sign * target:
             reached = f"{word} {target} reached"
-    return f"{count} GPU{'s' if count > 1 else ''}: {name} {value:.2f} {row.unit}, {reached}"
+    return f"{counted(count, 'GPU')}: {name} {value:.2f} {row.unit}, {reached}"
 
 
 # ---- reading -----------------------------------------------------------------------------------
@@ -194,10 +197,12 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def machine_of(result: Result) -> str:
-    """Return the GPU, or the processor, and torch's version."""
+    """Return the GPU, or the processor, torch's version, and options that were switched: as if they
+    were machines of their own."""
     place = result.get("environment") or {}
     name = place.get("gpu") or place.get("cpu") or "unknown machine"
-    return f"{name}, torch {place.get('torch', 'unknown')}"
+    switches = "".join(f", {key}={value}" for key, value in (place.get("switches") or {}).items())
+    return f"{name}, torch {place.get('torch', 'unknown')}{switches}"
 
 
 def runs_of(result: Result, path: Path) -> list[Run]:
@@ -235,6 +240,7 @@ def _run(
         contender=name,
         compiler=_compiler(name, found),
         processes=processes,
+        is_on_gpu=bool((result.get("environment") or {}).get("gpu")),
         batch=work["batch"],
         img_s=img_s,
         series=tuple(found.get("img_s_series", [img_s] if img_s else [])),
