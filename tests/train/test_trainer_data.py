@@ -16,7 +16,7 @@ from PIL import Image
 from strop.errors import CacheError, OptionError
 from strop.train import given_settings
 from strop.train.data import Captions, Crop, FolderSource, Reader, pixels_of
-from strop.train.folders import SUFFIXES, check_files, check_sizes, read_captioned, read_subject
+from strop.train.folders import check_files, check_sizes, read_captioned, read_subject
 from strop.train.objective import Objective
 from tests.train import trainer
 
@@ -144,8 +144,8 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
 
 def test_texts_of_no_picture_are_named(folder: Path) -> None:
     """A note, and a caption whose name is misspelt; a caption in its place is not."""
-    for path in [path for path in folder.iterdir() if path.suffix in SUFFIXES]:
-        path.with_suffix(".txt").write_text("a thing")
+    for name in TEXTS:
+        (folder / name).with_suffix(".txt").write_text("a thing")
     (folder / "notes.txt").write_text("bought in May")
     (folder / "deep").mkdir()
     (folder / "deep" / "a.caption").write_text("of the picture above")

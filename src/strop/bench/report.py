@@ -66,10 +66,11 @@ def newest_rows(
     kind: str,
     names: Sequence[str],
     is_whole: Callable[[dict[str, Any]], bool] = bool,
+    takes: Callable[[dict[str, Any]], bool] = bool,
 ) -> list[dict[str, Any]]:
     """Return the newest result of this kind for each row, measured without options from the
-    environment, in the order of ``names``, preferring one that ``is_whole``. ``paths`` may be files
-    of any kind. Raises OptionError for a damaged file."""
+    environment, in the order of ``names``, preferring one that ``is_whole``, of those that it
+    ``takes``. ``paths`` may be files of any kind. Raises OptionError for a damaged file."""
 
     def rank(result: dict[str, Any]) -> tuple[bool, str]:
         return is_whole(result), _date(result)
@@ -84,7 +85,7 @@ def newest_rows(
                 f"{path} lacks its contenders or its date: measure it again, or"
                 " take it out of the folder"
             )
-        if result["environment"].get("switches"):
+        if result["environment"].get("switches") or not takes(result):
             continue
         old = newest.get(result["row"])
         if old is None or rank(old) <= rank(result):

@@ -51,7 +51,7 @@ class Run:
     reason: str
     note: str
     date: str
-    file: Path
+    file: Path | None
     log: Lines = field(default=(), repr=False)
 
     @property
@@ -205,10 +205,15 @@ def machine_of(result: Result) -> str:
     return f"{name}, torch {place.get('torch', 'unknown')}{switches}"
 
 
-def runs_of(result: Result, path: Path) -> list[Run]:
+def of_results(results: Iterable[Result]) -> Runs:
+    """Return the runs of results that have just been measured, without their logs."""
+    return Runs(tuple(run for result in results for run in runs_of(result, None)), 0, ())
+
+
+def runs_of(result: Result, path: Path | None) -> list[Run]:
     """Return the runs of one file. Raises OptionError where something is missing."""
     try:
-        logs = _logs(path.parent)
+        logs = {} if path is None else _logs(path.parent)
         return [
             _run(result, name, found, path, logs) for name, found in result["contenders"].items()
         ]
@@ -220,7 +225,11 @@ def runs_of(result: Result, path: Path) -> list[Run]:
 
 
 def _run(
-    result: Result, name: str, found: Result, path: Path, logs: Mapping[tuple[object, ...], Lines]
+    result: Result,
+    name: str,
+    found: Result,
+    path: Path | None,
+    logs: Mapping[tuple[object, ...], Lines],
 ) -> Run:
     work, img_s = found["work"], found.get("img_s")
     processes = found.get("processes") or result.get("processes", 1)

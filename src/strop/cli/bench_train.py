@@ -261,7 +261,7 @@ def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
 
 
 def _show(results: list[dict[str, Any]], plots: Path | None) -> None:
-    from strop.bench import train_plots, train_report
+    from strop.bench import train_plots, train_report, train_runs
 
     for table in (
         train_report.rows_of(results),
@@ -272,6 +272,11 @@ def _show(results: list[dict[str, Any]], plots: Path | None) -> None:
         if lines:
             show(header, lines, {})
             print()
+    if any(result["unit"] == "x 1 GPU" or result["processes"] > 1 for result in results):
+        runs = train_runs.of_results(results)
+        for (row, _), group in runs.groups().items():
+            for text in train_runs.verdicts(group, runs):
+                print(f"{row}: {text}")
     files = [result["file"] for result in results if "file" in result]
     drawn = [train_plots.draw(result, plots) for result in results if plots]
     for file in (*files, *(str(path) for path in drawn if path)):
