@@ -249,10 +249,10 @@ def test_torchrun(tmp_path: Path) -> None:
     "words",
     [
         ("--ladder", "--only", "zero2,compiled"),
-        ("P12", "--only", "strop,torch"),
+        ("P12", "--only", "strop,diffusers"),
         ("P12b", "--only", "strop-zero1,strop-budget"),
         ("P12c", "--only", "strop-shadow,diffusers"),
-        ("P12e",),
+        ("P12e", "--only", "strop"),
         ("SD2", "--only", "strop-64-budget,diffusers-32"),
     ],
     ids=lambda words: words[0].strip("-"),

@@ -14,6 +14,7 @@ from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.mistakes import CommandError, errors, plain, reported, require_diffusion
 from strop.cli.tables import OutOption, show, wrong
 from strop.train.places import GroupPlace, place_of_this_process
+from strop.wording import counted
 
 _MOST_PROCESSES = 64
 EXAMPLES = """[bold]Rows[/]
@@ -189,7 +190,7 @@ def train(
     if place.count > 1:
         if counts:
             raise CommandError(
-                f"a launcher has started {place.count} processes: leave --nproc-per-node to it"
+                f"a launcher has started {counted(place.count, 'process')}: leave --nproc-per-node to it"
             )
         _spread(chosen, plan, place, plots or out, how)
         return
