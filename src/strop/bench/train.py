@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -177,11 +177,23 @@ def perform(task: Task, save: Save) -> Found:
 
     def measured() -> Found:
         place = place_of_this_process() if task["count"] > 1 else GroupPlace()
-        with group(place, plan.where.type, RANK_TIMEOUT_S) as ranks:
-            return train_measure.measure(contender, plan, clock, note, ranks)
+        with _pictures_here(plan, contender) as here:
+            with group(place, plan.where.type, RANK_TIMEOUT_S) as ranks:
+                return train_measure.measure(contender, here, clock, note, ranks)
 
     found = attempt(measured)
     return {**had, **found}
+
+
+@contextlib.contextmanager
+def _pictures_here(plan: Plan, contender: Contender) -> Iterator[Plan]:
+    """Give the plan with pictures that this machine has: another one may have written them."""
+    if not plan.pictures or Path(plan.pictures).is_dir():
+        yield plan
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mock_set.write(Path(folder), MODELS[contender.work.model].pixels, plan.files)
+        yield replace(plan, pictures=folder)
 
 
 def _described(contender: Contender) -> Found:

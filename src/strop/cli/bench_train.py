@@ -190,7 +190,8 @@ def train(
     if place.count > 1:
         if counts:
             raise CommandError(
-                f"a launcher has started {counted(place.count, 'process')}: leave --nproc-per-node to it"
+                f"a launcher has started {counted(place.count, 'process')}: leave --nproc-per-node"
+                " to it"
             )
         _spread(chosen, plan, place, plots or out, how)
         return
