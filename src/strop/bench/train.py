@@ -177,9 +177,9 @@ def perform(task: Task, save: Save) -> Found:
 
     def measured() -> Found:
         place = place_of_this_process() if task["count"] > 1 else GroupPlace()
-        with _pictures_here(plan, contender) as here:
-            with group(place, plan.where.type, RANK_TIMEOUT_S) as ranks:
-                return train_measure.measure(contender, here, clock, note, ranks)
+        joined = group(place, plan.where.type, RANK_TIMEOUT_S)
+        with _pictures_here(plan, contender) as here, joined as ranks:
+            return train_measure.measure(contender, here, clock, note, ranks)
 
     found = attempt(measured)
     return {**had, **found}
