@@ -146,6 +146,23 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
 }
 
 
+def test_texts_of_no_picture_are_named(folder: Path) -> None:
+    """A note, and a caption whose name is misspelt; a caption in its place is not."""
+    for name in TEXTS:
+        (folder / name).with_suffix(".txt").write_text("a thing")
+    (folder / "notes.txt").write_text("bought in May")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "a.caption").write_text("of the picture above")
+    expected = [
+        ("a.caption", "is the caption of no picture"),
+        ("notes.txt", "is the caption of no picture"),
+    ]
+    for found in (read_captioned(folder, "text"), read_subject(folder, "x")):
+        assert [(bad.path.name, bad.reason) for bad in found.bad] == expected
+        with pytest.raises(OptionError, match=r"notes\.txt: is the caption of no picture"):
+            check_files(found, refuse=True)
+
+
 def test_links_to_nothing_are_named(folder: Path) -> None:
     _jsonl(folder)
     (folder / "gone.png").symlink_to("nowhere.png")

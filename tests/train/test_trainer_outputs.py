@@ -23,7 +23,7 @@ from strop.cli import app
 from strop.errors import OptionError, TrainingError
 from strop.models import sprites
 from strop.models.sprites import network, vocabulary
-from strop.train import lock, lora, outputs
+from strop.train import files, lock, lora, outputs
 from strop.train.folders import open_rgb
 from strop.train.loop import TrainingLoop
 from tests.e2e.tiny import DEVICES
@@ -315,6 +315,21 @@ def test_lora_files_merged_by_hand(adapters: tuple[Path, Tensor], tiny_model: Pa
         with torch.no_grad():
             paths[base].weight += 12.0 / 3 * up @ down
     torch.testing.assert_close(trainer.picture(pipe), expected, rtol=0, atol=2e-4)
+
+
+def test_the_same_weights_give_the_same_bytes(tmp_path: Path) -> None:
+    """Safetensors writes notes in an order that differs from file to file."""
+    tensors = {name: torch.arange(n + 1.0) for n, name in enumerate("bac")}
+    notes = {f"note_{n}": "größe" for n in range(8)}
+    for number in range(8):
+        files.write_tensors(tmp_path / f"{number}.safetensors", tensors, **notes)
+    contents = {path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(contents) == 1
+    length = int.from_bytes(next(iter(contents))[:8], "little")
+    assert length % 8 == 0
+    with safe_open(tmp_path / "0.safetensors", "pt") as file:
+        assert file.metadata() == notes
+        assert all(torch.equal(file.get_tensor(name), t) for name, t in tensors.items())
 
 
 def test_lora_keys(adapters: tuple[Path, Tensor]) -> None:

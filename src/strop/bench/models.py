@@ -25,6 +25,11 @@ SD15_UNET: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
     "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
 }
+SD2_UNET = SD15_UNET | {
+    "cross_attention_dim": 1024,
+    "attention_head_dim": [5, 10, 20, 20],
+    "use_linear_projection": True,
+}
 SDXL_UNET: dict[str, Any] = {
     "sample_size": 128,
     "cross_attention_dim": 2048,
@@ -75,6 +80,7 @@ TINY_UNET = SD15_UNET | {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
+TINY_SD2_UNET = TINY_UNET | {"attention_head_dim": [2, 4], "use_linear_projection": True}
 TINY_SDXL_UNET = SDXL_UNET | {
     "sample_size": 8,
     "cross_attention_dim": 64,

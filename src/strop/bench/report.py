@@ -26,8 +26,23 @@ def write(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path
 
 
 def write_row(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
-    """Write a row of ``strop bench infer``, as <row>_<gpu>_<date>.json."""
-    return _write_as(result["row"] + ("-tiny" if result["is_tiny"] else ""), result, folder, device)
+    """Write a row of ``strop bench infer`` or ``train``, as <row>_<gpu>_<date>.json."""
+    return _write_as(row_name(result), result, folder, device)
+
+
+def row_name(result: Mapping[str, Any]) -> str:
+    """Return the name of a row for files: with its processes where there are several, and with a
+    batch that was asked for."""
+    several = result.get("processes", 1)
+    batch = result.get("batch") if result["kind"] == "train" else None
+    return "".join(
+        [
+            result["row"],
+            "-tiny" if result["is_tiny"] else "",
+            f"-{several}gpu" if several > 1 else "",
+            f"-b{batch}" if batch is not None else "",
+        ]
+    )
 
 
 def _write_as(name: str, result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
@@ -51,10 +66,11 @@ def newest_rows(
     kind: str,
     names: Sequence[str],
     is_whole: Callable[[dict[str, Any]], bool] = bool,
+    takes: Callable[[dict[str, Any]], bool] = bool,
 ) -> list[dict[str, Any]]:
     """Return the newest result of this kind for each row, measured without options from the
-    environment, in the order of ``names``, preferring one that ``is_whole``. ``paths`` may be files
-    of any kind. Raises OptionError for a damaged file."""
+    environment, in the order of ``names``, preferring one that ``is_whole``, of those that it
+    ``takes``. ``paths`` may be files of any kind. Raises OptionError for a damaged file."""
 
     def rank(result: dict[str, Any]) -> tuple[bool, str]:
         return is_whole(result), _date(result)
@@ -69,7 +85,7 @@ def newest_rows(
                 f"{path} lacks its contenders or its date: measure it again, or"
                 " take it out of the folder"
             )
-        if result["environment"].get("switches"):
+        if result["environment"].get("switches") or not takes(result):
             continue
         old = newest.get(result["row"])
         if old is None or rank(old) <= rank(result):

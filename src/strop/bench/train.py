@@ -7,20 +7,27 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.bench import environment, report, train_earlier, train_loader, train_measure
-from strop.bench.infer import Processes
+import torch
+
+from strop.bench import environment, mock_set, report, train_earlier, train_loader, train_measure
+from strop.bench.infer import TAIL_S, Processes
 from strop.bench.infer_contenders import Deadline, Found, Save, attempt
+from strop.bench.train_group import Places, perform_in_group
 from strop.bench.train_measure import Plan
-from strop.bench.train_rows import MODELS, Contender, TrainRow, contender_named
+from strop.bench.train_rows import contender_named
+from strop.bench.train_work import MODELS, Contender, TrainRow
 from strop.bench.worker import Task
+from strop.train.places import GroupPlace, place_of_this_process
+from strop.train.ranks import group
 
 Step = Callable[[str, int], None]
+RANK_TIMEOUT_S = 600  # of a rank that waits for another, which compiles
 
 
 def run(
@@ -31,14 +38,16 @@ def run(
     out: Path | None = None,
     is_apart: bool = True,
     earlier: Sequence[Path] = (),
+    places: Places | None = None,
     step: Step = lambda text, done: None,
 ) -> list[Found]:
     """Measure ``rows``; one JSON file a row in the folder ``out``, if any, and the same returned.
 
     A file is written anew after each contender. What the budget does not allow is in there by
     name, with the reason. ``earlier`` are files of runs on this machine to go on with: what has
-    its times there is not measured again. ``step`` hears what is being measured, and how much is
-    done.
+    its times there is not measured again. ``places`` are those of a group that a launcher has
+    started; else this machine has all processes. ``step`` hears what is being measured, and how
+    much is done.
     """
     clock = Deadline.of(budget_s)
     described = environment.describe(plan.where)
@@ -52,7 +61,7 @@ def run(
         plan = _with_pictures(rows, plan, stack)
         processes = stack.enter_context(contextlib.closing(Processes(is_apart)))
         for row in rows:
-            result = had.get(row.name) or _empty(row, described)
+            result = had.get(row.name) or _empty(row, described, plan.processes)
             results.append(result)
             for found in result["contenders"].values():
                 plan = _with_best_loader(plan, found)
@@ -61,10 +70,13 @@ def run(
             for contender in row.contenders:
                 step(f"{row.name}: {contender.name}", done)
                 done += 1
-                is_last = done == num_contenders(rows)
-                found = _measured(
-                    row, contender, plan, clock, processes if is_apart else None, is_last
-                )
+                here = replace(plan, row=row.name, log=_log_of(row, contender, plan, out))
+                how: Perform = _inside
+                if places is not None or train_measure.count_of(contender, plan) > 1:
+                    how = partial(_together, places)
+                elif is_apart:
+                    how = partial(processes.perform, is_last=done == num_contenders(rows))
+                found = _measured(row, contender, here, clock, how)
                 own = {k: described[k] for k in ("date", "commit")} if row.name in had else {}
                 result["contenders"][contender.name] = _described(contender) | found | own
                 plan = _with_best_loader(plan, found)
@@ -86,21 +98,20 @@ def _with_pictures(rows: Sequence[TrainRow], plan: Plan, stack: contextlib.ExitS
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     is_tiny = rows[0].is_tiny
     files = train_loader.TINY_FILES if is_tiny else train_loader.FILES
-    train_loader.write_pictures(Path(folder), MODELS[feeding[0].work.model].pixels, files)
+    mock_set.write(Path(folder), MODELS[feeding[0].work.model].pixels, files)
     return replace(plan, pictures=folder, files=files)
 
 
+Perform = Callable[[Task, Deadline], Found]
+
+
 def _measured(
-    row: TrainRow,
-    contender: Contender,
-    plan: Plan,
-    clock: Deadline,
-    processes: Processes | None,
-    is_last: bool,
+    row: TrainRow, contender: Contender, plan: Plan, clock: Deadline, perform: Perform
 ) -> Found:
     """Return numbers, or why there are none; or both, of a process that was cut."""
-    needed = contender.cost_s if processes is not None else 0.1
-    reason = train_measure.refusal(contender) or clock.refusal(needed)
+    needed = contender.cost_s if plan.where.type == "cuda" else 0.1
+    reason = train_measure.refusal(contender, plan) or _too_few(contender, plan)
+    reason = reason or clock.refusal(needed)
     if reason:
         return {"skipped": reason}
     mine = Deadline.of(min(clock.left(), contender.limit_s))
@@ -109,13 +120,44 @@ def _measured(
         "row": row.name,
         "contender": contender.name,
         "is_tiny": row.is_tiny,
+        "batch": row.batch,
+        "count": train_measure.count_of(contender, plan),
         "plan": asdict(plan),
         "is_cold": contender.setup.compiler == "strop",
     }
-    if processes is None:
-        return perform({**task, "until": time.time() + mine.left()}, lambda saved: None)
-    answer = processes.perform(task, mine, is_last=is_last)
+    answer = perform(task, mine)
     return {**answer.pop("partial", {}), **answer}
+
+
+def _too_few(contender: Contender, plan: Plan) -> str:
+    """Return that this machine has too few GPUs, or nothing."""
+    count, where = train_measure.count_of(contender, plan), plan.where
+    if where.type != "cuda" or plan.is_spread:
+        return ""
+    here = torch.cuda.device_count()
+    return "" if here >= count else f"needs {count} GPUs, and this machine has {here}"
+
+
+def _inside(task: Task, mine: Deadline) -> Found:
+    """Perform in this process."""
+    return perform({**task, "until": time.time() + mine.left()}, lambda saved: None)
+
+
+def _together(places: Places | None, task: Task, mine: Deadline) -> Found:
+    limit_s = mine.left()
+    task = {**task, "until": time.time() + limit_s - TAIL_S}
+    if places is not None:
+        return places.perform(task, limit_s)
+    return perform_in_group(task, task["count"], limit_s)
+
+
+def _log_of(row: TrainRow, contender: Contender, plan: Plan, out: Path | None) -> str:
+    """Return the file of the log of a contender, if results are written at all."""
+    if out is None or not plan.log_freq:
+        return ""
+    count = train_measure.count_of(contender, plan)
+    name = f"{report.row_name(_empty(row, {}, count))}-{contender.name}"
+    return str(out / f"{name}_{environment.device_label(plan.where)}.jsonl")
 
 
 def perform(task: Task, save: Save) -> Found:
@@ -123,7 +165,9 @@ def perform(task: Task, save: Save) -> Found:
     told = task["plan"]
     loader = told["best_loader"]
     plan = Plan(**{**told, "best_loader": None if loader is None else tuple(loader)})
-    contender = contender_named(task["row"], task["contender"], tiny=task["is_tiny"])
+    contender = contender_named(
+        task["row"], task["contender"], tiny=task["is_tiny"], batch=task["batch"]
+    )
     clock = Deadline.of(task["until"] - time.time())
     had: Found = {}
 
@@ -131,8 +175,26 @@ def perform(task: Task, save: Save) -> Found:
         had.update(found)
         save(found)
 
-    found = attempt(partial(train_measure.measure, contender, plan, clock, note))
+    def measured() -> Found:
+        place = place_of_this_process() if task["count"] > 1 else GroupPlace()
+        stacks = Path(tempfile.gettempdir(), "strop-bench")  # of ranks that are stuck
+        joined = group(place, plan.where.type, RANK_TIMEOUT_S, stacks)
+        with _pictures_here(plan, contender) as here, joined as ranks:
+            return train_measure.measure(contender, here, clock, note, ranks)
+
+    found = attempt(measured)
     return {**had, **found}
+
+
+@contextlib.contextmanager
+def _pictures_here(plan: Plan, contender: Contender) -> Iterator[Plan]:
+    """Give the plan with pictures that this machine has: another one may have written them."""
+    if not plan.pictures or Path(plan.pictures).is_dir():
+        yield plan
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mock_set.write(Path(folder), MODELS[contender.work.model].pixels, plan.files)
+        yield replace(plan, pictures=folder)
 
 
 def _described(contender: Contender) -> Found:
@@ -152,7 +214,7 @@ def _with_best_loader(plan: Plan, found: Found) -> Plan:
     return replace(plan, best_loader=(best["workers"], best["is_pinned"]))
 
 
-def _empty(row: TrainRow, described: Found) -> Found:
+def _empty(row: TrainRow, described: Found, processes: int = 1) -> Found:
     return {
         "row": row.name,
         "kind": "train",
@@ -161,6 +223,10 @@ def _empty(row: TrainRow, described: Found) -> Found:
         "must": row.must,
         "stretch": row.stretch,
         "is_tiny": row.is_tiny,
+        "processes": processes,
+        "batch": row.batch,
+        "against": row.against,
+        "any_batch": row.any_batch,
         "published_split_ms": dict(row.published_split),
         "environment": described,
         "contenders": {},

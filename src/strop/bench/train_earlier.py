@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.bench.train_rows import TrainRow, row_named
+from strop.bench.train_rows import row_named
+from strop.bench.train_work import TrainRow
 from strop.errors import OptionError
 
 Result = dict[str, Any]

@@ -14,27 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from strop.bench.train_rows import Loader
+from strop.bench import mock_set
+from strop.bench.train_work import Loader
 
-TOKENS = 77
+TOKENS = mock_set.TOKENS
 FILES, TINY_FILES = 256, 8
-_ASPECT = 1.25  # of width to height
-_BLOB = 8  # pixels of what looks like something: JPEG packs noise badly and plain areas too well
-
-
-def write_pictures(folder: Path, side: int, count: int) -> None:
-    """Write JPEG files a quarter larger than ``side``, so that resizing has work."""
-    from PIL import Image
-
-    source = numpy.random.default_rng(0)
-    height = side * 5 // 4
-    size = (int(height * _ASPECT), height)
-    for number in range(count):
-        coarse = source.integers(0, 255, (height // _BLOB, size[0] // _BLOB, 3), numpy.uint8)
-        smooth = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
-        grain = source.integers(-12, 12, (size[1], size[0], 3))
-        pixels = (numpy.asarray(smooth).astype(numpy.int64) + grain).clip(0, 255)
-        Image.fromarray(pixels.astype(numpy.uint8)).save(folder / f"{number}.jpg", quality=92)
 
 
 @dataclass(frozen=True)
@@ -49,6 +33,7 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
     side: int
     vocabulary: int
     length: int
+    first: int = 0  # of the items, which ranks have different ones of
 
     def __len__(self) -> int:
         return self.length
@@ -56,6 +41,7 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         from PIL import Image
 
+        index += self.first
         source = torch.Generator().manual_seed(index)
         with Image.open(self.folder / f"{index % self.files}.jpg") as file:
             picture = file.convert("RGB")
@@ -67,7 +53,7 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
         picture = picture.crop((left, top, left + self.side, top + self.side))
         pixels = torch.from_numpy(numpy.asarray(picture).copy()).permute(2, 0, 1)
         pixels = pixels.flip(2) if mirror < 0.5 else pixels
-        tokens = torch.randint(self.vocabulary, (TOKENS,), generator=source)
+        tokens = mock_set.tokens_of(mock_set.caption_of(index % self.files), self.vocabulary)
         return pixels.float().div(127.5).sub(1.0), tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +13,27 @@ from torch import Tensor, nn
 
 import strop.train
 from strop.bench import train_models, train_optimizers
+from strop.bench.train_log import TrainLog
 from strop.bench.train_models import Batch, Draws, Network
-from strop.bench.train_rows import Setup, Work
+from strop.bench.train_work import MODELS, Setup, Work
 from strop.options import Options
+from strop.train.ranks import ALONE, Ranks
 
 SCALE = 0.18215  # of latents
 # These follow the order of a step; "other" is noise, timesteps, reading the loss, freeing
 # gradients.
 PARTS = (
-    "data",
+    "data",  # reading and copying, in results of earlier versions
+    "decode",  # to wait for the readers of pictures
+    "copy",  # of pictures to the GPU
     "VAE",
     "text",
     "forward",
     "backward",
+    "sync",  # of gradients over ranks, where it does not run within the backward pass
     "clip",
     "update",
+    "gather",  # of weights that other ranks have stepped
     "EMA",
     "whole step",
     "other",
@@ -73,15 +79,50 @@ class Objective:
         return F.mse_loss(guess.float(), noise)
 
 
+@dataclass(frozen=True)
+class FlowObjective:
+    """Compute the loss of the predicted way from latents to noise, as Flux.1 is trained, under
+    guidance 1."""
+
+    unet: nn.Module
+    half: torch.dtype | None = None
+
+    def __call__(
+        self, latents: Tensor, text: Tensor, noise: Tensor, times: Tensor, *more: Tensor
+    ) -> Tensor:
+        share = (times.float() + 1.0) / train_models.TIMES
+        weight = share[:, None, None]
+        noisy = (1.0 - weight) * latents + weight * noise
+        pooled, places, text_places = more
+        half = self.half or torch.bfloat16  # its base is in it
+        with torch.autocast(latents.device.type, half):
+            guess: Tensor = self.unet(
+                hidden_states=noisy.to(half),
+                encoder_hidden_states=text.to(half),
+                pooled_projections=pooled.to(half),
+                timestep=share.to(half),
+                img_ids=places,
+                txt_ids=text_places,
+                guidance=torch.ones_like(share),
+                return_dict=False,
+            )[0]
+        return F.mse_loss(guess.float(), noise - latents)
+
+
 class Loop:
     """Run steps: one step is ``parts`` in order. The first one has batch and draws that all
     contenders have; ``feed``, if any, gives the later batches."""
 
-    def __init__(self, work: Work, setup: Setup, device: torch.device) -> None:
-        self.work, self.setup, self.device = work, setup, device
+    def __init__(
+        self, work: Work, setup: Setup, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
+        self.work, self.setup, self.device, self.ranks = work, setup, device, ranks
         self.network: Network = train_models.build(work, device)
-        self.batch: Batch = train_models.first_batch(work, device)
-        self.draws: Draws = train_models.first_draws(work, device)
+        self.batch: Batch = train_models.first_batch(work, device, ranks)
+        self.draws: Draws = train_models.first_draws(work, device, ranks)
+        self.is_flow = MODELS[work.model].kind == "flux"
+        self.log: TrainLog | None = None
+        self.read: Sequence[Tensor] = ()  # pictures and tokens in the host's memory
         self.signal = _signal(device)
         self.feed: Iterator[list[Tensor]] | None = None
         self.waited_s = 0.0  # for data, by the host's clock
@@ -92,31 +133,50 @@ class Loop:
 
     @torch.no_grad()
     def reference_loss(self) -> float:
-        """Return the loss of the first step by eager torch in fp32. This comes before
-        ``prepare``."""
+        """Return the loss of the first step by eager torch in fp32; a model whose base is in bf16
+        computes in that. This comes before ``prepare``."""
         self._encode()
         self._read_text()
-        return float(Objective(self.network.unet, self.signal)(*self._tensors()))
+        unet = self.network.unet
+        plain = FlowObjective(unet) if self.is_flow else Objective(unet, self.signal)
+        return float(plain(*self._tensors()))
 
     def prepare(self, options: Options) -> None:
         """Set up and hand to the compiler what the setup wants; nothing runs yet."""
+        torch.manual_seed(self.ranks.rank)  # of later draws, which ranks have different ones of
         train_models.set_up(self.network, self.setup, self.device)
-        stepping = train_optimizers.stepping_of(self.work, self.setup, self.network.trained)
+        stepping = train_optimizers.stepping_of(
+            self.work, self.setup, self.network.trained, self.ranks
+        )
         if self.setup.is_shadow:
             self.network.unet = stepping.optimizer.shadow(self.network.unet)  # type: ignore[attr-defined]
-        train_models.compile_modules(self.network, self.setup, options)
+        train_models.compile_modules(self.network, self.setup, options, self.ranks)
         self.stepping = stepping
+        self._shadows = getattr(stepping.optimizer, "shadows", [])
         half = None if self.setup.is_shadow else train_models.half_of(self.setup, self.device)
-        self.objective = Objective(self.network.unet, self.signal, half, self.setup.is_shadow)
+        unet = self.network.unet
+        self.objective: Objective | FlowObjective
+        self.objective = Objective(unet, self.signal, half, self.setup.is_shadow)
+        if self.is_flow:
+            self.objective = FlowObjective(unet, half)
         encode: tuple[Part, ...] = (("VAE", self._encode), ("text", self._read_text))
         if self.work.is_cached:
             encode = (("other", self._encode), ("other", self._read_text))
-        head: tuple[Part, ...] = (("data", self._load), ("other", self._draw), *encode)
+        head: tuple[Part, ...] = (
+            ("decode", self._read),
+            ("copy", self._copy),
+            ("other", self._draw),
+            *encode,
+        )
         self.parts = (*head, *self._core(), ("other", self._end))
 
     def _core(self) -> tuple[Part, ...]:
         if not self.setup.graph:
-            return (("forward", self._forward), ("backward", self._backward), *self.stepping.parts)
+            sync: tuple[Part, ...] = ()
+            if self.setup.parallel == "average" and self.ranks.count > 1:
+                sync = (("sync", self._average),)
+            head = (("forward", self._forward), ("backward", self._backward))
+            return (*head, *sync, *self.stepping.parts)
         compile_step: Any = strop.train.compile_step
         whole = compile_step(
             self.objective, self.stepping.optimizer, accumulate=1, scaler=None, graph=True
@@ -133,12 +193,17 @@ class Loop:
 
     # ---- parts ---------------------------------------------------------------------------------
 
-    def _load(self) -> None:
+    def _read(self) -> None:
         if self.feed is None:
             return
         start = time.perf_counter()
-        pixels, tokens = next(self.feed)
+        self.read = next(self.feed)
         self.waited_s += time.perf_counter() - start
+
+    def _copy(self) -> None:
+        if self.feed is None:
+            return
+        pixels, tokens = self.read
         self.batch = Batch(
             pixels.to(self.device, non_blocking=True),
             tokens.to(self.device, non_blocking=True),
@@ -154,6 +219,9 @@ class Loop:
     @torch.no_grad()
     def _encode(self) -> None:
         moments = self.batch.pictures
+        if self.is_flow:
+            self.latents = moments
+            return
         if not self.work.is_cached:
             vae = self.network.vae
             moments = vae.encode(moments.to(vae.dtype)).latent_dist.parameters.float()
@@ -174,12 +242,17 @@ class Loop:
     def _backward(self) -> None:
         self.stepping.scaled(self.loss).backward()
 
+    def _average(self) -> None:
+        self.ranks.average([*self.stepping.leaves, *self._shadows])
+
     def _end(self) -> None:
         if not self.setup.graph:
             self.stepping.optimizer.zero_grad()
         if self.setup.reads_loss:
             self.loss.item()
         self.num_steps += 1
+        if self.log is not None:
+            self.log.step(self.num_steps, self.loss)
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return (self.latents, self.text, self.draws.noise, self.draws.times, *self.batch.more)

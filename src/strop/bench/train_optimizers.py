@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.bench.train_rows import Setup, Work
-from strop.train import EMASchedule, FusedAdamW
+from strop.bench.train_work import Setup, Work
+from strop.train import EMASchedule, FusedAdamW, GradScaler
+from strop.train.ranks import ALONE, Ranks
+from strop.train.sharded_parameters import ShardedParameters
 
 MAX_NORM, DECAY = 1.0, 0.9999
 ARGUMENTS: dict[str, Any] = {"lr": 1e-5, "weight_decay": 1e-2}
@@ -27,16 +29,19 @@ class Stepping:
     scaler: Any
     parts: tuple[tuple[str, Act], ...]
     norm: Callable[[], Tensor | None]
+    leaves: tuple[Tensor, ...] = ()  # what gets gradients
 
     def scaled(self, loss: Tensor) -> Tensor:
         found: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
         return found
 
 
-def stepping_of(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Stepping:
+def stepping_of(
+    work: Work, setup: Setup, params: Sequence[nn.Parameter], ranks: Ranks = ALONE
+) -> Stepping:
     device = params[0].device
     if setup.optimizer == "strop":
-        return _fused(work, setup, params)
+        return _fused(work, setup, params, ranks)
     how: dict[str, Any] = {"fused": True} if setup.optimizer == "fused" else {}
     optimizer = torch.optim.AdamW(params, **ARGUMENTS, **how)
     scaler = torch.amp.GradScaler(device.type) if setup.precision == "fp16" else None
@@ -55,7 +60,7 @@ def stepping_of(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Ste
             scaler.update()
 
     parts = (("clip", clip), ("update", update), *_average(work, setup, params))
-    return Stepping(optimizer, scaler, parts, lambda: norms[0] if norms else None)
+    return Stepping(optimizer, scaler, parts, lambda: norms[0] if norms else None, tuple(params))
 
 
 def _average(
@@ -78,13 +83,37 @@ def _average(
     return (("EMA", average),)
 
 
-def _fused(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Stepping:
-    """Do clip, update and average in one call."""
+def _fused(
+    work: Work, setup: Setup, params: Sequence[nn.Parameter], ranks: Ranks = ALONE
+) -> Stepping:
+    """Do clip, update and average in one call; of this rank's share of the parameters alone, if
+    moments are sharded. Then the others' are gathered."""
+    shards = None
+    if setup.parallel == "zero1" and ranks.count > 1:
+        shards = ShardedParameters(params, ranks.rank, ranks.count)
     optimizer = FusedAdamW(
-        params,
+        params if shards is None else shards.own,
         **ARGUMENTS,
         max_grad_norm=MAX_NORM,
         ema_decay=DECAY if work.has_ema else None,
         shadow_dtype=torch.bfloat16 if setup.is_shadow else None,
+        process_group=None if shards is None else torch.distributed.group.WORLD,
     )
-    return Stepping(optimizer, None, (("update", optimizer.step),), lambda: optimizer.grad_norm)
+    scaler = GradScaler(params[0].device.type) if setup.precision == "fp16" else None
+
+    def update() -> None:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    parts: tuple[tuple[str, Act], ...] = (("update", update),)
+    if shards is not None:
+        cut = shards
+        parts = (
+            ("sync", lambda: ranks.average_sharded(cut)),
+            *parts,
+            ("gather", lambda: ranks.gather(cut)),
+        )
+    return Stepping(optimizer, scaler, parts, lambda: optimizer.grad_norm, tuple(params))

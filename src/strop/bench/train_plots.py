@@ -8,7 +8,7 @@ from typing import Any
 
 from strop.bench.infer_plots import OURS, THEIRS
 from strop.bench.train_loop import PARTS
-from strop.bench.train_report import reason
+from strop.bench.train_report import reason, speed_of
 
 Result = Mapping[str, Any]
 PUBLISHED = "#d9a441"
@@ -17,12 +17,16 @@ COLOURS = dict(
         PARTS,
         (
             "#7f7f7f",
+            "#7f7f7f",
+            "#4a4a4a",
             "#8c6bb1",
             "#9ebcda",
             "#3465a4",
             "#1f3f6e",
+            "#e377c2",
             "#d9a441",
             "#c4572e",
+            "#b04a8b",
             "#7a9a3a",
             "#2a9d8f",
             "#c8c8c8",
@@ -62,12 +66,15 @@ def _speeds(axes: Any, result: Result) -> None:
     has_published = any(found.get("published") for found in contenders.values())
     thickness = 0.4 if has_published else 0.7
     offset = thickness / 2 if has_published else 0.0
-    speeds = [found.get("img_s", 0.0) for found in contenders.values()]
+    speeds = [speed_of(result, found) if "img_s" in found else 0.0 for found in contenders.values()]
     places = [place - offset for place in range(len(speeds))]
     colours = [OURS if _is_ours(found) else THEIRS for found in contenders.values()]
     bars = axes.barh(places, speeds, thickness, color=colours)
     axes.bar_label(
-        bars, [_speed_text(found) for found in contenders.values()], padding=4, fontsize=8
+        bars,
+        [_speed_text(found, v) for found, v in zip(contenders.values(), speeds, strict=True)],
+        padding=4,
+        fontsize=8,
     )
     if has_published:
         published = [found.get("published") or 0.0 for found in contenders.values()]
@@ -90,11 +97,11 @@ def _is_ours(found: Result) -> bool:
     return bool(found.get("setup", {}).get("compiler") == "strop")
 
 
-def _speed_text(found: Result) -> str:
+def _speed_text(found: Result, img_s: float) -> str:
     if "img_s" not in found:
         return reason(found).partition(":")[0]
     peak = found.get("peak_bytes")
-    return f"{found['img_s']:.1f}" + (f", {peak / 2**30:.1f} GiB" if peak else "")
+    return f"{img_s:.1f}" + (f", {peak / 2**30:.1f} GiB" if peak else "")
 
 
 def _split(axes: Any, result: Result) -> None:

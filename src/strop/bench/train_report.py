@@ -33,9 +33,15 @@ HEADER = (
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the results in the order of the table, for each row the newest with the default
-    options."""
-    return newest_rows(paths, "train", [row.name for row in (*ROWS, LADDER)])
+    """Return the results in the order of the table, for each row of one GPU the newest with the
+    default options."""
+    names = [row.name for row in (*ROWS, LADDER)]
+    return newest_rows(paths, "train", names, takes=_is_usual)
+
+
+def _is_usual(result: Result) -> bool:
+    """Tell whether it is of one process and the row's batch."""
+    return result.get("processes", 1) == 1 and result.get("batch") is None
 
 
 def rows_of(results: Sequence[Result]) -> Rows:
@@ -59,7 +65,13 @@ def _cells(result: Result, found: Found) -> tuple[str, ...]:
     times = [f"{found[p]:.2f}" for p in ("p20_ms", "p50_ms", "p80_ms")]
     ratio = ratio_to_script(result, found)
     rest = (gib(found.get("peak_bytes")), f"{compile_s(found):.1f}", _note(result, found))
-    return (f"{found['img_s']:.2f}", published, *times, f"{ratio:.2f}x" if ratio else "", *rest)
+    return (
+        f"{speed_of(result, found):.2f}",
+        published,
+        *times,
+        f"{ratio:.2f}x" if ratio else "",
+        *rest,
+    )
 
 
 def reason(found: Result) -> str:
@@ -95,17 +107,27 @@ def _norm_text(result: Result, found: Found) -> list[str]:
     """Tell, as far as their norm shows it, if the first gradients are not those of the script."""
     script = _script(result)
     norm, theirs = found.get("grad_norm"), script.get("grad_norm")
-    if not norm or not theirs or script["work"] != found["work"]:
+    same = all(script.get(key) == found.get(key) for key in ("work", "processes"))
+    if not norm or not theirs or not same:  # other pictures
         return []
     is_near = abs(norm - theirs) <= NORM_TOLERANCE * theirs
     return [] if is_near else [f"norm of gradients {norm:.4g}, of the script's {theirs:.4g}"]
 
 
 def _script(result: Result) -> Found:
-    """Return what the row's numbers are relative to: diffusers' script, or the first rung."""
+    """Return what the row's numbers are relative to: the row's peer, or the first rung."""
     contenders = result["contenders"]
-    found: Found = contenders.get(SCRIPT) or next(iter(contenders.values()), {})
+    found: Found = contenders.get(result.get("against", SCRIPT)) or next(
+        iter(contenders.values()), {}
+    )
     return found
+
+
+def speed_of(result: Result, found: Found) -> float:
+    """Return pictures a second: of all GPUs together, but in the ladder of one, as a rung may have
+    more than the others."""
+    per_gpu = found.get("img_s_a_gpu") if result["row"] == LADDER.name else None
+    return float(per_gpu or found["img_s"])
 
 
 def ratio_to_script(result: Result, found: Found) -> float | None:
@@ -113,37 +135,49 @@ def ratio_to_script(result: Result, found: Found) -> float | None:
     script = _script(result)
     if not script.get("img_s") or not found.get("img_s"):
         return None
-    return float(found["img_s"] / script["img_s"])
+    return speed_of(result, found) / speed_of(result, script)
 
 
 def best_of_ours(result: Result) -> tuple[str, Found] | None:
     """Return the fastest contender of Strop that does the same work as the others, with a right
     loss."""
     contenders = result["contenders"]
-    works = [c["work"] for c in contenders.values()]
+    is_any = result.get("any_batch", False)
+    works = [_work_of(c, is_any) for c in contenders.values()]
     ours = [
         (name, c)
         for name, c in contenders.items()
-        if name.startswith("strop") and c.get("img_s") and c["loss_ok"] and c["work"] == works[0]
+        if name.startswith("strop")
+        and c.get("img_s")
+        and c["loss_ok"]
+        and _work_of(c, is_any) == works[0]
     ]
     return max(ours, key=lambda pair: float(pair[1]["img_s"])) if ours else None
 
 
+def _work_of(found: Found, is_any_batch: bool) -> dict[str, Any]:
+    return {k: v for k, v in found["work"].items() if k != "batch" or not is_any_batch}
+
+
 def value_of(result: Result) -> float | None:
-    """Return Strop's number in the unit of the row."""
+    """Return Strop's number in the unit of the row; None for one that takes several results."""
+    if result["unit"] == "x 1 GPU":
+        return None
     best = best_of_ours(result)
     if best is None:
         return None
     if result["unit"] == "x":
-        is_there_too = SCRIPT in result["contenders"]
+        is_there_too = result.get("against", SCRIPT) in result["contenders"]
         return ratio_to_script(result, best[1]) if is_there_too else None
-    return float(best[1]["p50_ms" if result["unit"] == "ms" else "img_s"])
+    key = {"ms": "p50_ms", "img/s a GPU": "img_s_a_gpu"}.get(result["unit"], "img_s")
+    return float(best[1][key])
 
 
 def verdict(result: Result) -> str:
     """Return where the row stands. A tiny row stands nowhere."""
     value, best = value_of(result), best_of_ours(result)
-    if value is None or best is None or result["must"] is None or result["is_tiny"]:
+    is_judged = not result["is_tiny"] and result.get("batch") is None
+    if value is None or best is None or result["must"] is None or not is_judged:
         return ""
     unit, sign = result["unit"], -1 if result["unit"] == "ms" else 1
     said = f"{best[0]}: {value:.2f} {unit}"
@@ -195,11 +229,11 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _speed_text(found: Result) -> str:
+def _speed_text(found: Result, img_s: float | None = None) -> str:
     if "img_s" not in found:
         return "-"
     peak = f", {gib(found['peak_bytes'])} GiB" if found.get("peak_bytes") else ""
-    return f"{found['img_s']:.1f} img/s, {found['p50_ms']:.1f} ms{peak}"
+    return f"{img_s or found['img_s']:.1f} img/s, {found['p50_ms']:.1f} ms{peak}"
 
 
 def _ladder_lines(result: Result) -> list[str]:
@@ -207,7 +241,11 @@ def _ladder_lines(result: Result) -> list[str]:
     lines = [_line(header), _line(["---"] * len(header))]
     for name, found in result["contenders"].items():
         published = f"{found['published']:.2f}" if found["published"] else "-"
-        said = _speed_text(found) if "img_s" in found else reason(found).partition(". ")[0]
+        said = (
+            _speed_text(found, speed_of(result, found))
+            if "img_s" in found
+            else reason(found).partition(". ")[0]
+        )
         lines.append(_line((name, said, published, found["note"])))
     return lines
 

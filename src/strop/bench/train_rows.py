@@ -1,176 +1,28 @@
-"""List the rows and the ladder of ``strop bench train``: what a step has to do, and how it does
-it."""
+"""List the rows and the ladder of ``strop bench train``, and choose among them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from strop.bench import models
+from strop.bench.train_group_rows import GROUP_ROWS
+from strop.bench.train_work import (
+    COMPILERS,
+    GRAPH,
+    OURS,
+    SCRIPT,
+    TORCH,
+    Contender,
+    Loader,
+    Setup,
+    TrainRow,
+    Work,
+    contenders_of,
+    ours_of,
+    peers_of,
+)
 from strop.errors import OptionError
-from strop.wording import counted
-
-TINY_PIXELS, TINY_BATCH = 64, 2
-
-
-@dataclass(frozen=True, slots=True)
-class TrainModel:
-    """Describe a model. ``tflop``: of forward and backward, a picture of full size."""
-
-    unet: Mapping[str, Any]
-    vae: Mapping[str, Any]
-    clip: Mapping[str, Any]
-    pixels: int
-    tflop: float = 0.0
-
-
-MODELS = {
-    "sd15": TrainModel(models.SD15_UNET, models.SD_VAE, models.CLIP_L, 512, 2.407),
-    "sdxl": TrainModel(models.SDXL_UNET, models.SD_VAE, models.CLIP_L, 1024, 20.23),
-    "tiny-sd15": TrainModel(models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP, TINY_PIXELS),
-    "tiny-sdxl": TrainModel(models.TINY_SDXL_UNET, models.TINY_VAE, models.TINY_CLIP, TINY_PIXELS),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Say what a step has to do beside forward, backward, clip and update. ``is_cached``: latents'
-    moments and text states are given, else pictures and tokens."""
-
-    model: str = "sd15"
-    batch: int = 8
-    trained: str = "unet"  # or "lora": adapters of rank 16
-    is_cached: bool = False
-    has_ema: bool = True
-
-    def tiny(self) -> Work:
-        return replace(self, model=f"tiny-{self.model}", batch=min(self.batch, TINY_BATCH))
-
-    @property
-    def text(self) -> str:
-        """Say in words, for tables, what the work is."""
-        given = "latents and text cached" if self.is_cached else "VAE and text in the loop"
-        what = "" if self.trained == "unet" else f"{self.trained}, "
-        return f"{what}batch {self.batch}, {given}, {'EMA' if self.has_ema else 'no EMA'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Loader:
-    """Describe how torch's DataLoader is set up."""
-
-    workers: int = 0
-    is_pinned: bool = False
-
-    @property
-    def text(self) -> str:
-        return f"{counted(self.workers, 'worker')}{', pinned' if self.is_pinned else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Say how a step is done. ``optimizer``: "plain" (what a script gets), "fused" (torch's) or
-    "strop", which clips and averages too. ``ema``: "loop" (diffusers) or "foreach". ``compiler``:
-    "", "inductor", "inductor-graphs" or "strop". ``graph`` is that of the whole step: "", "needed"
-    or "if built". ``loaders``: measured one after the other; the best counts. ``recompute``: "",
-    "checkpoints" (diffusers') or "budget" (half the activations are kept)."""
-
-    precision: str = "bf16"  # or tf32, fp16 with a GradScaler
-    attention: str = "sdpa"  # or "naive": all scores in memory
-    compiler: str = ""
-    is_channels_last: bool = False
-    optimizer: str = "plain"
-    ema: str = "loop"
-    is_shadow: bool = False
-    graph: str = ""
-    loaders: tuple[Loader, ...] = ()
-    takes_best_loader: bool = False  # of an earlier rung; with more workers if they are waited for
-    recompute: str = ""
-    reads_loss: bool = False  # every step, as diffusers' scripts do
-    gpus: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """Describe a contender. ``published``: pictures a second on an A100."""
-
-    name: str
-    work: Work
-    setup: Setup
-    note: str = ""
-    published: float | None = None
-
-    @property
-    def cost_s(self) -> float:
-        """Return the seconds that it takes on a GPU at least; with less time left it does not
-        begin."""
-        return {"": 15.0, "strop": 60.0}.get(self.setup.compiler, 90.0)
-
-    @property
-    def limit_s(self) -> float:
-        """Return the seconds after which it is given up."""
-        return 600.0 if self.setup.compiler or self.setup.loaders else 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRow:
-    """Describe a row. ``unit``: "img/s", "ms" a step, or "x": how many times as fast as the script
-    of diffusers. The number of a row is that of Strop's best contender with the work of the first
-    one."""
-
-    name: str
-    title: str
-    contenders: tuple[Contender, ...]
-    unit: str = "img/s"
-    must: float | None = None
-    stretch: float | None = None
-    is_tiny: bool = False
-    published_split: Mapping[str, float] = field(default_factory=dict)
-
-    def tiny(self) -> TrainRow:
-        """Return the same row with tiny widths and sizes; its speed says nothing."""
-        small = tuple(replace(c, work=c.work.tiny()) for c in self.contenders)
-        return replace(self, contenders=small, is_tiny=True)
-
-
-SCRIPT = Setup(precision="fp16", reads_loss=True)
-TORCH = Setup(compiler="inductor", is_channels_last=True, optimizer="fused", ema="foreach")
-OURS = Setup(compiler="strop", is_channels_last=True, optimizer="strop")
-GRAPH = replace(OURS, graph="needed")
-
-
-def _ours(work: Work) -> tuple[Contender, ...]:
-    return (
-        Contender("strop", work, OURS),
-        Contender("strop-graph", work, GRAPH, "whole step in a CUDA graph"),
-        Contender(
-            "strop-shadow",
-            work,
-            replace(GRAPH, is_shadow=True),
-            "bf16 copies of weights; whole step in a CUDA graph",
-        ),
-    )
-
-
-def _peers(work: Work) -> tuple[Contender, ...]:
-    """Return the contenders of a row, the slowest to compile last, with CUDA graphs at batch 1,
-    where launches are what costs."""
-    graphs = Contender(
-        "torch-graphs",
-        work,
-        replace(TORCH, compiler="inductor-graphs"),
-        "Inductor with CUDA graphs",
-    )
-    return (
-        Contender("diffusers", work, SCRIPT, "the script's defaults, fp16"),
-        Contender("torch", work, TORCH, "bf16, NHWC, Inductor, fused AdamW, foreach EMA"),
-        *([graphs] if work.batch == 1 else []),
-    )
-
-
-def _contenders(work: Work) -> tuple[Contender, ...]:
-    return (*_ours(work), *_peers(work))
-
 
 _DREAMBOOTH = Work(batch=1, has_ema=False)
 _SDXL = Work("sdxl", 4, is_cached=True, has_ema=False)
@@ -178,7 +30,7 @@ ROWS: tuple[TrainRow, ...] = (
     TrainRow(
         "P8",
         "SD1.5 512², full fine-tune, batch 8, VAE and text in the loop",
-        _contenders(Work()),
+        contenders_of(Work()),
         "img/s",
         72,
         90,
@@ -186,7 +38,7 @@ ROWS: tuple[TrainRow, ...] = (
     TrainRow(
         "P9",
         "SD1.5 512², full fine-tune, batch 32, latents and text cached",
-        _contenders(Work(batch=32, is_cached=True)),
+        contenders_of(Work(batch=32, is_cached=True)),
         "img/s",
         115,
         140,
@@ -195,7 +47,7 @@ ROWS: tuple[TrainRow, ...] = (
         "P11",
         "SD1.5 512², DreamBooth of the full UNet, batch 1",
         (
-            *_ours(_DREAMBOOTH),
+            *ours_of(_DREAMBOOTH),
             Contender(
                 "strop-cached",
                 replace(_DREAMBOOTH, is_cached=True),
@@ -208,7 +60,7 @@ ROWS: tuple[TrainRow, ...] = (
                 GRAPH,
                 "less work: latents and text cached; CUDA graph",
             ),
-            *_peers(_DREAMBOOTH),
+            *peers_of(_DREAMBOOTH),
         ),
         "x",
         3,
@@ -218,7 +70,7 @@ ROWS: tuple[TrainRow, ...] = (
         "SD1.5 512², LoRA of rank 16, batch 1, cached",
         tuple(
             c
-            for c in _contenders(replace(_DREAMBOOTH, trained="lora", is_cached=True))
+            for c in contenders_of(replace(_DREAMBOOTH, trained="lora", is_cached=True))
             if not c.setup.is_shadow
         ),
         "ms",
@@ -282,11 +134,24 @@ _RUNGS: tuple[tuple[str, float | None, dict[str, Any], str], ...] = (
     ("flash", 18.07, {"attention": "sdpa"}, "torch's scaled_dot_product_attention"),
     ("batch48", 23.57, {"batch": 48}, "batch 48"),
     ("ema", 23.75, {"ema": "foreach"}, "EMA in one foreach sweep"),
-    ("zero2", 24.03, {"gpus": 2}, "ZeRO-2"),
+    (
+        "zero2",
+        24.03,
+        {"gpus": 2, "optimizer": "strop", "parallel": "zero1"},
+        "ZeRO-1 of the trainer: moments and EMA sharded, gradients reduce-scattered; ZeRO-2, which "
+        "frees their buckets too, is not built; img/s a GPU",
+    ),
     (
         "compiled",
         None,
-        {"gpus": 1, "precision": "bf16", "compiler": "strop", "reads_loss": False},
+        {
+            "gpus": 1,
+            "optimizer": "fused",
+            "parallel": "average",
+            "precision": "bf16",
+            "compiler": "strop",
+            "reads_loss": False,
+        },
         "strop.optimize(train=True), NHWC, bf16; no loss read every step",
     ),
     ("one-pass", None, {"optimizer": "strop"}, "clip, AdamW and EMA in FusedAdamW"),
@@ -327,45 +192,76 @@ LADDER = TrainRow(
 )
 
 
+EVERY_ROW = (*ROWS, *GROUP_ROWS, LADDER)
+
+
 def chosen_rows(
-    names: Sequence[str], *, ladder: bool = False, tiny: bool = False, only: Sequence[str] = ()
+    names: Sequence[str],
+    *,
+    ladder: bool = False,
+    tiny: bool = False,
+    only: Sequence[str] = (),
+    compilers: Sequence[str] = (),
+    batch: int | None = None,
 ) -> tuple[TrainRow, ...]:
-    """Return the rows by name; "P11" stands for P11 and P11-lora. None stands for all rows, or for
-    the ladder alone if it is asked for. ``only`` keeps these contenders. Raises OptionError for
+    """Return the rows by name; "P11" stands for P11 and P11-lora. None stands for all rows of one
+    GPU, or for the ladder alone if it is asked for. ``only`` keeps these contenders, ``compilers``
+    those that stand for these. ``batch`` takes the place of each row's. Raises OptionError for
     what there is not."""
-    known = {row.name.lower(): {row.name} for row in ROWS}
-    for row in ROWS:
+    rows = (*ROWS, *GROUP_ROWS)
+    known = {row.name.lower(): {row.name} for row in rows}
+    for row in rows:
         known[row.name.lower().split("-")[0]].add(row.name)
     unknown = [name for name in names if name.lower() not in known]
     if unknown:
-        listed = ", ".join(row.name for row in ROWS)
+        listed = ", ".join(row.name for row in rows)
         raise OptionError(f"no row {', '.join(unknown)}; there are {listed}, and --ladder")
     wanted = set().union(*(known[name.lower()] for name in names))
     if not names and not ladder:
         wanted = {row.name for row in ROWS}
-    found = [row for row in ROWS if row.name in wanted] + [LADDER] * ladder
-    found = [row.tiny() if tiny else row for row in found]
-    return tuple(_restricted(found, only)) if only else tuple(found)
+    found = [row for row in rows if row.name in wanted] + [LADDER] * ladder
+    found = [_varied(row, tiny, batch) for row in found]
+    return tuple(_restricted(found, only, compilers))
 
 
-def _restricted(rows: Sequence[TrainRow], only: Sequence[str]) -> list[TrainRow]:
-    names = dict.fromkeys(c.name for row in rows for c in row.contenders)
-    unknown = [name for name in only if name not in names]
+def _varied(row: TrainRow, tiny: bool, batch: int | None) -> TrainRow:
+    row = row if batch is None else row.with_batch(batch)
+    return row.tiny() if tiny else row
+
+
+def _restricted(
+    rows: Sequence[TrainRow], only: Sequence[str], compilers: Sequence[str]
+) -> list[TrainRow]:
+    _check_known("contender", only, [c.name for row in rows for c in row.contenders])
+    _check_known("compiler", compilers, COMPILERS)
+
+    def is_wanted(contender: Contender) -> bool:
+        if compilers and contender.compiler not in compilers:
+            return False
+        return contender.name in only if only else bool(compilers) or not contender.is_extra
+
+    kept = [replace(row, contenders=tuple(filter(is_wanted, row.contenders))) for row in rows]
+    found = [row for row in kept if row.contenders]
+    if not found:
+        names = ", ".join(row.name for row in rows)
+        of = ", ".join(dict.fromkeys(c.compiler for row in rows for c in row.contenders))
+        raise OptionError(f"no contender of {names} is left; their compilers are {of}")
+    return found
+
+
+def _check_known(what: str, given: Sequence[str], names: Sequence[str]) -> None:
+    unknown = [name for name in given if name not in names]
     if unknown:
-        raise OptionError(f"no contender {', '.join(unknown)}; there are {', '.join(names)}")
-    kept = [
-        replace(row, contenders=tuple(c for c in row.contenders if c.name in only)) for row in rows
-    ]
-    return [row for row in kept if row.contenders]
+        listed = ", ".join(dict.fromkeys(names))
+        raise OptionError(f"no {what} {', '.join(unknown)}; there are {listed}")
 
 
-def contender_named(row: str, name: str, *, tiny: bool) -> Contender:
+def contender_named(row: str, name: str, *, tiny: bool, batch: int | None = None) -> Contender:
     """Return a contender of a row that was chosen."""
-    found = row_named(row)
-    found = found.tiny() if tiny else found
+    found = _varied(row_named(row), tiny, batch)
     return next(c for c in found.contenders if c.name == name)
 
 
 def row_named(name: str) -> TrainRow:
-    (found,) = (row for row in (*ROWS, LADDER) if row.name == name)
+    (found,) = (row for row in EVERY_ROW if row.name == name)
     return found

@@ -26,9 +26,10 @@ def run_apart(task: Task, limit_s: float) -> dict[str, Any]:
 
 
 class Worker:
-    """Run a process that has begun to import what tasks need, and waits for its only one."""
+    """Run a process that has begun to import what tasks need, and waits for its only one.
+    ``variables`` is its whole environment; without, it gets what this process has."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._answer = Path(self._folder.name) / "answer.json"
         self._log = Path(self._folder.name) / "log.txt"
@@ -39,6 +40,7 @@ class Worker:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=None if variables is None else dict(variables),
             )
 
     def __enter__(self) -> Worker:
@@ -50,20 +52,36 @@ class Worker:
     def perform(self, task: Task, limit_s: float) -> dict[str, Any]:
         """Return the result, or {"failed": why, "partial": what was there by then}."""
         start = time.perf_counter()
+        self.begin(task)
+        try:
+            with stopped_by_exception():
+                self._process.wait(max(limit_s, 0.0))
+        except subprocess.TimeoutExpired:
+            return self.cut(limit_s)
+        finally:
+            self._end()
+        return self.answer() | {"process_s": round(time.perf_counter() - start, 2)}
+
+    def begin(self, task: Task) -> None:
+        """Hand the task over; the process works on it from now on."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has failed already, and its log says why
             self._process.stdin.write(json.dumps(dict(task)).encode())
             self._process.stdin.close()
-        try:
-            with _stopped_by_exception():
-                self._process.wait(max(limit_s, 0.0))
-        except subprocess.TimeoutExpired:
-            return {"failed": f"cut after {limit_s:.0f} s"} | self._partial()
-        finally:
-            self._end()
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def cut(self, limit_s: float) -> dict[str, Any]:
+        """Return what there is of a task that is given up."""
+        return {"failed": f"cut after {limit_s:.0f} s"} | self._partial()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the result of a process that is over, or {"failed": why}."""
         if self._answer.is_file():
             result: dict[str, Any] = json.loads(self._answer.read_text())
-            return result | {"process_s": round(time.perf_counter() - start, 2)}
+            return result
         log = self._log.read_text(errors="replace").replace(f"{Path.cwd()}{os.sep}", "")
         lines = log.strip().splitlines()  # files as the repository names them, wherever it lies
         code = self._process.returncode
@@ -88,8 +106,8 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _stopped_by_exception() -> Iterator[None]:
-    """Raise SystemExit where this process is told to stop, so that the worker ends with it. Its
+def stopped_by_exception() -> Iterator[None]:
+    """Raise SystemExit where this process is told to stop, so that a worker ends with it. Its
     group outlives it otherwise, and the next row shares the GPU with what it runs."""
     if threading.current_thread() is not threading.main_thread():
         yield

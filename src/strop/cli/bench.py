@@ -12,6 +12,7 @@ from strop.cli import (
     arguments,
     bench_infer,
     bench_load,
+    bench_report,
     bench_serve,
     bench_speed,
     bench_train,
@@ -68,6 +69,9 @@ app = App(
 )
 app.command("infer", epilog=bench_infer.EXAMPLES)(bench_infer.infer)
 app.command("train", epilog=bench_train.EXAMPLES)(bench_train.train)
+app.command("report", epilog=bench_report.REPORT_EXAMPLES)(bench_report.report)
+app.command("compare", epilog=bench_report.COMPARE_EXAMPLES)(bench_report.compare)
+app.command("mock-set", epilog=bench_report.MOCK_EXAMPLES)(bench_report.mock_set)
 app.command("load", epilog=bench_load.EXAMPLES)(bench_load.load)
 app.command("serve", epilog=bench_serve.EXAMPLES)(bench_serve.serve)
 app.command("table")(bench_infer.table)

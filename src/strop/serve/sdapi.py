@@ -22,6 +22,7 @@ from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
 from strop.serve.starts import from_text
+from strop.wording import counted
 
 router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
 _LORA = re.compile(r"<lora:([^:<>]{1,200})(?::([^:<>]{1,30}))?>")
@@ -64,7 +65,9 @@ class TextBody(BaseModel):
         self._check_rest()
         most = service.limits.most_count
         if not (0 < self.batch_size <= most and 0 < self.n_iter <= most):
-            raise _wrong("batch_size", f"a request has 1 to {most} pictures")
+            raise _wrong(
+                "batch_size", f"a request has at most {counted(most, 'picture')}, and 1 at least"
+            )
         prompt, loras = _loras(self.prompt)
         return Wish(
             prompt,

@@ -21,6 +21,7 @@ from strop.serve.metrics import ServeMetrics
 from strop.serve.order import Wish, order
 from strop.serve.refused import Refused
 from strop.serve.studio import BatchDone, Painter, PictureBatch, StepTold, Stopped
+from strop.wording import counted
 
 log = logging.getLogger("strop.serve")
 _FIRST_GUESS_S = 2.0  # of a batch, until one has been timed
@@ -93,7 +94,7 @@ class Service:
             raise Refused(
                 429,
                 "line_full",
-                f"{self.limits.most_waiting} pictures wait already; ask again later",
+                f"{counted(self.limits.most_waiting, 'picture')} in line, which is full; ask later",
                 retry_after_s=self.retry_after_s(),
             )
         job = PictureJob(made)

@@ -52,8 +52,29 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], **notes: str) -> None:
+    """Write a safetensors file; the same tensors and notes give the same bytes."""
     kept = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    write(path, lambda part: save_file(kept, part, metadata=notes or None))
+
+    def fill(part: Path) -> None:
+        save_file(kept, part, metadata=notes or None)
+        if notes:
+            sort_notes(part)
+
+    write(path, fill)
+
+
+def sort_notes(path: Path) -> None:
+    """Write the notes of a safetensors file anew, by name: the library writes them in an order that
+    differs from time to time. Tensors stay where they are, as their places count from the end of
+    the header (https://github.com/huggingface/safetensors#format)."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    notes = header.pop("__metadata__", {})
+    sorted_header = {"__metadata__": dict(sorted(notes.items())), **header}
+    text = json.dumps(sorted_header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # as the library aligns the tensors
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
 def publish(fresh: Path, final: Path) -> None:

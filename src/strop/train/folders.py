@@ -100,7 +100,7 @@ def read_captioned(
             f'metadata.jsonl with lines {{"file_name": ..., "{column}": ...}}'
         )
     found = _read(folder, candidates, captions, on_progress, ranks)
-    bad = (*lost, *found.bad)
+    bad = (*lost, *found.bad, *_stray_notes(files))
     if named:
         known = {*named, *(item.path for item in lost)}
         unnamed = [path for path in files if path not in known and not _is_note(path)]
@@ -118,11 +118,12 @@ def read_subject(
     ranks: Ranks = ALONE,
 ) -> Folder:
     """Read pictures of one subject, which share a prompt. Each rank decodes its share."""
-    paths = [path for path in _files(folder) if not _is_note(path)]
+    files = _files(folder)
+    paths = [path for path in files if not _is_note(path)]
     found = _read(folder, paths, lambda path: (prompt,), on_progress, ranks)
     if not may_be_empty:
         _check_not_empty(found)
-    return found
+    return Folder(folder, found.pictures, (*found.bad, *_stray_notes(files)))
 
 
 def open_rgb(path: Path) -> Image.Image:
@@ -160,6 +161,17 @@ def _dangles(path: Path) -> bool:
 def _is_note(path: Path) -> bool:
     """Tell whether it is text that belongs to pictures."""
     return path.name in METADATA or path.suffix.lower() in SIDECARS
+
+
+def _stray_notes(files: Sequence[Path]) -> list[BadFile]:
+    """Return texts that could be captions and lie beside no picture: somebody may have misspelt a
+    name, and a caption that is left out without a word is one that nobody misses."""
+    pictures = {path.with_suffix("") for path in files if path.suffix.lower() in SUFFIXES}
+    return [
+        BadFile(path, "is the caption of no picture")
+        for path in files
+        if path.suffix.lower() in SIDECARS and path.with_suffix("") not in pictures
+    ]
 
 
 def _sidecar(path: Path) -> tuple[str, ...] | None:

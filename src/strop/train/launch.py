@@ -77,7 +77,7 @@ def _attempt(
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(count - 1)]
         stack.callback(_kill, ranks)
         for rank, output in enumerate([None, *outputs]):
-            ranks.append(_start(words, _variables(rank, count, store.port, attempt), output))
+            ranks.append(_start(words, variables_of(rank, count, store.port, attempt), output))
         failed = _wait(ranks)
         if not failed:
             return None
@@ -88,7 +88,9 @@ def _attempt(
         return _Failure(first, _report(first, codes[first], [None, *outputs][first]), may_pass)
 
 
-def _variables(rank: int, count: int, port: int, attempt: int) -> dict[str, str]:
+def variables_of(rank: int, count: int, port: int, attempt: int = 0) -> dict[str, str]:
+    """Return the environment of a rank of a group on this machine, whose store has this port, in
+    the first attempt or a further one."""
     mine = os.environ  # noqa: TID251 (the processes get what this one has)
     threads = str(max(1, (os.cpu_count() or 1) // count))
     return {

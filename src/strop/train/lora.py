@@ -129,6 +129,7 @@ def _save_diffusers(
         type(model.pipeline).save_lora_weights(
             part.parent, weight_name=part.name, safe_serialization=True, **arguments
         )
+        files.sort_notes(part)
 
     # diffusers adds its ending to names without one.
     files.write(folder / DIFFUSERS_NAME, fill)

@@ -82,6 +82,10 @@ class Ranks:
         """Return the largest of the ranks' numbers."""
         return number if self.channel is None else self.channel.most(number)
 
+    def all_of(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order."""
+        return [value] if self.channel is None else self.channel.all_of(value)
+
     def check_same(self, what: str, value: Callable[[], Any]) -> None:
         """Raise TrainingError on all ranks unless ``value`` gives each of them the same."""
         if self.channel is not None:
@@ -339,13 +343,21 @@ def joined(settings: Settings, place: GroupPlace) -> Iterator[Ranks]:
             f"{counted(place.count, 'process')}: leave it out where a launcher has "
             "started the processes"
         )
+    device = "cuda" if torch.cuda.is_available() and settings.device != "cpu" else "cpu"
+    with group(place, device, settings.rank_timeout, settings.output) as ranks:
+        yield ranks
+
+
+@contextmanager
+def group(place: GroupPlace, device: str, timeout_s: int, output: Path) -> Iterator[Ranks]:
+    """Join the group on GPUs ("cuda") or "cpu", and leave it together with the others. A rank that
+    is stuck leaves its stacks in ``output``."""
     if place.count == 1:
         yield Ranks(attempt=place.attempt)
         return
-    device = "cuda" if torch.cuda.is_available() and settings.device != "cpu" else "cpu"
     if device == "cuda":  # a launcher may show each process one GPU alone, or all of them
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    with open_channel(place, device, settings.rank_timeout, settings.output) as ranks:
+    with open_channel(place, device, timeout_s, output) as ranks:
         if device == "cuda" and ranks.channel is not None:
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             check_apart(ranks.channel.all_of(str(properties.uuid)))
