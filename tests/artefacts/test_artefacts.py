@@ -132,7 +132,8 @@ def test_saving_again_from_an_artefact_gives_the_same(tmp_path: Path) -> None:
     again = strop.save(module, tmp_path / "again.strop")
     first, second = Artefact(path), Artefact(again.path)
     assert first.sections.keys() == second.sections.keys()
-    assert str(again).startswith(f"{again.path}: 1 plan, 2 kernels for cpu-")
+    count = sum(kind == "cpp" for kind, _ in first.sections)  # by what the processor has
+    assert str(again).startswith(f"{again.path}: 1 plan, {count} kernels for cpu-")
 
 
 def test_one_artefact_serves_any_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from strop.cli import app
 from strop.codegen.triton import emit
 from strop.errors import CacheError, CodegenError, OptionError, UnsupportedError
 from strop.frontend.indexed import indexed, write_indexed
-from strop.ir.device import CPU
 from strop.options import Options
 from strop.runtime.build import compilers
 from strop.runtime.build.ahead import AheadLoader
@@ -60,7 +59,7 @@ GPU = torch.device("cuda", 0)
 
 def planned(module: nn.Module, target: str, folder: Path) -> nn.Module:
     """The module as it is compiled for another device."""
-    device, given = CARDS.get(target, CPU), options(folder)
+    device, given = CARDS.get(target) or processor(target), options(folder)
     place = GPU if device.arch else None
     kind = partial(PlanningDispatcher, loader=AheadLoader(target, device, given), place=place)
     optimize_module(module, given, kind=kind)

@@ -56,3 +56,23 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.train import trainer
 
     return trainer.draw_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models with random weights, in the format of diffusers."""
+    from strop.bench.pipelines.flux import flux
+    from strop.bench.pipelines.images import sd3
+    from strop.bench.pipelines.stable import sdxl
+    from strop.bench.pipelines.tiny import TinyPipeline
+
+    kinds = {
+        "sdxl": TinyPipeline("sdxl", "StableDiffusionXLPipeline", sdxl),
+        "sd3": TinyPipeline("sd3", "StableDiffusion3Pipeline", sd3),
+        "flux": TinyPipeline("flux", "FluxPipeline", flux),
+    }
+    made = {}
+    for name, kind in kinds.items():
+        made[name] = tmp_path_factory.mktemp(name) / "model"
+        kind.made().save_pretrained(made[name])
+    return made

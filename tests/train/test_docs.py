@@ -36,7 +36,11 @@ TINY = (
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of norms under autocast
 def test_the_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tiny_dit: Path
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path,
+    tiny_dit: Path,
+    folders: dict[str, Path],
 ) -> None:
     from tests.train import trainer
 
@@ -44,6 +48,8 @@ def test_the_commands_run(
     monkeypatch.setattr("strop.models.sprites.WEIGHTS", tiny_model)
     shutil.copytree(tiny_model, "stable-diffusion-v1-5")
     shutil.copytree(tiny_dit, "runs/sprites-dit-start")
+    for name, family in {"sdxl-base": "sdxl", "sd3-medium": "sd3", "flux-dev": "flux"}.items():
+        shutil.copytree(folders[family], name)
     Path("examples").mkdir()
     for file in (Path(__file__).parents[2] / "examples").glob("*.yaml"):
         # Compiling takes a minute, and is tested in test_trainer_flow.py.
@@ -54,7 +60,7 @@ def test_the_commands_run(
     (tmp_path / "train.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", TEXT, re.S | re.M)[0])
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)).replace("\\\n", " ")
     commands = [line for line in blocks.splitlines() if line.startswith("strop train")]
-    assert len(commands) == 8
+    assert len(commands) == 11
     # Several processes are started in test_trainer_ranks.py.
     monkeypatch.setattr("strop.train.launch.launch", lambda words, *given: 0)
     threads = torch.get_num_threads()
@@ -68,5 +74,7 @@ def test_the_commands_run(
     torch.set_num_threads(threads)
     for output in ("tuned", "my-dog", "sprites-tuned"):
         assert (tmp_path / output / "model_index.json").exists()
+    for output in ("sdxl-adapters", "flux-adapters"):
+        assert (tmp_path / output / "pytorch_lora_weights.safetensors").exists()
     for output in ("adapters", "from-yaml"):
         assert (tmp_path / output / "kohya_lora_weights.safetensors").exists()

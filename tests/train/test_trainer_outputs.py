@@ -23,7 +23,7 @@ from strop.cli import app
 from strop.errors import OptionError, TrainingError
 from strop.models import sprites
 from strop.models.sprites import network, vocabulary
-from strop.train import files, lock, lora, outputs
+from strop.train import attempts, files, lock, lora, outputs
 from strop.train.folders import open_rgb
 from strop.train.loop import TrainingLoop
 from tests.e2e.tiny import DEVICES
@@ -84,7 +84,7 @@ def test_diffusers_folder(device: str, tiny_model: Path, pictures: Path, tmp_pat
         "model_index.json",
         "metrics.jsonl",
     }
-    assert {path.name for path in tmp_path.iterdir()} - {lock.NAME} == kept
+    assert {path.name for path in tmp_path.iterdir()} - {lock.NAME, attempts.NAME} == kept
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         assert (tmp_path / "tokenizer" / name).read_bytes() == (
             tiny_model / "tokenizer" / name

@@ -37,6 +37,8 @@ from strop.kernels.packed.costs import Work, case_of
 from strop.kernels.tuned.packed_cpu import CASES
 
 WITH_BF16 = "avx512_bf16"  # whose instructions for pairs of bf16 it was written for
+# Artefacts for AVX-512 run on processors with BF16 as well, which choose it: it is to be in them.
+MAY_BE = {"avx512": WITH_BF16}
 NAME = "cpu_linear"
 LANES = 16  # of the widest vectors, to whose multiples columns are padded
 ALIGNMENT = 64  # bytes of the packed weight
@@ -50,11 +52,12 @@ def supports(call: Call, device: Device) -> str:
         return "runs on CPUs with AVX2 or AVX-512"
     if call.dtype not in TYPES:
         return f"takes fp32 and bf16, not {str(call.dtype).removeprefix('torch.')}"
-    if not can_multiply(call.dtype, device.isa):
+    isa = MAY_BE.get(device.isa, device.isa)
+    if not can_multiply(call.dtype, isa):
         return "multiplies bf16 on CPUs with AVX-512 BF16"
     if call.dtype is torch.bfloat16 and ((sizes := call.known(WEIGHT)) is None or sizes[1] % 2):
         return "takes pairs of bf16, so that sums need an even length"
-    case = case_of(call.op, call.dtype, device.isa, CASES)
+    case = case_of(call.op, call.dtype, isa, CASES)
     return "" if case is not None and case.ours else f"was not measured on {device.isa}"
 
 
