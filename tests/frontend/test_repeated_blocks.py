@@ -66,7 +66,7 @@ def num_copied(module: nn.Module, *args: Tensor) -> int:
         found = [module(*args), module(*(a[:1] for a in args))]
     assert not strop.explain(module).fallbacks
     for result, value in zip(found, wanted, strict=True):
-        torch.testing.assert_close(result, value)
+        torch.testing.assert_close(result, value, rtol=1e-5, atol=1e-5)  # squares of sums grow
     return len(copied)
 
 
@@ -362,7 +362,7 @@ def test_gradients_are_those_of_eager(name: str):
     assert len(copied) == times
     for results, values in zip(found, wanted, strict=True):
         for result, value in zip(results, values, strict=True):
-            torch.testing.assert_close(result, value)
+            torch.testing.assert_close(result, value, rtol=1e-5, atol=1e-5)  # squares of sums grow
 
 
 # what explain says

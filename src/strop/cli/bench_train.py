@@ -187,19 +187,31 @@ def train(
         is_spread=place.count > 1,
     )
     how = {"budget_s": budget, "out": out, "is_apart": not tiny, "earlier": resume or ()}
+    _measure_each(chosen, plan, counts, place, plots or out, how)
+
+
+def _measure_each(
+    chosen: Any,
+    plan: Any,
+    counts: list[int],
+    place: GroupPlace,
+    plots: Path | None,
+    how: dict[str, Any],
+) -> None:
+    """Measure the rows with each number of processes, or as one place of a launcher's group."""
     if place.count > 1:
         if counts:
             raise CommandError(
                 f"a launcher has started {counted(place.count, 'process')}: leave --nproc-per-node"
                 " to it"
             )
-        _spread(chosen, plan, place, plots or out, how)
+        _spread(chosen, plan, place, plots, how)
         return
     results: list[dict[str, Any]] = []
     for count in counts or sorted({n for row in chosen for n in row.processes}):
         rows_now = [row for row in chosen if counts or count in row.processes]
         results += _measured(rows_now, replace(plan, processes=count), **how)
-    _show(results, plots or out)
+    _show(results, plots)
 
 
 def _listed(text: str) -> list[str]:
