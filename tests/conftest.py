@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -14,9 +13,6 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
 
-
-# It takes g++ three seconds, and each test has a cache of its own. The kernel's own tests put it on.
-os.environ.setdefault("STROP_KERNELS_OFF", "cpu_linear")
 
 NIGHTLY = Path(__file__).with_name("nightly.txt")
 
@@ -42,12 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[prefix] += 1
             if not part or number % part:
                 item.add_marker(pytest.mark.nightly)
-
-
-@pytest.fixture
-def with_cpu_linears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let linears on a CPU be ours where they are faster, as they are for users."""
-    monkeypatch.delenv("STROP_KERNELS_OFF")
 
 
 @pytest.fixture

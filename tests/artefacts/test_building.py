@@ -103,7 +103,6 @@ def test_modules_are_traced_as_if_on_a_gpu(tmp_path: Path) -> None:
         assert {spec.device for spec in (*variant.specs, *variant.rows)} == {GPU}
 
 
-@pytest.mark.usefixtures("with_cpu_linears")
 def test_what_is_planned_for_this_processor_runs_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

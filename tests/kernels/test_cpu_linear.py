@@ -22,7 +22,6 @@ from strop.runtime.build.processors import processor
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.testing import assert_as_accurate_as_eager
 
-pytestmark = pytest.mark.usefixtures("with_cpu_linears")
 HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 needs_avx = pytest.mark.skipif(not HAS_AVX, reason="has vectors of AVX")
 MEASURED = replace(CPU, isa=linear_cpu.WITH_BF16)

@@ -14,10 +14,7 @@ from strop.models.sprites import evaluate
 from strop.testing import psnr
 from tests.e2e.tiny import cache_dir
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("with_cpu_linears"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROMPTS = 4
 ALLOWED_DB = 1.0  # below eager's, as docs/numerics.md says

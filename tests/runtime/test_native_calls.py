@@ -16,8 +16,6 @@ LOOSE = (Operand(0, Lies.LINES), Operand(RESULT, Lies.UNALIGNED))
 LAUNCH = Launch(SOURCE, LOOSE, (3, Stride(0, 0)))
 AT = OperandPlace((2, 16), (32, 1), 4)  # at an odd address
 
-pytestmark = pytest.mark.usefixtures("with_cpu_linears")
-
 
 def test_only_one_kernel_over_whole_operands() -> None:
     assert only_launch(Launches((LAUNCH,))) is LAUNCH
