@@ -31,6 +31,7 @@ CHOICE := -p no:cacheprovider -m "not nightly" --durations=30
 test: export OMP_NUM_THREADS ?= 1
 test: lint
 	@mkdir -p build; \
+	TEST_CPU_LINEARS=1 $(BIN)/python -m pytest $(CHOICE) tests/kernels/test_cpu_linear.py tests/runtime/test_native_calls.py || exit 1; \
 	$(BIN)/python -m pytest $(CHOICE) $(HALF) > build/half.txt 2>&1 & half=$$!; \
 	trap "kill $$half 2>/dev/null" INT TERM; status=0; \
 	$(BIN)/python -m pytest $(CHOICE) $(OTHERS) || status=1; \

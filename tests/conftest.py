@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,13 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
 
+
+# Its kernel takes g++ three seconds, and nearly each test has a cache of its own. So it is chosen
+# in a run of its own tests alone (see the Makefile).
+if "TEST_CPU_LINEARS" not in os.environ:
+    from strop.kernels.gemm import linear_cpu
+
+    linear_cpu.CASES = type(linear_cpu.CASES)()
 
 NIGHTLY = Path(__file__).with_name("nightly.txt")
 
