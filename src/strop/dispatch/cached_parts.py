@@ -8,57 +8,69 @@ itself. Parts of one structure share their graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
+from strop.dispatch.features import place_for
 from strop.dispatch.variants import VariantStore
 from strop.frontend.cache_hooks import cached_parts
+from strop.frontend.module_parts import is_inside_a_hook
+from strop.options import Options
 
 
-class Leaving(Protocol):
+class Serving(Protocol):
+    """This serves one module, and is made as a ``Dispatcher`` is."""
+
+    module: nn.Module
     variants: VariantStore
+
+    def __init__(self, module: nn.Module, options: Options, **how: Any) -> None: ...
 
     def leave(self) -> None: ...
 
 
-Part = TypeVar("Part", bound=Leaving)
+Part = TypeVar("Part", bound=Serving)
 
 
 class CachedParts(Generic[Part]):
     """Hold what serves the parts inside of a cache's hooks, by their paths."""
 
-    def __init__(
-        self, module: nn.Module, make: Callable[[nn.Module, str, VariantStore | None], Part]
-    ) -> None:
-        """``make`` puts what serves a part into the place of its forward, given its path and the
-        variants of another part of its class."""
-        self._module, self._make = module, make
-        self._parts: dict[str, nn.Module] = {}
+    def __init__(self, module: nn.Module, name: str, options: Options, kind: type[Part]) -> None:
+        self._module, self._name, self._options, self._kind = module, name, options, kind
         self.serving: dict[str, Part] = {}
+        self._is_known = False  # nobody has put hooks around a part since we looked
 
     def take(self) -> bool:
         """Serve the parts that have such hooks now, and tell whether there are any."""
-        self.give_back()
-        shared = {type(self._parts[path]): part.variants for path, part in self.serving.items()}
-        for path, part in cached_parts(self._module).items():
-            if path not in self.serving:
-                served = self._make(part, path, shared.get(type(part)))
-                self._parts[path], self.serving[path] = part, served
-                shared.setdefault(type(part), served.variants)
+        if not self._is_known:
+            shared = {type(part.module): part.variants for part in self.serving.values()}
+            for path, part in cached_parts(self._module).items():
+                if not is_inside_a_hook(part):  # else it is served: by us, or the user wants so
+                    self.serving[path] = served = self._served(path, part, shared.get(type(part)))
+                    shared.setdefault(type(part), served.variants)
+            self._is_known = True
         return bool(self.serving)
 
-    def give_back(self) -> None:
-        """Serve no part any longer whose hooks are gone, or which is no longer there."""
+    def _served(self, path: str, part: nn.Module, variants: VariantStore | None) -> Part:
+        served = self._kind(part, self._options, name=f"{self._name}.{path}", variants=variants)
+        holder, place = place_for(part)
+        setattr(holder, place, served)
+        return served
+
+    def look_again(self) -> None:
+        """Serve no part any longer whose hooks are gone, or which is no longer there: the module
+        has changed."""
+        self._is_known = False
         if self.serving:
             found = cached_parts(self._module)
-            for path in [p for p in self.serving if found.get(p) is not self._parts[p]]:
+            for path in [
+                p for p, served in self.serving.items() if found.get(p) is not served.module
+            ]:
                 self.serving.pop(path).leave()
-                del self._parts[path]
 
     def leave(self) -> None:
         """Serve no part any longer."""
         while self.serving:
             self.serving.popitem()[1].leave()
-        self._parts.clear()
+        self._is_known = False

@@ -27,7 +27,7 @@ from strop.dispatch.entry import Entry
 from strop.dispatch.entry_maker import EntryMaker
 from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.fallbacks import Fallbacks
-from strop.dispatch.features import place_for, take_out
+from strop.dispatch.features import take_out
 from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
@@ -65,6 +65,7 @@ class Dispatcher(ForwardStandIn):
     folds_adapters = True  # layers with adapters run as plain ones do
     streams = True  # weights that have a budget
     is_strop = True  # tells capture that this forward may be left out of a copy
+    has_left = False  # then it runs the plain forward
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class Dispatcher(ForwardStandIn):
         self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        self.cut, self.cached = CutForward(module, options), CachedParts(module, self._serve_part)
-        self.counters, self.has_left = Counters(), False  # left: it runs the plain forward
+        self.cut, self.counters = CutForward(module, options), Counters()
+        self.cached = CachedParts(module, self.name, options, Dispatcher)
         self.on_leave: Callable[[], object] | None = None  # is called then
         cpu_fast_path.reserve_entrance(module)
         self._lock, self._in_flight = FairLock(), RunsInFlight()
@@ -411,7 +412,9 @@ class Dispatcher(ForwardStandIn):
             why, result = self.cut.run(self.eager, args, kwargs)
             if not why:
                 return self._noted_cut(refusal, result)
-        is_cached = self._may_serve_parts() and self.cached.take()
+        may_serve_parts = not (self.options.strict or self.hosted.may_move)
+        with self._lock:
+            is_cached = bool(self.state.replaced) and may_serve_parts and self.cached.take()
         try:
             result = self._run_plainly(args, kwargs)
         except Exception:
@@ -433,19 +436,7 @@ class Dispatcher(ForwardStandIn):
         """Say whether a forward may run in pieces: nobody moves its weights, or calls it in a
         loop of which something is kept."""
         is_plain = type(self.adapter) is Adapter and not self.options.strict
-        is_moved = self.budget is not None or self.hosted.taken is not None
-        return is_plain and not is_moved and self.cut.may_run()
-
-    def _may_serve_parts(self) -> bool:
-        """Say whether parts inside of hooks may be compiled while the module runs in eager."""
-        is_moved = self.budget is not None or self.hosted.taken is not None
-        return bool(self.state.replaced) and not is_moved and not self.options.strict
-
-    def _serve_part(self, part: nn.Module, path: str, variants: VariantStore | None) -> Dispatcher:
-        served = Dispatcher(part, self.options, name=f"{self.name}.{path}", variants=variants)
-        holder, place = place_for(part)
-        setattr(holder, place, served)
-        return served
+        return is_plain and not self.hosted.may_move and self.cut.may_run()
 
     def _noted_cut(self, refusal: StropError, result: Any) -> Any:
         if not self.cut.graphs:  # nothing in it is compiled
@@ -467,7 +458,7 @@ class Dispatcher(ForwardStandIn):
         arguments of the call that asks for it."""
         self._in_flight.wait()
         self.forget_copies()
-        self.cached.give_back()
+        self.cached.look_again()
         before = self.shapes.binding()
         self.state.scan()
         if self.hosted.follow(given):

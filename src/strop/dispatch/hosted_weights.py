@@ -156,6 +156,11 @@ class HostedWeights:
         elsewhere."""
         return self.taken is None and self.budget is not None and self.budget.is_away()
 
+    @property
+    def may_move(self) -> bool:
+        """Tell whether somebody moves weights around the calls: a budget, or hooks of parts."""
+        return self.budget is not None or self.taken is not None
+
     def refuse(self, reason: str) -> None:
         """Raise UnsupportedError where that is so, for this reason."""
         if self.is_away():
