@@ -149,6 +149,25 @@ def test_a_block_with_a_cache_around_it_is_optimised_by_itself(tmp_path: Any) ->
     assert not only.counters.eager_calls
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_block_that_the_user_optimises_is_left_to_that(is_first: bool, tmp_path: Any) -> None:
+    model = made()
+    before = picture_with_cache(model)
+    options = Options(cache_dir=str(tmp_path))
+    if not is_first:
+        picture(strop.optimize(model, options=options), 4, 4)
+    strop.optimize(model.transformer_blocks[0], options=options)
+    if is_first:
+        strop.optimize(model, options=options)
+    for _ in range(2):
+        torch.testing.assert_close(picture(model, 4, 4), before, rtol=0, atol=1e-4)
+    assert f"{NAME}.transformer_blocks.0" not in served(model)
+    assert len(served(model)) == 6  # the model and five parts
+    (only,) = dispatchers_of(model.transformer_blocks[0]).values()
+    assert only.counters.calls
+    assert not only.counters.eager_calls
+
+
 def test_weights_that_change_are_seen(tmp_path: Any) -> None:
     plain, fast = made(), strop.optimize(made(), options=Options(cache_dir=str(tmp_path)))
     for model in (plain, fast):

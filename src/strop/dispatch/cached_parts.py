@@ -24,6 +24,7 @@ class Serving(Protocol):
 
     module: nn.Module
     variants: VariantStore
+    has_left: bool
 
     def __init__(self, module: nn.Module, options: Options, **how: Any) -> None: ...
 
@@ -59,15 +60,14 @@ class CachedParts(Generic[Part]):
         return served
 
     def look_again(self) -> None:
-        """Serve no part any longer whose hooks are gone, or which is no longer there: the module
-        has changed."""
+        """Serve no part any longer whose hooks are gone, which is no longer there, or which the
+        user has optimised: the module has changed."""
         self._is_known = False
         if self.serving:
             found = cached_parts(self._module)
-            for path in [
-                p for p, served in self.serving.items() if found.get(p) is not served.module
-            ]:
-                self.serving.pop(path).leave()
+            for path, served in [*self.serving.items()]:
+                if found.get(path) is not served.module or served.has_left:
+                    self.serving.pop(path).leave()
 
     def leave(self) -> None:
         """Serve no part any longer."""
