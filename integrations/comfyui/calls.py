@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from strop import extensions
 
 from .origins import origin_of
 
@@ -16,7 +16,6 @@ from .origins import origin_of
 OF_SAMPLER = ("cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks")
 # What nodes put into a model by name: functions, in lists or by the block that they belong to.
 OF_NODES = ("patches", "patches_replace")
-PLAIN_DATA = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,8 @@ class Call:
             for name, value in options.items()
             if name not in OF_SAMPLER and not (name in OF_NODES and not any(functions_in(value)))
         }
-        reason = reason_in(kept, "transformer_options") or reason_in(given, "")
+        reason = extensions.reason_in(kept, extensions.NAME, origin_of)
+        reason = reason or extensions.reason_in(given, "", origin_of)
         return Call(given, kept, reason, options.get("sample_sigmas"))
 
 
@@ -58,56 +58,7 @@ def functions_in(value: Any) -> list[Any]:
     return [value]
 
 
-def dense(value: Any) -> Any:
-    """Return the same with tensors that lie in their usual order. A ControlNet's and a VAE's lie
-    now in this order and now in that, by the size of the picture, and each would be a graph."""
-    if isinstance(value, torch.Tensor):
-        return value.contiguous()
-    if type(value) is dict:
-        return {key: dense(part) for key, part in value.items()}
-    return type(value)(map(dense, value)) if type(value) in (list, tuple) else value
+class TracedOptions(extensions.TracedOptions):
+    """Hold the options of a call while it is traced, without those of the sampler."""
 
-
-def reason_in(value: Any, place: str) -> str:
-    """Say what in nested containers is no plain data, and who has put it there, or nothing."""
-    if isinstance(value, PLAIN_DATA):
-        return ""
-    if type(value) is dict:
-        parts = [(part, f"{place}[{key!r}]" if place else str(key)) for key, part in value.items()]
-    elif type(value) in (list, tuple):
-        parts = [(part, place) for part in value]
-    else:
-        return f"{place} holds {origin_of(value)}"
-    return next(filter(None, (reason_in(part, name) for part, name in parts)), "")
-
-
-class TracedOptions(dict[str, Any]):
-    """Hold the options of a call while it is traced. Reading what was left out raises LookupError:
-    the value of the traced call would be taken for that of all later ones."""
-
-    def _check(self, key: object) -> None:
-        if key in OF_SAMPLER and not super().__contains__(key):
-            raise LookupError(f"it reads transformer_options[{key!r}], another one in each step")
-
-    def __contains__(self, key: object) -> bool:
-        self._check(key)
-        return super().__contains__(key)
-
-    def __missing__(self, key: str) -> Any:
-        self._check(key)
-        raise KeyError(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._check(key)
-        return super().get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        self._check(key)
-        return super().pop(key, *default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self._check(key)
-        return super().setdefault(key, default)
-
-    def copy(self) -> TracedOptions:
-        return TracedOptions(self)
+    left_out = OF_SAMPLER

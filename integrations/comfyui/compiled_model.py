@@ -19,10 +19,10 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
 import strop
+from strop.extensions import defaults_of, dense, empty
 
-from .calls import Call, TracedOptions, dense
+from .calls import Call, TracedOptions
 from .interrupts import keep_interrupt, stop_if_interrupted
-from .leftovers import defaults_of, empty
 from .weights import Weights
 
 log = logging.getLogger("strop.comfyui")

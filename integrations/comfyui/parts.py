@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 import strop
+from strop.extensions import dense
 
-from .calls import dense
 from .interrupts import keep_interrupt, stop_if_interrupted
 from .weights import Weights
 

@@ -17,6 +17,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "errors": (),
     "wording": (),
+    "extensions": (),
     "options": ("errors", "ir.device"),
     "ir": ("errors",),
     "frontend": ("errors", "options", "ir"),

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import strop
+from strop.extensions import defaults_of, dense, empty
 
-from .calls import OF_CALL, Call, TracedOptions, Unread, dense
-from .leftovers import defaults_of, empty
+from .calls import OF_CALL, Call, TracedOptions, Unread
 
 log = logging.getLogger("strop.webui")
 # What a call is without Strop. It is no argument, as no function is one that can be compiled.

@@ -1,0 +1,101 @@
+"""Handle, for nodes and extensions of user interfaces, calls of a model whose options are a dict
+(``transformer_options``) that samplers, nodes and other extensions write into."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+NAME = "transformer_options"
+PLAIN_DATA = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device, type(None))
+
+
+def dense(value: Any) -> Any:
+    """Return the same with tensors that lie in their usual order. A ControlNet's and a VAE's lie
+    now in this order and now in that, by the size of the picture, and each would be a graph."""
+    if isinstance(value, torch.Tensor):
+        return value.contiguous()
+    if type(value) is dict:
+        return {key: dense(part) for key, part in value.items()}
+    return type(value)(map(dense, value)) if type(value) in (list, tuple) else value
+
+
+def reason_in(value: Any, place: str, origin_of: Callable[[Any], str]) -> str:
+    """Say what in nested containers is no plain data, and whose it is by ``origin_of``, or
+    nothing."""
+    if isinstance(value, PLAIN_DATA):
+        return ""
+    if type(value) is dict:
+        parts = [(part, f"{place}[{key!r}]" if place else str(key)) for key, part in value.items()]
+    elif type(value) in (list, tuple):
+        parts = [(part, place) for part in value]
+    else:
+        return f"{place} holds {origin_of(value)}"
+    return next(filter(None, (reason_in(part, name, origin_of) for part, name in parts)), "")
+
+
+class TracedOptions(dict[str, Any]):
+    """Hold the options of a call while it is traced. Reading one of ``left_out`` raises
+    LookupError: the value of the traced call would be taken for that of all later ones."""
+
+    left_out: tuple[str, ...] = ()
+
+    def _check(self, key: object) -> None:
+        if key in self.left_out and not super().__contains__(key):
+            raise LookupError(f"it reads {NAME}[{key!r}], another one in each step")
+
+    def __contains__(self, key: object) -> bool:
+        self._check(key)
+        return super().__contains__(key)
+
+    def __missing__(self, key: str) -> Any:
+        self._check(key)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._check(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._check(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._check(key)
+        return super().setdefault(key, default)
+
+    def copy(self) -> TracedOptions:
+        return type(self)(self)
+
+
+# Functions of UNets take ``transformer_options={}``, and write into it. Called without options, as
+# by a ControlNet, they write into the default itself, which lives on: the sizes of the last picture
+# then stand in the defaults of functions that the diffusion model shares. Strop compares all that
+# the code of a model may read, and would compile it again for each of them.
+
+
+def defaults_of(model: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts that are defaults for options in the code of a model's parts."""
+    kinds = {type(part) for part in model.modules()}
+    owners = [*kinds, *(sys.modules[name] for name in {kind.__module__ for kind in kinds})]
+    found = [default for owner in owners for default in _defaults_in(vars(owner))]
+    return list({id(default): default for default in found}.values())
+
+
+def _defaults_in(table: Any) -> Iterator[dict[Any, Any]]:
+    for value in [*table.values()]:
+        if inspect.isfunction(value) and NAME in value.__code__.co_varnames:
+            parameter = inspect.signature(value).parameters.get(NAME)
+            if parameter is not None and type(parameter.default) is dict:
+                yield parameter.default
+
+
+def empty(defaults: list[dict[Any, Any]]) -> None:
+    """Make them again what their authors wrote."""
+    for default in defaults:
+        default.clear()
