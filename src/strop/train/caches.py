@@ -98,8 +98,9 @@ def _encode(
 
     def encode(some: Sequence[Sequence[tuple[int, bool]]]) -> list[Tensor]:
         found = []
-        for batch in some:
-            on_progress("encoding pictures", batch[0][0], len(pictures))
+        for place, batch in enumerate(some):
+            done = numbers[0] + len(numbers) * place // len(some)
+            on_progress("encoding pictures", done, len(pictures))
             pixels = [
                 pixels_of(pictures[n].path, shown[n], Crop(mirrored=flip), resample)
                 for n, flip in batch
