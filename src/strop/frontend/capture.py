@@ -406,6 +406,7 @@ def _traced(
         gm = make_fx(function, rules, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
     settle_origins(gm, module, origins)
+    reads.views.mark(gm)
     make_functional(gm)
     return gm, specs[-1], origins, reads, tuple(same), blocks.reuse
 

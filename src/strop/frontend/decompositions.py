@@ -13,12 +13,14 @@ import torch
 from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
+from strop.frontend.given_orders import KEEPS_ORDER
 from strop.frontend.gradients import GRADIENT_RULES
 from strop.frontend.library_operators import MIXED_PRODUCT
 from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.random import RANDOM_RULES
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
+from strop.ir.contractions import NHWC
 from strop.ir.dims import const, product
 from strop.ir.graph import Builder, Node
 from strop.ir.ops import compute_dtype
@@ -118,6 +120,9 @@ def _conv2d(
     groups: int,
 ) -> Node:
     inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
+    if fx.meta.get(KEEPS_ORDER):
+        kept = inputs[1]
+        inputs[1] = im.builder.make("copy", (kept,), kept.shape, kept.dtype, order=NHWC)
     return im.builder.make(
         "conv2d",
         inputs,

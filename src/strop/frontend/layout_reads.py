@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.experimental import proxy_tensor
 
 from strop.errors import CaptureError
 from strop.frontend.composed_tensors import ComposedCalls
 from strop.frontend.functional import memory_of
+from strop.frontend.given_orders import ChannelViews, node_of
 from strop.frontend.operators import Retarget
 
 READS: dict[Callable[..., Any], str] = {
@@ -71,6 +71,7 @@ class LayoutReads(Retarget):
         self._own = {memory_of(tensor) for tensor in arguments}
         self.asked: dict[str, None] = {}
         self.num_asked = 0
+        self.views = ChannelViews()
         self._composed = ComposedCalls()
         self._is_forward = self._is_made_dense = False
 
@@ -95,6 +96,8 @@ class LayoutReads(Retarget):
             )
         elif func is Tensor.contiguous:
             self._is_made_dense |= self.is_own(args[0])
+        else:
+            self.num_asked += self.views.note(func, args)
 
     def is_own(self, tensor: Tensor) -> bool:
         """Tell whether a tensor lies in the memory of an argument."""
@@ -124,9 +127,8 @@ class LayoutReads(Retarget):
 def _refuse_chosen(question: str, value: Tensor) -> None:
     """Raises CaptureError for a question about what was computed by an operator of
     CHOSEN_BY_LIBRARIES."""
-    mode = proxy_tensor.get_proxy_mode()
-    slot = mode and proxy_tensor.get_proxy_slot(value, mode.tracer, None)
-    left = [slot.proxy.node] if isinstance(slot, proxy_tensor._ProxyTensor) else []
+    first = node_of(value)
+    left = [] if first is None else [first]
     seen: set[Node] = set()
     while left:
         node = left.pop()

@@ -28,7 +28,12 @@ def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
     return [(size, stride) for size, stride in pairs if size != 1]
 
 
-def _lies_as(x: Tensor, memory_format: torch.memory_format) -> bool:
+def traced_sizes(shape: Sequence[Any]) -> list[int]:
+    """Return what the trace has for these sizes."""
+    return [traced(size) for size in shape]
+
+
+def lies_as(x: Tensor, memory_format: torch.memory_format) -> bool:
     if memory_format == torch.contiguous_format:
         dims = _sizes_and_strides(x)
     else:  # channels last
@@ -38,15 +43,21 @@ def _lies_as(x: Tensor, memory_format: torch.memory_format) -> bool:
 
 
 def _can_view(x: Tensor, shape: Sequence[Any]) -> bool:
-    """Tell whether dims of the new shape split or join dims that lie in memory as one."""
+    return can_view(_sizes_and_strides(x), traced_sizes(shape))
+
+
+def can_view(pairs: Sequence[tuple[int, int]], wanted: Sequence[int]) -> bool:
+    """Tell whether dims of a ``wanted`` shape split or join dims, of these sizes and strides, that
+    lie in memory as one."""
     runs: list[tuple[int, int]] = []
-    for size, stride in _sizes_and_strides(x):
+    for size, stride in pairs:
+        if size == 1:
+            continue
         if runs and runs[-1][1] == size * stride:
             runs[-1] = (runs[-1][0] * size, stride)
         else:
             runs.append((size, stride))
     left = [size for size, _ in runs]
-    wanted = [traced(size) for size in shape]
     known = math.prod(size for size in wanted if size >= 0)
     for size in wanted:
         size = math.prod(s for s, _ in runs) // max(known, 1) if size < 0 else size
@@ -97,7 +108,7 @@ def _call_flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
 def call_contiguous(
     x: Tensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
-    if _is_plain(x) or _lies_as(x, memory_format):
+    if _is_plain(x) or lies_as(x, memory_format):
         return x.contiguous(memory_format=memory_format)
     return x.clone(memory_format=memory_format)
 
