@@ -67,7 +67,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def ours(kernels: Any, x: Tensor, weight: Tensor) -> Tensor:
-    launches = code_sums.launch(problem("code_sums", x.shape, weight.shape, dtype=INT8), CPU)
+    launches = code_sums.launch(problem("code_sums", x.shape, weight.shape, dtype=torch.int32), CPU)
     out = torch.full((x.shape[0], weight.shape[0]), -7, dtype=torch.int32)
     launched(launches, kernels).writing(refuse)((x, weight), out)
     return out
@@ -115,7 +115,7 @@ def test_results_are_those_of_one_thread(kernels):
 
 def test_what_lies_otherwise_goes_to_the_library(kernels):
     weight = codes(32, 20).t()  # (20, 32), column by column
-    launches = code_sums.launch(problem("code_sums", (5, 32), (20, 32), dtype=INT8), CPU)
+    launches = code_sums.launch(problem("code_sums", (5, 32), (20, 32), dtype=torch.int32), CPU)
     asked = list[Sequence[Tensor]]()
     run = launched(launches, kernels).writing(lambda given, out: asked.append(given))
     run((codes(5, 32), weight), torch.empty(5, 20, dtype=torch.int32))
@@ -124,7 +124,7 @@ def test_what_lies_otherwise_goes_to_the_library(kernels):
 
 def test_it_is_chosen_where_there_is_something_to_multiply():
     device = replace(CPU, isa="avx2")
-    wanted = call("code_sums", ("m", 64), (32, 64), dtype=INT8)
+    wanted = call("code_sums", ("m", 64), (32, 64), dtype=torch.int32)
     choice = library.select(wanted, wanted.at({"m": 5}), device)
     assert choice.kernel == "code_sums"
     assert choice.sources == (code_sums.source(),)

@@ -108,7 +108,7 @@ def test_each_no_has_a_reason(row: Kernel) -> None:
         for given in CALLS
         if given.op in row.ops
         for device in (*DEVICES, CPU, replace(CPU, isa="avx512"))
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int8)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32)
     }
     assert "" in reasons or row.name not in ANYWHERE | ON_SM_90
     assert len(reasons) > (2 if row.name in library.OURS else 1)

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
+from strop.frontend.library_operators import INT_MM, MIXED_PRODUCT
 from strop.ir.device import CPU, Device
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Program
 from strop.ir.source import KernelSource, Split
 from strop.kernels.attention.exp_rows import exp_rows
 from strop.kernels.gemm import geglu
+from strop.kernels.kernel import Call
 from strop.kernels.library import BY_OP, select
 from strop.options import Options
 from strop.runtime.run import choices
+from strop.runtime.run.choices import call_of
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.workspace import Workspace
@@ -272,3 +275,46 @@ def test_sizes_nearby() -> None:
     found = [tuple(some.values()) for some in choices.near({"b": 1, "h": 64})]
     assert {(2, 64), (1, 128), (2, 128), (1, 48), (2, 65), (1, 65)} <= set(found)
     assert all(size > 0 for some in found for size in some)
+
+
+class Mixed(nn.Module):
+    """Calls whose results have other types than their first operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.codes = nn.Buffer(torch.ones(64, 64, dtype=torch.int8))
+        self.scales = nn.Buffer(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        larger = x.abs() >= 6
+        most = x.abs().amax(1, keepdim=True).float()
+        sums = INT_MM((x / most).round().to(torch.int8), self.codes.t())
+        columns = larger.to(torch.int8).amax(0) > 0
+        made: Tensor = MIXED_PRODUCT(sums, most, x, columns, self.codes, self.scales, None)
+        return made
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_planned_for_is_what_runs(device: str) -> None:
+    """The library is asked about a node while a program is planned, and about its step later."""
+    for module, shape in ((Everything(), "b 4 h w"), (Mixed(), "b 64")):
+        found = trace(module.half(), shape, dtype=torch.float16, b=2, h=64, w=64)
+        given = compile_graph(found.graph, Signature(found.returned, ()), device, OURS)
+        nodes = [n for n in given.graph.nodes if n.op in BY_OP]
+        steps = [s for s in given.program.call_steps if s.op in BY_OP]
+        asked = {(c.op, c.dtype, c.mask) for c in map(Call.of, nodes)}
+        assert {
+            (c.op, c.dtype, c.mask) for c in (call_of(given.program, s) for s in steps)
+        } == asked
+        assert asked
+
+
+def test_a_mixed_product_is_ours() -> None:
+    found = trace(Mixed().half(), "b 64", dtype=torch.float16, b=40)
+    given = compile_graph(found.graph, Signature(found.returned, ()), "cuda", OURS)
+    (step,) = (s for s in given.program.call_steps if s.op == "mixed_product")
+    call = call_of(given.program, step)
+    for device in (A100, H100, RTX_5090):
+        assert select(call, call.at({"b": 40}), device).kernel == "mixed_product"

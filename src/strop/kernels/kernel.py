@@ -38,7 +38,7 @@ class Call:
     op: str
     attrs: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[Expr, ...], ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its result; operands of int8 and int32 have others
     mask: torch.dtype | None = None
 
     def __hash__(self) -> int:

@@ -47,7 +47,7 @@ extern "C" void product_of_codes(void* const* buffers, const int64_t* scalars) {
 def supports(call: Call, device: Device) -> str:
     if not device.isa:
         return "runs on CPUs with AVX2, AVX-512 or NEON"
-    return "" if call.dtype is torch.int8 else "takes codes of int8"
+    return "" if call.dtype is torch.int32 else "adds in int32"
 
 
 def cost_us(problem: Problem, device: Device) -> float:

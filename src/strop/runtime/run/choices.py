@@ -26,7 +26,8 @@ def call_of(program: Program, step: CallStep) -> Call:
     """Return a step as the library is asked about it."""
     dtypes = [program.buffers[ref.buffer].dtype for ref in step.inputs]
     shapes = tuple(ref.shape for ref in step.inputs)
-    return Call(step.op, step.attrs, shapes, dtypes[0], mask_dtype(step.op, dtypes))
+    result = program.buffers[step.outputs[0]].dtype
+    return Call(step.op, step.attrs, shapes, result, mask_dtype(step.op, dtypes))
 
 
 def choices_of(
