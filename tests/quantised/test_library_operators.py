@@ -10,7 +10,7 @@ from strop.frontend import library_operators
 from strop.options import Options
 from tests.frontend.tracing import Function
 
-NAMES = ("strop_tests::unpack", "strop_tests::product")
+NAMES = {"strop_tests::unpack": False, "strop_tests::product": True}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,14 @@ def operators():
     def by_rows(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.to(x.dtype).t()
 
+    def compiled(codes: Tensor, bits: int) -> Tensor:
+        codes.data_ptr()
+        assert type(codes) is Tensor, "a kernel of a library was given a fake tensor"
+        return unpack(codes, bits)
+
     library.impl("unpack", unpack, "CompositeExplicitAutograd")
+    library.impl("unpack", compiled, "CPU")
+    library.impl("unpack", unpack, "Meta")
     library.impl("product", by_rows, "CPU")
     library.impl("product", by_rows, "Meta")
     yield torch.ops.strop_tests
@@ -36,7 +43,7 @@ def computed(codes: Tensor, x: Tensor) -> Tensor:
     return torch.ops.strop_tests.product(x, torch.ops.strop_tests.unpack(codes, 4))
 
 
-@pytest.mark.parametrize("names", [NAMES, ()], ids=["opened", "unknown"])
+@pytest.mark.parametrize("names", [NAMES, {}], ids=["opened", "unknown"])
 def test_they_are_looked_into(names, operators, tmp_path, monkeypatch):
     monkeypatch.setattr(library_operators, "_OPENED", names)
     module = Function(computed).eval()

@@ -7,7 +7,7 @@ more than 16 rows, and the others in eights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,14 @@ from torch.nn import functional as F
 from strop.frontend.differentiated import define
 from strop.ir.mixed_product import mixed_product
 
-_OPENED = ("quanto::unpack", "quanto::qbytes_mm", "bitsandbytes::gemm_4bit")
+# Operators that are opened, and whether what they have for each device is Python, too. Else they are
+# what they have for all devices: that for one may be compiled, and would run on the addresses of
+# fake tensors.
+_OPENED = {
+    "quanto::unpack": False,
+    "quanto::qbytes_mm": True,
+    "bitsandbytes::gemm_4bit": False,
+}
 _KEYS = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
 
 _LEAST_ROWS = 17  # of cuBLAS
@@ -73,12 +80,12 @@ def opened() -> Iterator[tuple[Any, Callable[..., Any]]]:
     for name in filter(torch._C._dispatch_has_kernel, _OPENED):
         space, _, operator = name.partition("::")
         operator = getattr(getattr(torch.ops, space), operator).default
-        yield operator, _calling(name, operator)
+        yield operator, _calling(name, operator, _KEYS if _OPENED[name] else {})
 
 
-def _calling(name: str, operator: Any) -> Callable[..., Any]:
+def _calling(name: str, operator: Any, keys: Mapping[str, DispatchKey]) -> Callable[..., Any]:
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
-        key = _KEYS.get(first.device.type, DispatchKey.CompositeExplicitAutograd)
+        key = keys.get(first.device.type, DispatchKey.CompositeExplicitAutograd)
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name):
             key = DispatchKey.CompositeExplicitAutograd
         return operator._op_dk(key, first, *rest, **named)
