@@ -14,12 +14,8 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import counters as dynamo_counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from strop.dispatch import dynamo
 from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.errors import StropError
 from strop.frontend.formats import UnknownSizeError
@@ -79,6 +75,13 @@ class CutForward:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, Any]:
         """Return the result of ``forward``, or why Dynamo cannot trace it and None."""
+        # To import these takes a third of a second, and few forwards are cut.
+        from torch._dynamo import config as dynamo_config
+        from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo.utils import counters as dynamo_counters
+
+        from strop.dispatch import dynamo
+
         function = getattr(forward, "__func__", forward)
         if self._compiled is None or self._compiled[0] is not function:
             options: Any = self._options  # any object reaches the backend as it is

@@ -168,15 +168,20 @@ class EntryRunner:
         self, entry: Entry, tensors: list[Tensor], stream: int, checked_loop: int | None
     ) -> Any:
         inputs = as_specified(tensors, entry.variant.specs)
-        if entry.uses == 1:  # the host now makes the libraries' first calls: compilers are free
+        is_first, is_compiled = entry.uses == 1, entry.variant.compiled is not None
+        if (
+            is_first and is_compiled
+        ):  # the host makes the libraries' first calls: compilers are free
             entry.variant.later.start()
         bound = self._bound_for(entry, stream)
-        if entry.uses == 1 and self._options.check and entry.variant.compiled is not None:
+        if is_first and self._options.check and entry.variant.compiled is not None:
             results = self._run_checked(bound, entry.variant.compiled, inputs)
         else:
             results = bound.run(inputs, *self._where(entry, tensors, checked_loop))
+        if is_first:  # most kernels are on disk, or nobody waits any longer
+            entry.variant.later.start()
         self._counters.launches = bound.num_launches
-        is_judged = entry.uses == 1 and self._options.check_finite
+        is_judged = is_first and self._options.check_finite
         if is_judged and (text := not_finite(self._name, results, tensors)):
             self._counters.nonfinite.append(text)
             log.warning("%s", text)
