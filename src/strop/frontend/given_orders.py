@@ -67,7 +67,8 @@ def _crosses_channels(args: tuple[Any, ...]) -> bool:
     try:
         if not lies_as(x, torch.contiguous_format):
             return False
-        _, channels, height, width = sizes = traced_sizes(x.shape)
+        sizes = traced_sizes(x.shape)
+        channels, width = sizes[1], sizes[3]
         strides = (math.prod(sizes[1:]), 1, width * channels, channels)
         return not can_view([*zip(sizes, strides, strict=True)], traced_sizes(shape))
     except UnknownSizeError:

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 from strop.frontend.differentiated import define
 from strop.ir.mixed_product import mixed_product
 
-# Operators that are opened, and whether what they have for each device is Python, too. Else they are
-# what they have for all devices: that for one may be compiled, and would run on the addresses of
-# fake tensors.
+# Operators that are opened, and whether what they have for one device is Python, too. Else they are
+# what they have for all devices: code for one is compiled, and would read fake tensors' addresses.
 _OPENED = {
     "quanto::unpack": False,
     "quanto::qbytes_mm": True,
