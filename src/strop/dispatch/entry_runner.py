@@ -169,9 +169,7 @@ class EntryRunner:
     ) -> Any:
         inputs = as_specified(tensors, entry.variant.specs)
         is_first, is_compiled = entry.uses == 1, entry.variant.compiled is not None
-        if (
-            is_first and is_compiled
-        ):  # the host makes the libraries' first calls: compilers are free
+        if is_first and is_compiled:  # the host makes libraries' first calls: compilers are free
             entry.variant.later.start()
         bound = self._bound_for(entry, stream)
         if is_first and self._options.check and entry.variant.compiled is not None:
