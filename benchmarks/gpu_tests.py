@@ -6,8 +6,9 @@ python benchmarks/gpu_tests.py [--jobs 10] [--seconds 400] [--only tests/kernels
 Wants torch, diffusers and pytest, no plugin of it. A process takes a chunk of a file's tests
 whenever it is done with one; those of the trainer have processes of their own, with the workspace
 of cuBLAS that makes sums repeatable. Tests with the marker "alone", which time something, run
-before all others, in one process. Prints a line for each process, then what failed and why, and
-what was cut off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
+before all others, in one process. tests/gpu_seconds.txt says which tests take long: their chunks
+are small and come first. Prints a line for each process, then what failed and why, and what was cut
+off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,10 @@ markers =
     slow: more than ten seconds on two cores
     nightly: takes too long for every change
 """
-CHUNK = 10  # tests of a file that stay in one process, which has compiled for them
+CHUNK, CHUNK_S = 10, 60  # tests of a file, and seconds, that stay in a process: it compiles for all
 TRAIN = "tests/train/"
-OF_TRAIN = 2.2  # tests elsewhere that take as long as one of the trainer
+TIMES = ROOT / "tests" / "gpu_seconds.txt"
+USUAL_S = 2.0  # of a test whose file is not among these
 SHARED, ALONE = "gpu and not alone", "gpu and alone"
 REASONS = 40  # lines of a process that say why tests failed
 RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
@@ -82,16 +84,29 @@ def collected(ini: Path, marks: str, only: Sequence[str]) -> dict[str, list[str]
     return found
 
 
-def chunks_of(found: dict[str, list[str]]) -> list[list[str]]:
-    """Return chunks of files, the largest first."""
-    chunks = [tests[n : n + CHUNK] for tests in found.values() for n in range(0, len(tests), CHUNK)]
-    return sorted(chunks, key=len, reverse=True)
+def known_times() -> dict[str, float]:
+    """Return the seconds that a test of a file takes."""
+    lines = (line.split() for line in TIMES.read_text().splitlines() if line[:1].isdigit())
+    return {file: float(seconds) for seconds, file in lines}
 
 
-def processes_for(of_trainer: int, others: int, count: int) -> tuple[int, int]:
-    """Divide processes among tests of the trainer and others. A kind that has any gets one."""
-    work = of_trainer * OF_TRAIN
-    mine = round(count * work / (work + others))
+def seconds_of(tests: Sequence[str], times: Mapping[str, float]) -> float:
+    return sum(times.get(test.split("::")[0], USUAL_S) for test in tests)
+
+
+def chunks_of(found: dict[str, list[str]], times: Mapping[str, float]) -> list[list[str]]:
+    """Return chunks of files, the longest first."""
+    chunks = []
+    for file, tests in found.items():
+        size = min(max(int(CHUNK_S / times.get(file, USUAL_S)), 1), CHUNK)
+        chunks += [tests[n : n + size] for n in range(0, len(tests), size)]
+    return sorted(chunks, key=lambda chunk: -seconds_of(chunk, times))
+
+
+def processes_for(of_trainer: float, others: float, count: int) -> tuple[int, int]:
+    """Divide processes among the seconds of the trainer's tests and others'. A kind that has any
+    gets one."""
+    mine = round(count * of_trainer / (of_trainer + others))
     mine = min(max(mine, bool(of_trainer)), max(count - bool(others), 1))
     return mine, max(count - mine, int(bool(others)))
 
@@ -170,11 +185,13 @@ def started(
 
 def all_started(found: dict[str, list[str]], count: int, ini: Path, logs: Path) -> list[Worker]:
     """Start processes for the tests of the trainer, and for all others."""
+    times = known_times()
     of_trainer, others = (
-        chunks_of({file: found[file] for file in found if file.startswith(TRAIN) is kind})
+        chunks_of({file: found[file] for file in found if file.startswith(TRAIN) is kind}, times)
         for kind in (True, False)
     )
-    mine, rest = processes_for(sum(map(len, of_trainer)), sum(map(len, others)), count)
+    work = (sum(seconds_of(chunk, times) for chunk in kind) for kind in (of_trainer, others))
+    mine, rest = processes_for(*work, count)
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return [
         *started("trainer", of_trainer, mine, ini, logs, env=env),
@@ -228,7 +245,7 @@ def main() -> None:
         os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
         workers: list[Worker] = []
         for begin in (
-            lambda: started("alone", chunks_of(alone), 1 if alone else 0, ini, logs, ALONE),
+            lambda: started("alone", chunks_of(alone, {}), 1 if alone else 0, ini, logs, ALONE),
             lambda: all_started(found, args.jobs, ini, logs),
         ):
             begun = begin()
