@@ -46,8 +46,13 @@ def int_mm(x: Tensor, y: Tensor) -> Tensor:
     more = max(_LEAST_ROWS, rows) - rows, -inner % 8, -columns % 8
     if not any(more):
         return torch._int_mm(x, y)
-    wide = F.pad(x, (0, more[1], 0, more[0])), F.pad(y, (0, more[2], 0, more[1]))
+    wide = _padded(x, more[0], more[1]), _padded(y, more[1], more[2])
     return torch._int_mm(*wide)[:rows, :columns]
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Put zeros behind rows and columns. ``F.pad`` copies where there is nothing to add, too."""
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
 
 
 def _int_mm_shape(x: Tensor, y: Tensor) -> Tensor:
