@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import strop
-from strop.errors import UnsupportedError
+from strop.errors import CaptureError, UnsupportedError
+from strop.frontend import layout_reads
 from strop.options import Options
+from tests.frontend.tracing import trace
 from tests.views.running import Function
 
 READERS: dict[str, Callable[[Tensor], Any]] = {
@@ -266,3 +268,47 @@ def test_memory_is_read_as_eagers_lies(
     with torch.no_grad():
         for x in given():
             torch.testing.assert_close([*ours(x)], [*function(x)])
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Return attention's result (B, S, H, D) over rows (B, S, H D)."""
+    q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+
+
+def _of_steps_first(x: Tensor) -> Tensor:
+    """Return rows of attention whose queries lie step by step, which cuDNN's result does then."""
+    q = x.transpose(0, 1).contiguous().transpose(0, 1).unflatten(-1, (4, 8)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
+BEHIND_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "rows": (lambda x: _heads(x).flatten(2), True),
+    "rows in another type": (lambda x: _heads(x).flatten(2).double() * 2, True),
+    "rows, reshaped": (lambda x: _heads(x).reshape(*x.shape), True),
+    "a linear": (lambda x: F.linear(_heads(x), torch.ones(8, 8)), True),
+    "a copy": (lambda x: _heads(x).clone(memory_format=torch.contiguous_format) + 1, True),
+    "heads": (_heads, False),
+    "computed of heads": (lambda x: _heads(x) * 2, False),
+    "other rows": (lambda x: _heads(x).flatten(1, 2), False),
+    "queries that lie step by step": (_of_steps_first, False),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_ATTENTION)
+def test_what_lies_alike_whatever_library_computes_attention_is_answered(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, is_answered = BEHIND_ATTENTION[name]
+    chosen = {torch.ops.strop.attention.default: lambda value: True}
+    monkeypatch.setattr(layout_reads, "CHOSEN_BY_LIBRARIES", chosen)
+
+    def by_strides(x: Tensor) -> Tensor:
+        y = behind(x)
+        return y * y.stride(0)
+
+    if is_answered:
+        assert trace(by_strides, "b s 32", b=2, s=6).ops()
+    else:
+        with pytest.raises(CaptureError, match="asks for stride of what"):
+            trace(by_strides, "b s 32", b=2, s=6)

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from strop.errors import CaptureError
 from strop.frontend.composed_tensors import ComposedCalls
+from strop.frontend.formats import traced
 from strop.frontend.functional import memory_of
 from strop.frontend.given_orders import ChannelViews, node_of
 from strop.frontend.operators import Retarget
@@ -45,7 +46,7 @@ UNKNOWN: dict[Callable[..., Any], str] = {
     vars(torch._C.TensorBase)["_base"].__get__: "_base",
     Tensor.is_shared: "is_shared",
 }
-_strop = torch.ops.strop
+_strop, aten = torch.ops.strop, torch.ops.aten
 
 
 def _is_on_gpu(value: Tensor) -> bool:
@@ -126,7 +127,7 @@ class LayoutReads(Retarget):
 
 def _refuse_chosen(question: str, value: Tensor) -> None:
     """Raises CaptureError for a question about what was computed by an operator of
-    CHOSEN_BY_LIBRARIES."""
+    CHOSEN_BY_LIBRARIES, if what comes of it may lie as it does."""
     first = node_of(value)
     left = [] if first is None else [first]
     seen: set[Node] = set()
@@ -135,10 +136,65 @@ def _refuse_chosen(question: str, value: Tensor) -> None:
         if node in seen:
             continue
         seen.add(node)
-        left += node.all_input_nodes
         chosen = CHOSEN_BY_LIBRARIES.get(node.target)
         if chosen and chosen(node.meta["val"]):
             raise CaptureError(
                 f"it asks for {question} of what {node.target} has made, which the"
                 " library that computes it decides"
             )
+        if not _is_settled(node):
+            left += node.all_input_nodes
+
+
+# Operators whose results are contiguous in eager, however their operands lie.
+_CONTIGUOUS = frozenset(
+    (
+        _strop.linear.default,
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._scaled_mm.default,
+        aten.native_layer_norm.default,
+        aten._unsafe_view.default,
+    )
+)
+
+
+def _is_settled(node: Node) -> bool:
+    """Tell whether a value lies as it does however the operands lie that it is computed of."""
+    if node.target is aten.clone.default:
+        return node.kwargs.get("memory_format") is torch.contiguous_format
+    return node.target in _CONTIGUOUS or (node.target is aten.view.default and _joins_heads(node))
+
+
+def _joins_heads(node: Node) -> bool:
+    """Tell whether a view makes rows (B, S, H D) of heads (B, S, H, D). Libraries write attention's
+    result as (B, H, S, D) or as (B, S, H, D): rows are a contiguous copy of the first, and a view
+    of the second, which is contiguous. cuDNN writes it as the queries lie, which may be neither."""
+    heads, rows = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    if heads.dim() != 4 or rows.dim() != 3 or heads.shape[:2] != rows.shape[:2]:
+        return False
+    num_heads, size = heads.shape[2:]
+    if not (isinstance(num_heads, int) and isinstance(size, int) and min(num_heads, size) > 1):
+        return False
+    return all(map(_lies_by_batches, _attention_queries(node.all_input_nodes[0])))
+
+
+def _attention_queries(node: Node) -> Iterator[Tensor]:
+    """Yield the queries of attention from whose result a value comes by way of heads."""
+    left, seen = [node], set[Node]()
+    while left:
+        now = left.pop()
+        if now in seen or now.meta["val"].dim() != 4:
+            continue
+        seen.add(now)
+        if now.target is _strop.attention.default:
+            yield now.all_input_nodes[0].meta["val"]
+        else:
+            left += now.all_input_nodes
+
+
+def _lies_by_batches(queries: Tensor) -> bool:
+    batch, _, step, _ = map(traced, queries.stride())
+    return traced(queries.shape[0]) == 1 or batch >= step
