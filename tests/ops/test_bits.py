@@ -53,6 +53,71 @@ def test_triton_reads_them(name):
     assert compile_cubin(emitted.source, 80).code
 
 
+FLOATS = torch.arange(-(2**31), 2**31 - 1, 104729).to(torch.int32).view(torch.float32)
+
+
+def bits_expected(x):
+    return torch.where(x.isnan(), 0, x.view(torch.int32))
+
+
+def test_cpp_gives_bits(tmp_path):
+    emitted = cpp.emit(kernels.pointwise("bits_of_float", [torch.float32], torch.int32).kernel)
+    out = torch.empty(len(FLOATS), dtype=torch.int32)
+    built = NativeKernels(DiskCache(tmp_path)).build([emitted.source])[emitted.source]
+    launch(built, emitted, [FLOATS, out], {"n": len(out)})
+    assert torch.equal(torch.where(FLOATS.isnan(), 0, out), bits_expected(FLOATS))
+
+
+def test_triton_gives_bits():
+    emitted = triton.emit(kernels.pointwise("bits_of_float", [torch.float32], torch.int32).kernel)
+    out = torch.empty(len(FLOATS), dtype=torch.int32)
+    sizes = {f"s{i}": size.eval({"n": len(out)}) for i, size in enumerate(emitted.scalars)}
+    interpret(emitted.source, [FLOATS, out], sizes)
+    assert torch.equal(torch.where(FLOATS.isnan(), 0, out), bits_expected(FLOATS))
+    assert compile_cubin(emitted.source, 80).code
+
+
+HALVES = torch.arange(65536).to(torch.int32).to(torch.int16)
+NEAR_CODES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+GIVEN = {
+    "float32": torch.cat([FLOATS, *(NEAR_CODES * f for f in (1, 1 - 2**-23, 1 + 2**-23, 1.0625))]),
+    "float16": HALVES.view(torch.float16),
+    "bfloat16": HALVES.view(torch.bfloat16),
+}
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("dtype", GIVEN)
+def test_kernels_round_to_8_bits_as_torch_does(dtype, device, tmp_path):
+    x = GIVEN[dtype].to(device)
+    eager = Function(lambda x: x.to(torch.float8_e4m3fn).view(torch.uint8) + 0)
+    module = optimized(Function(eager.function), tmp_path)
+    found, wanted = module(x), eager(x)
+    are_numbers = x.isfinite()
+    assert torch.equal(found[are_numbers], wanted[are_numbers])
+    assert torch.equal(found[~are_numbers] & 0x7F, wanted[~are_numbers] & 0x7F)  # but signs of NaN
+    assert strop.explain(module).calls == {}
+
+
+def test_rounded_rows_reach_a_product_in_their_own_type(tmp_path):
+    def product(x, weight):
+        rows = (x * 2).clamp(-448, 448).to(torch.float8_e4m3fn).reshape(-1, 16)
+        one = torch.ones((), dtype=torch.float32)
+        codes = weight.to(torch.float8_e4m3fn)
+        return torch._scaled_mm(rows, codes.t(), one, one, out_dtype=torch.bfloat16)
+
+    eager, module = Function(product), optimized(Function(product), tmp_path)
+    weight = torch.randn(32, 16)
+    for rows in (16, 32):
+        x = torch.randn(2, rows, 16)
+        torch.testing.assert_close(module(x, weight), eager(x, weight), rtol=1e-2, atol=1e-2)
+    assert strop.explain(module).calls == {"aten._scaled_mm.default": 1, "aten.view.dtype": 2}
+
+
 ALL = torch.arange(256).to(torch.uint8)
 WIDE = torch.randint(0, 256, (6, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
 VIEWS = {

@@ -1,8 +1,8 @@
 """Read bytes as numbers of other types, and numbers of 8 bits, by arithmetic that kernels do.
 
 Kernels load no floats of 8 bits: a weight of such a type is an input of bytes, whose views are
-views of bytes, and a conversion decodes them, exactly, by the bits of fp16. What torch computes
-with the weight gets it in its own type again.
+views of bytes, and a conversion decodes them, exactly, by the bits of fp16. A conversion to e4m3
+makes bytes, rounded as torch rounds. What torch computes with any gets it in its own type again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,9 +121,14 @@ def are_bytes(im: Importer, fx: FxNode) -> bool:
 
 
 def of_bytes(im: Importer, fx: FxNode) -> Node | None:
-    """Import a view or a conversion of floats of 8 bits that are bytes, or return None."""
+    """Import a view or a conversion of floats of 8 bits that are bytes, or a conversion to such, or
+    return None."""
     given, value = fx.all_input_nodes, fx.meta["val"]
-    if len(given) != 1 or not are_bytes(im, given[0]):
+    if len(given) != 1:
+        return None
+    if _makes_bytes(im, fx):
+        return _encoded(im, im.builder.cast(im.node(given[0]), F32))
+    if not are_bytes(im, given[0]):
         return None
     x, dtype = given[0], value.dtype if isinstance(value, torch.Tensor) else None
     if fx.target in VIEWS and fx.target is not aten.as_strided.default:
@@ -146,6 +152,60 @@ def _decoded(im: Importer, codes: Node, of: torch.dtype, dtype: torch.dtype) -> 
     numbers = apply(im, "mul", small, 256.0, dtype=F32)
     is_nan = b.pointwise("eq", rest, b.constant(0x7F, I32), dtype=torch.bool)
     return b.cast(apply(im, "where", is_nan, math.nan, numbers, dtype=F32), dtype)
+
+
+def _makes_bytes(im: Importer, fx: FxNode) -> bool:
+    """Tell whether a call rounds to e4m3, and all that reads it can read bytes."""
+    if fx.target is not aten._to_copy.default or not im.reads_bytes:
+        return False
+    value, (given,) = fx.meta["val"], fx.all_input_nodes
+    is_e4m3 = isinstance(value, torch.Tensor) and value.dtype is torch.float8_e4m3fn
+    return is_e4m3 and given.meta["val"].dtype in _FLOATS - {torch.float64}
+
+
+# e4m3 by the bits of fp32: exponents differ by 120, and 20 bits of the mantissa are rounded off.
+_MANTISSA, _LEAST_NORMAL, _TOO_LARGE, _INFINITE = 20, 121 << 23, 1087 << 20, 255 << 23
+_LARGEST, _NAN = 0x7E, 0x7F
+_REBIASED = (1 << 19) - 1 - (120 << 23)
+_DENORMAL = 141 << 23  # 2^14, whose last bit is the least number of e4m3
+
+
+@lru_cache(maxsize=1)
+def _saturates() -> bool:
+    """Tell whether this torch rounds what is too large to the largest number, and not to NaN."""
+    return bool(torch.tensor(1e9).to(torch.float8_e4m3fn).float().isfinite())
+
+
+def _encoded(im: Importer, x: Node) -> Node:
+    """Return fp32 rounded to e4m3, to even, as bytes, as torch does
+    (``c10/util/Float8_e4m3fn.h``)."""
+    b = im.builder
+    bits = b.pointwise("bits_of_float", x, dtype=I32)
+    size = _and(im, bits, 0x7FFFFFFF)
+    odd = _and(im, _right(im, size, _MANTISSA), 1)
+    raised = apply(im, "add", apply(im, "add", size, _REBIASED, dtype=I32), odd, dtype=I32)
+    normal = _right(im, raised, _MANTISSA)
+    number = b.pointwise("float_of_bits", size, dtype=F32)
+    shifted = b.pointwise("bits_of_float", apply(im, "add", number, 2.0**14, dtype=F32), dtype=I32)
+    small = apply(im, "sub", shifted, _DENORMAL, dtype=I32)
+    code = _chosen(im, _less(im, size, _LEAST_NORMAL), small, normal)
+    if _saturates():
+        code = apply(im, "minimum", code, _LARGEST, dtype=I32)
+    limit = _INFINITE + 1 if _saturates() else _TOO_LARGE
+    code = _chosen(im, _less(im, size, limit), code, _NAN)
+    return b.cast(_or(im, code, _and(im, _right(im, bits, 24), 0x80)), BYTES)
+
+
+def _right(im: Importer, x: Node, count: int) -> Node:
+    return apply(im, "shift_right", x, count, dtype=I32)
+
+
+def _less(im: Importer, x: Node, most: int) -> Node:
+    return im.builder.pointwise("lt", x, im.builder.constant(most, I32), dtype=torch.bool)
+
+
+def _chosen(im: Importer, condition: Node, x: Node, other: Node | int) -> Node:
+    return apply(im, "where", condition, x, other, dtype=I32)
 
 
 def in_own_type(im: Importer, node: Node, dtype: torch.dtype) -> Node:

@@ -56,6 +56,7 @@ SIMPLE = frozenset(
         "shift_right",
         "half_of_bits",
         "float_of_bits",
+        "bits_of_float",
     )
 )
 

@@ -119,6 +119,16 @@ STRUCTURAL: tuple[Op, ...] = (
         operands=Operands.PROMOTED,
         types=Types.FLOAT,
     ),
+    # an fp32 as an int32 of the same bits; those of a NaN are any NaN's
+    Op(
+        "bits_of_float",
+        Kind.POINTWISE,
+        triton="({0}).to(tl.int32, bitcast=True)",
+        cpp="sp::bits_of_float({0})",
+        reference=lambda x: x.float().view(torch.int32),
+        operands=Operands.PROMOTED,
+        types=Types.INTEGER,
+    ),
     Op("reshape", Kind.VIEW, has_all_once=True, rows_kept=_always),
     # by attrs["dims"]
     Op(

@@ -776,6 +776,7 @@ inline float erfinv(float x) { return static_cast<float>(erfinv(static_cast<doub
 
 inline float half_of_bits(int32_t x) { return widen(fp16{static_cast<uint16_t>(x)}); }
 inline float float_of_bits(int32_t x) { return from_bits(static_cast<uint32_t>(x)); }
+inline int32_t bits_of_float(float x) { return static_cast<int32_t>(bits_of(x)); }
 
 // ---- random numbers: see ir/philox.py ----------------------------------------------------------
 
