@@ -40,7 +40,15 @@ __all__ = [
 T = TypeVar("T")
 
 
-def optimize(obj: T, *, train: bool = False, options: Options | None = None, **unknown: Any) -> T:
+def optimize(
+    obj: T,
+    *,
+    train: bool = False,
+    options: Options | None = None,
+    parallel: str | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    **unknown: Any,
+) -> T:
     """Compile a module, or the components of a diffusers pipeline, in place, and return ``obj``.
 
     Nothing is compiled yet: the first call of each module does that, once for every size. Class
@@ -50,11 +58,20 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
     gradients are compiled too, forward and backward. A ``DistributedDataParallel`` stands for the
     module in it, here and for the other functions. Of a module that ``fully_shard`` (FSDP2) has
     sharded, each unit without further units is compiled by itself, and the rest runs in eager.
-    Raises OptionError for anything that is neither a module nor a pipeline, and for other keywords.
+
+    ``parallel="cfg"`` runs the two halves of each call of a pipeline's denoisers, those of
+    classifier-free guidance, on two GPUs, ``"batch"`` cuts the rows of a call evenly for all GPUs,
+    or for ``devices``, the first of which is where the model lies. The others hold copies of the
+    denoisers, which are kept equal to them. A row's values are those of the same model at the batch
+    of its piece.
+
+    Raises OptionError for anything that is neither a module nor a pipeline, for other keywords, and
+    for devices that are not there.
     """
     options = _checked_options(options, unknown)
     if not isinstance(train, bool):
         raise OptionError(f"strop.optimize got train={train!r}; it takes True or False")
+    how = _parallel_how(parallel, devices, options, train=train)
     if options.weights_budget_bytes:
         _check_budget(options, train=train)
     if isinstance(obj, torch.jit.ScriptModule):
@@ -67,7 +84,7 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
         if units:
             _optimize_units(units, options)
         else:
-            optimize_module(obj, options, train=train)
+            optimize_module(obj, options, train=train, **how)
     elif train:
         raise OptionError(
             f"strop.optimize(train=True) got a {type(obj).__name__}; it takes the torch.nn.Module"
@@ -76,7 +93,7 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
     elif _is_pipeline(obj):
         from strop.diffusion.pipeline import optimize_pipeline
 
-        optimize_pipeline(obj, options)
+        optimize_pipeline(obj, options, how)
     else:
         raise OptionError(
             f"strop.optimize got a {type(obj).__name__}; it takes a torch.nn.Module or a diffusers"
@@ -95,6 +112,33 @@ def _checked_options(options: Options | None, unknown: dict[str, Any]) -> Option
             f"options is a {type(options).__name__}; strop.optimize takes strop.Options(...)"
         )
     return options or Options.from_environment()
+
+
+def _parallel_how(
+    parallel: str | None,
+    devices: Sequence[str | torch.device] | None,
+    options: Options,
+    *,
+    train: bool,
+) -> dict[str, Any]:
+    """Return what ``optimize_module`` is to make of a module whose calls are split; nothing where
+    none is. Raises OptionError for what cannot be together with that."""
+    if parallel is None:
+        if devices is not None:
+            raise OptionError("devices is for parallel='cfg' and 'batch': give one of them too")
+        return {}
+    if train:
+        raise OptionError(
+            f"train=True and parallel={parallel!r}: several GPUs train by 'strop train"
+            " --num_processes', or by DistributedDataParallel"
+        )
+    if options.weights_budget_bytes:
+        raise OptionError(
+            f"weights_budget_bytes and parallel={parallel!r}: a copy needs all weights on its GPU"
+        )
+    from strop.dispatch.parallel.served import ParallelDispatcher
+
+    return {"kind": ParallelDispatcher, "wanted": (parallel, devices)}
 
 
 def _check_budget(options: Options, *, train: bool) -> None:
@@ -325,8 +369,10 @@ def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
 
 
 def with_cached_parts(dispatchers: Mapping[str, Dispatcher]) -> dict[str, Dispatcher]:
-    """Return dispatchers, and those of parts inside of the hooks of caches, by their paths."""
+    """Return dispatchers, those of parts inside of the hooks of caches by their paths, and those of
+    copies on other devices."""
     found = dict(dispatchers)
     for name, dispatcher in dispatchers.items():
         found |= {f"{name}.{path}": part for path, part in dispatcher.cached.serving.items()}
+        found |= {f"{name}, {place}": twin for place, twin in dispatcher.served_twins.items()}
     return found

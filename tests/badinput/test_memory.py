@@ -150,7 +150,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
 
     monkeypatch.setattr(graphs, "torch", made)
     monkeypatch.setattr(entry_runner, "torch", made)
-    monkeypatch.setattr(driver, "enter_thread", lambda: None)
+    monkeypatch.setattr(driver, "enter_thread", lambda index: None)
     monkeypatch.setattr(graphs, "_POOLS", {})
     monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())

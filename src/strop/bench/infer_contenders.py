@@ -179,12 +179,14 @@ class Field:
     device: torch.device
     options: strop.Options
     built: dict[str, Contender] = field(default_factory=dict)
+    parallel: str = ""  # how Strop spreads calls over devices
     first: Workload | None = None  # whose weights all have, where the case is large
 
     @staticmethod
     def of(row: InferRow, plan: Plan, cache: str) -> Field:
         options = strop.Options.from_environment(cache_dir=cache)
-        return Field(row.case(DTYPES[plan.dtype_of(row)]), plan.where, options)
+        case = row.case(DTYPES[plan.dtype_of(row)])
+        return Field(case, plan.where, options, parallel=row.parallel)
 
     @property
     def target(self) -> Any:
@@ -201,8 +203,14 @@ class Field:
             if name == "strop":
                 timer.synchronise(self.device)
                 self.built[key].since_optimize = time.perf_counter()
-                strop.optimize(self.built[key].workload.target, options=self.options)
+                strop.optimize(self.built[key].workload.target, options=self.options, **self._how)
         return self.built[key]
+
+    @property
+    def _how(self) -> Found:
+        """Return how calls are spread: over two parts of a CPU, for want of GPUs."""
+        devices = None if self.device.type == "cuda" else ["cpu", "cpu"]
+        return {"parallel": self.parallel, "devices": devices} if self.parallel else {}
 
     def wait(self) -> None:
         """Wait until no compiler of ours is at work beside what is to be timed."""

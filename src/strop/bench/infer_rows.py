@@ -152,7 +152,8 @@ class InferRow:
     """Describe a row. ``kind``: "step" is timed in ms and "picture" in s a call; "start" is the
     seconds of a cold compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch``
     are in that unit, or shares of what Inductor takes in a CUDA graph. ``cost_s`` is what Strop and
-    eager need on a GPU, once the model has been compiled. ``dtype`` is that on a GPU."""
+    eager need on a GPU, once the model has been compiled. ``dtype`` is that on a GPU.
+    ``parallel`` is how Strop spreads calls over GPUs, "" for one GPU."""
 
     name: str
     title: str
@@ -168,6 +169,7 @@ class InferRow:
     dtype: str = "fp16"
     must_share: float | None = None
     stretch_share: float | None = None
+    parallel: str = ""
 
     def case(self, dtype: torch.dtype) -> BenchCase:
         model = MODELS[self.model]
@@ -320,16 +322,33 @@ def _speed_row(network: NetworkModel, batch: int) -> InferRow:
 SPEED_ROWS = tuple(_speed_row(network, batch) for network in NETWORKS for batch in SPEED_BATCHES)
 
 
+def _parallel_row(name: str, how: str, title: str, batch: int) -> InferRow:
+    side = _square(1024)
+    return InferRow(
+        name, title, "picture", "sdxl-pipe", side, batch, None, None, 90, steps=30, parallel=how
+    )
+
+
+# ``strop bench infer`` knows them by name: they need two GPUs. With the peer "strop-one-gpu" they
+# say how much sooner a picture is there than on one; 1.75 times as soon is asked for.
+PARALLEL_ROWS = (
+    _parallel_row("P5x2-cfg", "cfg", "SDXL 1024², 30 steps, guidance on two GPUs", 1),
+    _parallel_row("P5x2-batch", "batch", "SDXL 1024², 30 steps, 4 pictures on all GPUs", 4),
+)
+
+
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, ...]:
     """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
-    all rows but those of ``SPEED_ROWS``."""
-    every = (*ROWS, *SPEED_ROWS)
+    all rows but those of ``SPEED_ROWS`` and ``PARALLEL_ROWS``."""
+    every = (*ROWS, *SPEED_ROWS, *PARALLEL_ROWS)
     known = {row.name.lower(): {row.name} for row in every}
     for row in every:
         known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
     unknown = [name for name in names if name.lower() not in known]
     if unknown:
-        listed = ", ".join((*(row.name for row in ROWS), "D7-<network>-b<batch>"))
+        listed = ", ".join(
+            (*(row.name for row in (*ROWS, *PARALLEL_ROWS)), "D7-<network>-b<batch>")
+        )
         raise OptionError(f"no row {', '.join(unknown)}; there are {listed}")
     wanted = set().union(*(known[name.lower()] for name in names)) or {row.name for row in ROWS}
     found = (row for row in every if row.name in wanted)
@@ -341,5 +360,5 @@ def groups_of(rows: Sequence[InferRow]) -> list[tuple[InferRow, ...]]:
     found: dict[tuple[str, str], list[InferRow]] = {}
     for row in rows:
         alone = row.name if row.kind in ("start", "memory") else ""
-        found.setdefault((row.model, alone), []).append(row)
+        found.setdefault((row.model, alone or row.parallel), []).append(row)
     return [tuple(group) for group in found.values()]

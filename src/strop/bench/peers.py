@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import strop
 from strop.bench import timer
 from strop.bench.cases import BenchCase
 from strop.bench.models import Workload
@@ -22,15 +23,17 @@ class Peer:
     captured by hand.
 
     Peers with the same ``setup`` share the prepared model. ``first_s`` is what a first call at a
-    shape takes on a GPU, about, and ``limit_s`` when it is given up.
+    shape takes on a GPU, about, and ``limit_s`` when it is given up. ``is_whole`` says that
+    ``prepare`` is given a pipeline where there is one, not its modules.
     """
 
     name: str
-    prepare: Callable[[nn.Module], None]
+    prepare: Callable[[Any], None]
     setup: str
     by_graph: bool = False
     first_s: float = 3.0
     limit_s: float = 0.0  # none
+    is_whole: bool = False
 
     @property
     def is_slow(self) -> bool:
@@ -78,6 +81,10 @@ def _naive(module: nn.Module) -> None:
             choose(AttnProcessor())
 
 
+def _on_one_gpu(target: Any) -> None:
+    strop.optimize(target)
+
+
 _STATIC = partial(_compiled, dynamic=False)
 
 PEERS: tuple[Peer, ...] = (
@@ -98,6 +105,8 @@ PEERS: tuple[Peer, ...] = (
         first_s=300,
         limit_s=600,
     ),
+    # Strop itself, for rows where it runs on several GPUs
+    Peer("strop-one-gpu", _on_one_gpu, "one-gpu", first_s=40, is_whole=True),
 )
 
 
@@ -117,7 +126,7 @@ def hot_modules(target: Any) -> list[nn.Module]:
 
 def prepared(peer: Peer, workload: Workload) -> Workload:
     """Return a fresh model, set up for this peer."""
-    for module in hot_modules(workload.target):
+    for module in [workload.target] if peer.is_whole else hot_modules(workload.target):
         peer.prepare(module)
     return workload
 

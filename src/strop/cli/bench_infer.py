@@ -18,6 +18,7 @@ EXAMPLES = """[bold]Rows[/]
 - P4-512, P4-1024: the VAE's decoder
 - P5-512, P5-768, P5-1024: a picture of SD1.5 in 50 steps; with -img2img, from another picture
 - P5x: a picture of SDXL at 1024x1024 in 30 steps
+- P5x2-cfg, P5x2-batch: the same with guidance on two GPUs, and 4 pictures on all; by name only
 - P6: a cold compile of P1, with its stages
 - P7: peak memory of P5-1024, beside eager and naive attention
 - D1: a step of Flux.1 at 1024x1024
@@ -28,6 +29,7 @@ EXAMPLES = """[bold]Rows[/]
 [bold]Examples[/]
 $ strop bench infer P1 P4 --device cpu --tiny   # any machine: tries the code, not the speed
 $ strop bench infer P1 P4-512 --random 12 --variants -o benchmarks/results
+$ strop bench infer P5x2 --peers strop-one-gpu   # needs two GPUs
 $ strop bench infer P1 --peers eager,eager-graph,inductor,inductor-graph --ablate --plots plots
 """
 RESULTS = Path("benchmarks/results")

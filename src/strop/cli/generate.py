@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,9 @@ $ strop generate "a red circle above a blue square on a white background" -o out
 $ strop generate "a small green star at the top left" --size 64x96 --seed 3 --compare
 $ strop generate "a green ring" --model sprites-dit
 $ strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30
+
+[bold]On two GPUs[/]
+$ strop generate "an astronaut" --model ./sdxl --parallel cfg
 
 [bold]With adapters[/]
 $ strop generate "a castle" --model ./sd --lora style.safetensors:0.8 --lora ink.safetensors:0.4
@@ -92,6 +96,23 @@ OptimizeOption = Annotated[
         "--optimize/--no-optimize", help="Run the model through Strop, or in plain torch."
     ),
 ]
+
+
+class Spread(StrEnum):
+    """What several GPUs share."""
+
+    cfg = "cfg"
+    batch = "batch"
+
+
+ParallelOption = Annotated[
+    Spread | None,
+    typer.Option(
+        help="Spread the model's calls over GPUs: cfg runs the two halves of guidance on two, batch"
+        " cuts calls evenly for all. [dim]\\[default: one GPU][/]",
+        show_default=False,
+    ),
+]
 CompareOption = Annotated[
     bool,
     typer.Option(
@@ -118,6 +139,7 @@ def command(
     arch: ArchOption = 0,
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
+    parallel: ParallelOption = None,
     optimize: OptimizeOption = True,
     compare: CompareOption = False,
     lora: LoraOption = None,
@@ -133,6 +155,8 @@ def command(
     """
     if compare and not optimize:
         raise typer.BadParameter("--compare needs Strop; leave out --no-optimize")
+    if parallel and not optimize:
+        raise typer.BadParameter("--parallel needs Strop; leave out --no-optimize")
     outputs = [output, _beside(output)] if compare else [output]
     for path in outputs:
         arguments.check_output(path)
@@ -157,7 +181,8 @@ def command(
 
     guidance = found.guidance if guidance is None else guidance
     request = PictureRequest(prompt, size, steps, guidance, seed, negative, more=more)
-    _generate(found, additions, kind, where, request, outputs, optimize, threads)
+    spread = None if parallel is None else parallel.value
+    _generate(found, additions, kind, where, request, outputs, optimize, threads, spread)
 
 
 def _beside(output: Path) -> Path:
@@ -173,6 +198,7 @@ def _generate(
     outputs: list[Path],
     optimize: bool,
     threads: int,
+    parallel: str | None,
 ) -> None:
     import torch
 
@@ -190,7 +216,7 @@ def _generate(
         eager = None
         if runs > 1 or not optimize:
             eager = sampling.draw_eager(pipe, request, runs)
-        ours = sampling.draw_optimized(pipe, request, runs) if optimize else None
+        ours = sampling.draw_optimized(pipe, request, runs, parallel) if optimize else None
     except torch.OutOfMemoryError as error:
         raise CommandError(
             f"the GPU has too little memory for {request.size}; choose a smaller"

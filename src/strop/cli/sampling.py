@@ -54,11 +54,14 @@ def draw_eager(pipe: Any, request: PictureRequest, runs: int = 1) -> Drawn:
     return _draw_timed(pipe, request, clock, "sampling in eager", runs)
 
 
-def draw_optimized(pipe: Any, request: PictureRequest, runs: int = 1) -> Drawn:
-    """Put Strop in front of ``pipe``, compile, then the timed runs."""
+def draw_optimized(
+    pipe: Any, request: PictureRequest, runs: int = 1, parallel: str | None = None
+) -> Drawn:
+    """Put Strop in front of ``pipe``, on several GPUs if ``parallel``, compile, then the timed
+    runs."""
     clock = StageSeconds()
     with clock.stage("compile"):
-        optimize(pipe)
+        optimize(pipe, parallel=parallel)
         with compiling(pipe):
             warm_up(pipe, request)
     return _draw_timed(pipe, request, clock, "sampling", runs)
@@ -94,8 +97,13 @@ def compiled_text(pipe: Any) -> str:
 
 
 def fallbacks(pipe: Any) -> list[str]:
-    """Return the reasons why calls ran in eager after all."""
-    return [
+    """Return the reasons why calls ran in eager after all, or on one GPU alone."""
+    alone = [
+        f"{name}, {counted(count, 'time')} on one GPU: {why}"
+        for name, d in dispatchers_of(pipe).items()
+        for why, count in d.alone.items()
+    ]
+    return alone + [
         f"{name}, {counted(count, 'time')}: {why}"
         for name, d in dispatchers_of(pipe).items()
         for why, count in d.counters.fallbacks.items()

@@ -151,8 +151,8 @@ def report_on(
 ) -> Report:
     """Return the report with these components, and what holds for all of them."""
     has_all = all(graph.texts for c in components for graph in c.graphs)
-    held = growing_memory.held_bytes(on_gpu) if on_gpu else 0
-    beside = (f"{UNCOUNTED}: {held / 1e6:.2f} MB of {on_gpu}",) if held else ()
+    held = growing_memory.held_by_device() if on_gpu else {}
+    beside = (f"{UNCOUNTED}: {size / 1e6:.2f} MB of {place}" for place, size in held.items())
     notes += (*bounds_checks.unreported(), *beside, *(() if has_all else (UNRECORDED,)))
     return Report(components, able.device.name, able.bandwidth, notes)
 
@@ -190,6 +190,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         casts=Counter(str(cast) for cast in dispatcher.state.casts.values() if cast.compute_dtype),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
+        texts=tuple(dispatcher.texts),
     )
 
 

@@ -162,6 +162,7 @@ class ComponentRow:
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
     profile: ProfileRow | None = None  # measured by debug.profile
+    texts: tuple[str, ...] = ()  # what becomes of calls that are split over devices
 
     @property
     def latest(self) -> GraphRow | None:
@@ -298,6 +299,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {counted(c.num_recompiles, 'recompile')}, {counted(c.num_shapes, 'shape')},"
         f" {counted(c.num_launches, 'launch')}"
     ]
+    lines += [f"  {text}" for text in c.texts]
     lines += ["  derived inputs:"] if c.derived else []
     lines += [f"  {c.offloaded}"] if c.offloaded else []
     lines += [f"    {row}" for row in c.derived]

@@ -137,7 +137,8 @@ def _compiling_like(compile_like: CompileLike, own: Callable[..., Any]) -> Calla
         own(pipe, name, value)
         for path, module in parts_of(value, name).items() if in_force(__setattr__) else ():
             known = _dispatcher_for(pipe, before.get(path))
-            if type(known) is Dispatcher and dispatcher_in(module) is None:
+            is_ours = known is not None and known.is_made_by(known.how)  # none that trains
+            if known is not None and is_ours and dispatcher_in(module) is None:
                 compile_like(pipe, path, module, known)
                 log.info(
                     "%s: %s, which is put in the place of a compiled one, is compiled as well",

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -26,14 +27,18 @@ from strop.diffusion.pictures import NAME, convert_on_device
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
 from strop.dispatch.known_dispatchers import dispatcher_of
+from strop.dispatch.parallel.rules import family_of
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 
 log = logging.getLogger("strop")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
+def optimize_pipeline(
+    pipe: Any, options: Options, of_denoisers: Mapping[str, Any] = NOTHING, **how: Any
+) -> None:
     """Compile every known component. Adapters and schedulers stay diffusers' own, but that those
     which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``),
     that diffusers looks for offloaded weights in less time (``offloading.py``), that nobody waits
@@ -41,7 +46,8 @@ def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
     copied to the host (``pictures.py``). Files with adapters are looked at before they are loaded
     (``adapter_loading.py``). All of it is for optimised pipelines alone.
 
-    ``how`` is what ``optimize_module`` takes for each component.
+    ``how`` is what ``optimize_module`` takes for each component, ``of_denoisers`` what it takes for
+    the denoisers beside that: those whose calls are split over devices.
 
     What is compiled as it is to be already, for a pipeline that this one was made of, stays so.
     Raises OptionError for a pipeline that has none of them.
@@ -50,7 +56,8 @@ def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
     if not known:
         raise OptionError(_nothing_known(pipe))
     own_options = options_of_parts(known, options)
-    kept = _kept(pipe, known, own_options)
+    further = dict.fromkeys(_split(pipe, known, of_denoisers), of_denoisers)
+    kept = _kept(pipe, known, own_options, further)
     loop = next((kept[name].loop for name in kept if name in DENOISERS), DenoiseLoop())
     record = new_record(pipe)
     changes = Changes() if record is None else record.changes
@@ -62,7 +69,8 @@ def optimize_pipeline(pipe: Any, options: Options, **how: Any) -> None:
         for name, module in known.items():
             own = loop if name in DENOISERS else None
             if name not in kept or (own is not None and kept[name].loop is not own):
-                _compile(module, own_options[name], name, own, _part_of(pipe, name), **how)
+                made = {**how, **further.get(name, NOTHING)}
+                _compile(module, own_options[name], name, own, _part_of(pipe, name), **made)
         _mark_own_bar(pipe, loop, changes)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
     if left:
@@ -90,8 +98,36 @@ def options_of_parts(known: Mapping[str, nn.Module], options: Options) -> dict[s
     return {n: replace(options, weights_budget_bytes=budgets.get(n, 0)) for n in known}
 
 
+def _split(pipe: Any, known: Mapping[str, nn.Module], of_denoisers: Mapping[str, Any]) -> list[str]:
+    """Return the denoisers whose calls are split over devices. Raises OptionError where it is asked
+    for and nobody knows how."""
+    if not of_denoisers:
+        return []
+    denoisers = {name: module for name, module in known.items() if name in DENOISERS}
+    found = [name for name, module in denoisers.items() if family_of(module) is not None]
+    for name in found:
+        of_denoisers["kind"].check(known[name], of_denoisers["wanted"])
+    left = {name: module for name, module in denoisers.items() if name not in found}
+    if not found:
+        raise OptionError(
+            f"parallel={of_denoisers['wanted'][0]!r}: {type(pipe).__name__} has no denoiser whose"
+            f" calls Strop knows how to split; it has {_listed(left) or 'none'}"
+        )
+    if left:
+        log.warning(
+            "%s: not split over devices: %s, of which nothing says which arguments have a row for"
+            " each picture",
+            type(pipe).__name__,
+            _listed(left),
+        )
+    return found
+
+
 def _kept(
-    pipe: Any, known: Mapping[str, nn.Module], options: Mapping[str, Options]
+    pipe: Any,
+    known: Mapping[str, nn.Module],
+    options: Mapping[str, Options],
+    further: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Dispatcher]:
     """Return what serves parts that are compiled in the way that is asked for."""
     found = {}
@@ -99,7 +135,8 @@ def _kept(
         own = dispatcher_of(module)
         if own is None:
             continue
-        is_alike = (type(own), own.name, own.options) == (Dispatcher, name, options[name])
+        wanted = further.get(name, NOTHING)
+        is_alike = (own.name, own.options) == (name, options[name]) and own.is_made_by(wanted)
         holder, place = place_for(module)
         is_around = vars(holder).get(place) is own  # and nobody's wrapper is
         if is_alike and is_around and own.component is _part_of(pipe, name):
@@ -131,7 +168,11 @@ def _compile_like(pipe: Any, path: str, module: nn.Module, known: Dispatcher) ->
     component = pipe.__dict__.get(name, module)
     if (record := record_of(pipe)) is not None:
         record.note({name: component}, [module])
-    _compile(module, known.options, path, known.loop if name in DENOISERS else None, component)
+    loop = known.loop if name in DENOISERS else None
+    if family_of(module) is None and known.how:
+        log.warning("%s is not split over devices: nothing says how its calls are", path)
+    how = known.how if family_of(module) is not None else NOTHING
+    _compile(module, known.options, path, loop, component, **how)
 
 
 def _mark_own_bar(pipe: Any, loop: DenoiseLoop, changes: Changes) -> None:

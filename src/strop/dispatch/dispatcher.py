@@ -8,7 +8,7 @@ that is nothing but kernels on a CPU, the second call of a shape goes the short 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -350,6 +350,12 @@ class Dispatcher(ForwardStandIn):
             if self.latest is not None:
                 self.latest.let_go()
 
+    def look_again(self) -> None:
+        """Have the next call look at everything: the module has been written to."""
+        with self._lock:
+            self._look.forget()
+            self.loop.forget()
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Meanwhile no other thread's call is looked at, nor under way."""
@@ -371,6 +377,30 @@ class Dispatcher(ForwardStandIn):
         """Have rows of a batch take adapters of their own from the next call on, or no longer."""
         with self._lock:
             self.state.effective.take_rows(self.module, rows)
+
+    @property
+    def how(self) -> Mapping[str, Any]:
+        """Return what another dispatcher like this is made with, beside options and name."""
+        return {}
+
+    def is_made_by(self, how: Mapping[str, Any]) -> bool:
+        """Tell whether this is what would be made so."""
+        return type(self) is how.get("kind", Dispatcher) and self.how == how
+
+    @property
+    def served_twins(self) -> Mapping[str, Dispatcher]:
+        """Return what serves copies of the module on other devices, by their names."""
+        return {}
+
+    @property
+    def alone(self) -> Mapping[str, int]:
+        """Return how many calls were not spread over devices though they were to be, by reason."""
+        return {}
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """Say what else there is to explain of the calls, in lines."""
+        return ()
 
     @property
     def budget(self) -> WeightsBudget | None:

@@ -153,7 +153,7 @@ class EntryRunner:
             except cuda_graphs.NoGraphError as error:
                 entry.has_graph = False
                 self._fallbacks.note(f"runs without a CUDA graph: {error}")
-        driver.enter_thread()
+        driver.enter_thread(entry.device.index)
         stream = torch.cuda.current_stream(entry.device).cuda_stream
         try:
             return self._run_bound(entry, tensors, stream, checked_loop)

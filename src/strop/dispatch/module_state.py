@@ -77,11 +77,13 @@ class ModuleState:
         self._looks: dict[int, PlainLook] = {}  # at the memory of tensors, by their ids
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
         self.turned = TurnedSettings(module)
+        self.num_scans = 0
         self.scan()
 
     @collection_paused()
     def scan(self) -> None:
         """Look at the module anew."""
+        self.num_scans += 1
         everything = named_parts(self.module)
         self.modules = [part for _, part in everything]
         refused = self._scan_offload(everything)

@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from strop.dispatch.variants import Variant
 
 log = logging.getLogger("strop")
-_FORMAT = 6
+_FORMAT = 7
 # What a trace runs the code of. Triton is not among them, as it only compiles kernels.
 _LIBRARIES = ("diffusers", "transformers", "peft")
 # By package: whose classes of modules and weights are traced where a model has them.
@@ -76,7 +77,7 @@ def key_of(
     parts.append(_config(module, state))
     parts += [*state.global_guards.text, *state.global_guards.containers, state.global_guards.code]
     parts += [
-        f"{n}:{shape}:{layout_of(t)}:{t.dtype}:{device}"
+        f"{n}:{shape}:{layout_of(t)}:{t.dtype}:{device.type}"
         for n, t, shape, device in zip(
             state.names, state.tensors, state.shapes, state.devices, strict=True
         )
@@ -86,10 +87,21 @@ def key_of(
     parts += [
         repr(state.adapters),
         repr(skeleton),
-        repr((shapes.specs, shapes.hints if shapes.is_exact else ())),
+        repr((_of_any(shapes.specs), shapes.hints if shapes.is_exact else ())),
         str(torch.get_default_dtype()),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _of_any(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Return specs without the number of a device: a plan is for each device of a kind."""
+    return on_device(specs, lambda device: torch.device(device.type))
+
+
+def on_device(
+    specs: Sequence[TensorSpec], place: Callable[[torch.device], torch.device]
+) -> tuple[TensorSpec, ...]:
+    return tuple(replace(spec, device=place(spec.device)) for spec in specs)
 
 
 def _config(module: nn.Module, state: ModuleState) -> str:

@@ -350,6 +350,8 @@ class VariantStore:
                 library.begin(_needed(variant.program, env, library))
                 if not self._keep(variant, stored_keys[-1]):
                     stored_keys = ()
+            else:
+                variant = _on(device, variant)
             variant = replace(variant, stored_keys=stored_keys)
             if variant.state_names != tuple(state.names):
                 raise CaptureError(
@@ -512,6 +514,14 @@ class VariantStore:
                 ", ".join(sorted(written)),
             )
         return captured
+
+
+def _on(device: torch.device, variant: Variant) -> Variant:
+    """Return a stored variant for a device, of which kind it was made on any."""
+    specs, rows = (
+        stored_variants.on_device(some, lambda _: device) for some in (variant.specs, variant.rows)
+    )
+    return replace(variant, specs=specs, rows=rows)
 
 
 def _needed(

@@ -76,6 +76,13 @@ class TurnedSettings:
         root = type(self.module).__qualname__
         return frozenset(f"{path or root}.{name}" for path, name in self.names)
 
+    @property
+    def values(self) -> tuple[float, ...] | None:
+        """Return all floats of turned settings as they are now, or None where a setting has another
+        form than at the last scan."""
+        now = self._values()
+        return None if now is None else tuple(now)
+
     def read(self, beside: Beside) -> Skeleton | None:
         """The settings as one more part of a call's skeleton, whose floats go ``beside``, those
         of a group once; None where one has another form than at the last scan."""

@@ -424,11 +424,30 @@ def load(cubin: Cubin) -> CudaFunction:
 _OF_THREAD = threading.local()
 
 
-def enter_thread() -> None:
-    """Have a context in this thread, so that it may launch what others have loaded."""
-    if not getattr(_OF_THREAD, "has_context", False):
-        current_context()
-        _OF_THREAD.has_context = True
+def enter_thread(index: int) -> None:
+    """Have the context of GPU ``index`` in this thread, so that it may launch there what others
+    have loaded. torch's current device is that one already; where nothing has been done on it in
+    this thread, the driver may still have another."""
+    if getattr(_OF_THREAD, "index", None) == index:
+        return
+    current_context()
+    device = c_int32()
+    _check(_cuda().cuCtxGetDevice(byref(device)), "asking for the device of a context")
+    if device.value != index:
+        _enter_primary(index)
+    _OF_THREAD.index = index
+
+
+def _enter_primary(index: int) -> int:
+    """Make the context of GPU ``index`` that torch uses the current one, and return it."""
+    context, device = c_void_p(), c_int32()
+    _check(_cuda().cuDeviceGet(byref(device), index), "finding the device")
+    retained = _cuda().cuDevicePrimaryCtxRetain(byref(context), device)
+    _check(retained, "asking for the device's context")
+    _check(_cuda().cuCtxSetCurrent(context), "making a context current")
+    if not context.value:
+        raise CodegenError(f"the driver gave no context for device {device.value}")
+    return context.value
 
 
 def current_context() -> int:
@@ -436,13 +455,4 @@ def current_context() -> int:
     none, and gets the one of torch's current device, which its other threads use."""
     context = c_void_p()
     _check(_cuda().cuCtxGetCurrent(byref(context)), "asking for the current context")
-    if context.value:
-        return context.value
-    device = c_int32()
-    _check(_cuda().cuDeviceGet(byref(device), torch.cuda.current_device()), "finding the device")
-    retained = _cuda().cuDevicePrimaryCtxRetain(byref(context), device)
-    _check(retained, "asking for the device's context")
-    _check(_cuda().cuCtxSetCurrent(context), "making a context current")
-    if not context.value:
-        raise CodegenError(f"the driver gave no context for device {device.value}")
-    return context.value
+    return context.value or _enter_primary(torch.cuda.current_device())

@@ -239,6 +239,12 @@ def held_bytes(device: torch.device) -> int:
     return space.held_bytes if space else 0
 
 
+def held_by_device() -> dict[torch.device, int]:
+    """Return it of each device where that is anything."""
+    spaces = [(device, space) for device, space in _SPACES.items() if space is not None]
+    return {device: space.held_bytes for device, space in spaces if space.held_bytes}
+
+
 def watch(device: torch.device, before_change: Callable[[], None]) -> None:
     """Have this be called before ``held_bytes`` of a device changes, instead of what was before."""
     space = space_of(device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("strop")
+_FOR_ALL_GPUS = 1  # cudaHostRegisterPortable: not for the current one alone
 
 
 def pinned(size_bytes: int, *, for_gpu: bool) -> Tensor:
@@ -24,7 +25,7 @@ def pinned(size_bytes: int, *, for_gpu: bool) -> Tensor:
     flat = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages
     if for_gpu:
         cudart, address = torch.cuda.cudart(), flat.data_ptr()
-        error = cudart.cudaHostRegister(address, size_bytes, 0)
+        error = cudart.cudaHostRegister(address, size_bytes, _FOR_ALL_GPUS)
         if int(error):
             log.warning(
                 "%.2f GB of weights lie in memory of the host that could not be pinned (%s), from"
