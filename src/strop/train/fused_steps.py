@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from strop.train import quantized
+from strop.train.averages import HostAverages
+from strop.train.ema import EMASchedule
 from strop.train.optimizers import FusedAdamW
 from strop.train.scaler import GradScaler, update
 from strop.train.settings import Settings
@@ -32,16 +34,19 @@ class FusedSteps:
             eps=settings.adam_epsilon,
             weight_decay=settings.adam_weight_decay,
             max_grad_norm=settings.max_grad_norm,
-            ema_decay=settings.ema_decay if settings.use_ema else None,
+            ema_decay=settings.ema_decay if settings.use_ema and not settings.offload_ema else None,
             states="8bit" if settings.use_8bit_adam else "fp32",
             process_group=group,
         )
+        self.averages = None
+        if settings.use_ema and settings.offload_ema:
+            self.averages = HostAverages(parameters, EMASchedule(settings.ema_decay))
         device = parameters[0].device.type
         self.scaler = GradScaler(device) if settings.mixed_precision == "fp16" else None
 
     @property
     def draws_otherwise(self) -> bool:
-        return self.optimizer.ema is not None
+        return self.optimizer.ema is not None or self.averages is not None
 
     @property
     def skips_steps(self) -> bool:
@@ -59,20 +64,35 @@ class FusedSteps:
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        if self.averages is not None:
+            self.averages.settle()
         update(self.optimizer, self.scaler)
+        if self.averages is not None:
+            self.averages.step()
 
     def tensors_of(self, parameter: Tensor) -> States:
         state = self.optimizer.state.get(parameter, {})
-        return {key: value for key, value in state.items() if key in _KINDS}
+        found = {key: value for key, value in state.items() if key in _KINDS}
+        average = None if self.averages is None else self.averages.of(parameter)
+        return found if average is None else {**found, AVERAGE: average}
 
     def numbers(self) -> dict[str, Any]:
+        averaged, draws = self.optimizer.counts
+        if self.averages is not None:
+            averaged = self.averages.steps
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        return {"counts": list(self.optimizer.counts), "scaler": scaler}
+        return {"counts": [averaged, draws], "scaler": scaler}
 
     def load(self, states: Mapping[Tensor, States], numbers: Mapping[str, Any]) -> None:
-        optimizer = self.optimizer
-        own = enumerate(optimizer.parameters())
-        kept = {place: states[p] for place, p in own if states[p]}
+        optimizer, kept = self.optimizer, dict[int, States]()
+        for place, parameter in enumerate(optimizer.parameters()):
+            found = dict(states[parameter])
+            if self.averages is not None and AVERAGE in found:
+                self.averages.take(parameter, found.pop(AVERAGE))
+            if found:
+                kept[place] = found
+        if self.averages is not None:
+            self.averages.steps = numbers["counts"][0]
         extra = dict(zip(("ema_steps", "draws"), numbers["counts"], strict=True))
         optimizer.load_state_dict({**optimizer.state_dict(), "state": kept, "strop": extra})
         if self.scaler is not None:
@@ -80,6 +100,9 @@ class FusedSteps:
 
     @torch.no_grad()
     def put_weights_to_draw(self) -> None:
+        if self.averages is not None:
+            self.averages.write()
+            return
         for parameter in self.optimizer.parameters():
             average = self.tensors_of(parameter).get(AVERAGE)
             if average is not None:  # there is none before the first step

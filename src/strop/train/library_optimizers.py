@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from strop.errors import OptionError
+from strop.train import averages
+from strop.train.averages import Averages
 from strop.train.ema import EMASchedule
 from strop.train.fused_steps import AVERAGE
 from strop.train.settings import Settings
@@ -82,8 +84,11 @@ def make(settings: Settings, parameters: Sequence[Tensor]) -> LibrarySteps:
     inner = getattr(library, maker.name)(
         list(parameters), lr=settings.rate, **arguments, **maker.more
     )
-    schedule = EMASchedule(settings.ema_decay) if settings.use_ema else None
-    return LibrarySteps(inner, settings.max_grad_norm, schedule)
+    beside = None
+    if settings.use_ema:
+        schedule = EMASchedule(settings.ema_decay)
+        beside = averages.make(parameters, schedule, settings.offload_ema)
+    return LibrarySteps(inner, settings.max_grad_norm, beside)
 
 
 class LibrarySteps:
@@ -92,12 +97,10 @@ class LibrarySteps:
     skips_steps = False
 
     def __init__(
-        self, inner: torch.optim.Optimizer, max_norm: float, ema: EMASchedule | None
+        self, inner: torch.optim.Optimizer, max_norm: float, averages: Averages | None
     ) -> None:
-        self.inner, self.max_norm, self.ema = inner, max_norm, ema
+        self.inner, self.max_norm, self.averages = inner, max_norm, averages
         self.norm = torch.zeros(())
-        self._averages: dict[Tensor, Tensor] = {}
-        self._averaged = 0  # steps
         self._switch("train")
 
     @property
@@ -115,7 +118,7 @@ class LibrarySteps:
 
     @property
     def draws_otherwise(self) -> bool:
-        return self.ema is not None or self._switches
+        return self.averages is not None or self._switches
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss
@@ -128,20 +131,16 @@ class LibrarySteps:
         grads = [p.grad for p in owners if p.grad is not None]
         self.norm = torch.nn.utils.get_total_norm(grads)
         torch.nn.utils.clip_grads_with_norm_(owners, self.max_norm, self.norm)
+        if self.averages is not None:
+            self.averages.settle()
         self.inner.step()
         self.inner.zero_grad()
-        if self.ema is None:
-            return
-        self._averaged += 1
-        weight = 1.0 - self.ema.decay_at(self._averaged)
-        for parameter in self._parameters:
-            average = self._averages.setdefault(parameter, parameter.detach().clone())
-            average.lerp_(parameter, weight)
+        if self.averages is not None:
+            self.averages.step()
 
-    @torch.no_grad()
     def put_weights_to_draw(self) -> None:
-        for parameter, average in self._averages.items():
-            parameter.copy_(average)
+        if self.averages is not None:
+            self.averages.write()
         self._switch("eval")
 
     def put_weights_to_train(self) -> None:
@@ -152,9 +151,8 @@ class LibrarySteps:
     def tensors_of(self, parameter: Tensor) -> States:
         state = self.inner.state.get(parameter, {})
         found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        if parameter in self._averages:
-            found[AVERAGE] = self._averages[parameter]
-        return found
+        average = None if self.averages is None else self.averages.of(parameter)
+        return found if average is None else {**found, AVERAGE: average}
 
     def numbers(self) -> dict[str, Any]:
         states = [
@@ -165,20 +163,23 @@ class LibrarySteps:
             {key: _as_json(value) for key, value in group.items() if _is_kept(value)}
             for group in self.inner.param_groups
         ]
-        own = {"averaged": self._averaged, "states": states, "groups": groups}
+        averaged = 0 if self.averages is None else self.averages.steps
+        own = {"averaged": averaged, "states": states, "groups": groups}
         return {"optimizer": own, "scaler": None}
 
     @torch.no_grad()
     def load(self, states: Mapping[Tensor, States], numbers: Mapping[str, Any]) -> None:
         numbers = numbers["optimizer"]
-        self._averaged = numbers["averaged"]
+        if self.averages is not None:
+            self.averages.steps = numbers["averaged"]
         for parameter, plain in zip(self._parameters, numbers["states"], strict=True):
             own = {
                 key: t.to("cpu" if key == "step" else parameter.device, copy=True)
                 for key, t in states[parameter].items()
             }
-            if AVERAGE in own:
-                self._averages[parameter] = own.pop(AVERAGE)
+            average = own.pop(AVERAGE, None)
+            if average is not None and self.averages is not None:
+                self.averages.take(parameter, average)
             if own or plain:
                 self.inner.state[parameter] = {**own, **plain}
         for group, found_group in zip(self.inner.param_groups, numbers["groups"], strict=True):
