@@ -89,6 +89,21 @@ def _check_averages(s: Settings) -> None:
 
 
 def _check_adapters(s: Settings) -> None:
+    if s.base_weights and s.use_dora:
+        raise OptionError(
+            "use_dora trains the lengths of the base's rows, which base_weights quantises: leave "
+            "one of the two out"
+        )
+    if s.base_weights == "nf4" and s.adapter != "lora":
+        raise OptionError(
+            f"{s.adapter} reads the shapes of weights, which nf4 packs: take --base_weights int8 "
+            "or fp8, or --adapter lora"
+        )
+    if s.base_weights and s.compile_unet:
+        raise OptionError(
+            "compile_unet is not built for training beside quantised weights: leave it or "
+            "base_weights out"
+        )
     if s.adapter == "lora":
         return
     for name in ("use_dora", "lora_dropout"):
