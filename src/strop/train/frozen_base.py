@@ -1,4 +1,4 @@
-"""Quantise the weights beside adapters, by torchao (int8, fp8) or bitsandbytes (nf4).
+"""Replace linears beside adapters by quantised ones of torchao (int8, fp8) or bitsandbytes (nf4).
 
 Their linears multiply by what the codes stand for, and their gradients by their inputs do the same;
 the codes get no gradient. Adapters keep their own type.
@@ -20,7 +20,7 @@ _EXTRA = "pip install 'strop[quantised]'"
 
 
 def quantise(module: nn.Module, kind: str) -> int:
-    """Quantise all linears of ``module`` that are not trained, in place, and return their number.
+    """Replace all linears of ``module`` that are not trained, and return their number.
 
     ``kind``: int8 or fp8, a code for each weight and a scale for each row; or nf4, four bits for
     each weight and a scale for 64 (https://arxiv.org/abs/2305.14314). Raises OptionError without
