@@ -28,7 +28,7 @@ def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnBatch:
     """Hold what the loss of a batch is computed from, on the device.
 
     mixed, wanted: [rows, channels, height, width], what the network sees and is to predict.
@@ -64,7 +64,7 @@ class Objective:
     def __call__(self, batch: Batch, number: int) -> Tensor:
         return self.loss(self.drawn(batch, number))
 
-    def drawn(self, batch: Batch, number: int) -> Drawn:
+    def drawn(self, batch: Batch, number: int) -> DrawnBatch:
         """Draw what the loss of this batch needs, and encode what is not trained. Seeds torch's
         generators for the dropout of the modules."""
         settings, share, model = self.settings, batch.share, self.model
@@ -74,7 +74,7 @@ class Objective:
         latents = self._latents(batch, draws)
         noise, added = self._noises(latents, draws)
         levels = model.process.draw(draws)
-        return Drawn(
+        return DrawnBatch(
             levels.keep * latents + levels.lose * added,
             levels.times,
             model.process.wanted(latents, noise, levels),
@@ -86,13 +86,13 @@ class Objective:
             share.weight,
         )
 
-    def loss(self, drawn: Drawn) -> Tensor:
+    def loss(self, drawn: DrawnBatch) -> Tensor:
         """Compute the loss of what was drawn, on the device alone."""
         rows = self._errors(drawn)
         loss = joined(rows, drawn.num_instances, self.settings.prior_loss_weight)
         return loss if drawn.share == 1.0 else loss * drawn.share
 
-    def _errors(self, drawn: Drawn) -> Tensor:
+    def _errors(self, drawn: DrawnBatch) -> Tensor:
         """Return the weighed error of each row."""
         model, wish = self.model, self.settings.guidance_scale
         guidance = _GUIDANCE if wish is None else wish
