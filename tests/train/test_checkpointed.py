@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import strop
 from strop.dispatch import training
 from strop.dispatch.dynamo import AOT_LOG
+from strop.frontend import repeated_gradients
+from strop.frontend.checkpoints import tagged_checkpoints
 from strop.ir.affine import base_of
 from tests.e2e import tiny
 from tests.train.compiled import (
@@ -49,14 +52,13 @@ def small(is_checkpointed: bool = True, **changes: Any) -> nn.Module:
 
 
 def check_graphs(module: Any) -> None:
-    """One pair, by torch's tracing for the one reason there is, and nothing in eager."""
+    """One pair of our own tracing, and nothing in eager."""
     report = strop.explain(module)
     assert roles(module.forward.log) == PAIR
     assert report.num_graphs == 2
     assert not report.fallbacks
     assert not module.forward.log.fallbacks
-    (reason,) = module.forward.traced_by_torch
-    assert reason.endswith("it uses torch.utils.checkpoint")
+    assert not module.forward.traced_by_torch
 
 
 def kept_bytes(module: Any) -> int:
@@ -177,7 +179,7 @@ def test_adapters() -> None:
     eager.add_adapter(config)
     ours = strop.optimize(copy.deepcopy(eager), train=True, options=options())
     assert_gradients_as_accurate(
-        ours, eager, [unet_args(n) for n in range(4)] * 2, per_tensor=False
+        ours, eager, [unet_args(n) for n in range(4)] * 4, per_tensor=False
     )
     check_graphs(ours)
     found = gradients(ours, unet_args(0))
@@ -199,16 +201,112 @@ def test_adapters() -> None:
     assert all(tuple(mask) == (True, False, False) for mask in masks)
 
 
+class Normed(nn.Module):
+    """Writes into its buffers, so that torch traces it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x).sin()
+        return found
+
+
 def test_what_torch_traces_no_more_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limit counts every module with this forward: the next one would run in eager unseen."""
     monkeypatch.setattr(training, "MOST_TRACES", 1)
     found = []
     for _ in range(2):
-        module = strop.optimize(Noisy(), train=True, options=options(strict=False))
+        module = strop.optimize(Normed(), train=True, options=options(strict=False))
         module(torch.randn(5, 8)).sum().backward()
         found.append(strop.explain(module).fallbacks)
     assert not found[0]
     assert any("runs it in eager" in reason for reason in found[1])
+
+
+class Half(nn.Module):
+    """Has three parts, so that its copies are those of a repeated block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(F.gelu(self.up(self.norm(x)))).sin()
+        return found
+
+
+class Whole(nn.Module):
+    """Two halves, each within a checkpoint if ``inside``."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.inside = Half(), Half(), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        for half in (self.first, self.second):
+            x = checkpoint(half, x, use_reentrant=False) if self.inside else half(x)
+        return x.tanh()
+
+
+class Stack(nn.Module):
+    """Equal blocks, each within a checkpoint if ``outside``, behind one that is not."""
+
+    def __init__(self, outside: bool, inside: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Whole(inside) for _ in range(4))
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = checkpoint(block, x, use_reentrant=False) if self.outside else block(x)
+        return x
+
+
+PLACES = {"outside": (True, False), "inside": (False, True), "both": (True, True)}
+KEPT = {"outside": (0.25, 2), "inside": (0.0, 8), "both": (0.0, 4)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_blocks_that_repeat(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a block's nodes lie in regions of their own, and gradients in none: kept are a
+    block without a checkpoint, and what each region but the last hands on."""
+    copied, copy_nodes = [], repeated_gradients.copy_nodes
+
+    def counted(known: Any, *rest: Any) -> Any:
+        copied.append(known)
+        return copy_nodes(known, *rest)
+
+    monkeypatch.setattr(repeated_gradients, "copy_nodes", counted)
+    eager = Stack(*PLACES[place])
+    ours = strop.optimize(copy.deepcopy(eager), train=True, options=options())
+    inputs = [(torch.randn(n, 5, 8, requires_grad=True),) for n in (3, 2, 4, 7)]
+    assert_gradients_as_accurate(ours, eager, inputs, per_tensor=False)
+    check_graphs(ours)
+    assert copied, "else there is no test here"
+    plain = strop.optimize(Stack(False, False), train=True, options=options())
+    gradients(plain, inputs[0])
+    share, handed_on = KEPT[place]
+    assert kept_bytes(ours) == share * kept_bytes(plain) + handed_on * inputs[0][0].numel()
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoints_outside_of_a_trace(is_reentrant: bool) -> None:
+    """Another thread may run them meanwhile."""
+    layer = nn.Linear(8, 8)
+
+    def gradient(through: Callable[..., Tensor]) -> Tensor:
+        layer.zero_grad()
+        x = torch.ones(3, 8, requires_grad=True)
+        with tagged_checkpoints():
+            through(lambda y: layer(y).sin(), x).sum().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    found = gradient(partial(checkpoint, use_reentrant=is_reentrant))
+    assert torch.equal(found, gradient(lambda function, x: function(x)))
 
 
 def steps(module: nn.Module, called: Any, sizes: list[Args]) -> list[Tensor]:

@@ -22,7 +22,7 @@ import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import strop
 from strop import Options, train
@@ -228,8 +228,12 @@ def both(rank: int, case: Case, how: Options) -> list[dict[str, Tensor]]:
     return [found, expected]
 
 
+def products_kept() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
 class Checkpointed(nn.Module):
-    """Of more than one bucket, and of more than Strop traces itself."""
+    """Of more than one bucket. Strop traces no checkpoint itself that chooses what it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +241,12 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(lambda y, layer=layer: F.silu(layer(y)), x, use_reentrant=False)
+            x = checkpoint(
+                lambda y, layer=layer: F.silu(layer(y)),
+                x,
+                use_reentrant=False,
+                context_fn=products_kept,
+            )
         return x
 
 

@@ -159,7 +159,7 @@ def _count_states(loop: TrainingLoop) -> None:
     usual = Learner.states
 
     def states(learner: Learner, *kinds: Any) -> dict[str, Tensor]:
-        own = learner.optimizer.state.values()
+        own = learner.steps.optimizer.state.values()
         held = sum(t.numel() for state in own for t in state.values() if isinstance(t, Tensor))
         loop.watch.stages.append(f"holds {held}")  # type: ignore[attr-defined]
         return usual(learner, *kinds)

@@ -85,7 +85,7 @@ class Checkpointed(nn.Module):
         self.up = nn.Linear(4, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: F.silu(self.up(y)), x, use_reentrant=False)
+        return checkpoint(F.silu, self.up(x), use_reentrant=True)
 
 
 class Counting(nn.Module):
@@ -124,7 +124,7 @@ class Passing(nn.Module):
     ("make", "reason"),
     [
         (Normed, "mutation|writes into"),
-        (Checkpointed, r"torch\.utils\.checkpoint"),
+        (Checkpointed, "use_reentrant=True"),
         (Counting, "it sets calls of a Counting"),
         (Passing, "shares memory with an argument"),
     ],

@@ -431,7 +431,7 @@ def test_a_compiled_network_learns_what_a_plain_one_does(
         def note(names: Any = made.learner.named, kept: dict[str, Tensor] = seen) -> None:
             kept.update({n: p.grad.clone() for n, p in names.items() if p.grad is not None})
 
-        optimizer = made.learner.optimizer
+        optimizer = made.learner.steps.optimizer
         optimizer.register_step_pre_hook(lambda *_, note=note: note())
         step = strop.train.compile_step(objective, optimizer)
         step(made.source.batch(NUMBER), NUMBER)

@@ -220,7 +220,7 @@ def test_the_averages_are_what_is_saved(
         device=device,
     )
     TrainingLoop(made, trainer.Watch()).run()
-    average = made.learner.optimizer.ema
+    average = made.learner.steps.optimizer.ema
     assert average is not None
     saved = trainer.weights(tmp_path)
     for (name, live), mean in zip(made.learner.named.items(), average.shadow_params, strict=True):

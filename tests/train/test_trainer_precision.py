@@ -329,7 +329,7 @@ def test_scaled_losses_on_a_gpu(tiny_model: Path, pictures: Path, tmp_path: Path
         use_ema=True,
         max_train_steps=24,
     )
-    scaler = made.learner.scaler
+    scaler = made.learner.steps.scaler
     assert scaler is not None
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**30})
     before = [p.detach().clone() for p in made.learner.parameters]

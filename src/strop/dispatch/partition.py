@@ -7,6 +7,7 @@ kept. ``Options.memory_budget`` below 1 has more computed again, down to whole l
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from strop.ir.graph import memory_order
 from strop.ir.program import Program
 
 Order = tuple[int, ...] | None
+_ONE_AT_A_TIME = threading.RLock()  # what is patched is torch's own, of all threads
 LEAST_BUDGET = 1e-3  # at 0 torch computes seeds again, which would be other ones
 
 # What is arithmetic is computed again however long its chain: our kernels fuse all of it. What a
@@ -62,6 +64,7 @@ class Joint:
         if can_merge(joint.graph):
             joint.graph, choice["cse"] = merged(joint.graph), False
         with (
+            _ONE_AT_A_TIME,
             config.patch(**choice),
             _nothing_draws_again(joint),
             least_cuts(),
@@ -104,7 +107,6 @@ def _nothing_draws_again(joint: GraphModule) -> Iterator[None]:
     if not has_recomputable_rng_ops(joint):
         yield
         return
-    # only Dynamo brings checkpoints, which compiles one graph at a time
     vars(partitioners)["has_recomputable_rng_ops"] = lambda joint: False
     try:
         yield

@@ -2,8 +2,8 @@
 
 Calls without gradients take the dispatcher's way. Of all others Strop traces a step itself: a
 forward and a backward graph, with the weights as arguments, so that nothing is stale after a step
-of an optimizer. What that trace cannot say (writes into buffers, checkpoints, hooks) goes through
-Dynamo, AOTAutograd and the same compiler.
+of an optimizer. What that trace cannot say (writes into buffers, hooks) goes through Dynamo,
+AOTAutograd and the same compiler.
 """
 
 from __future__ import annotations

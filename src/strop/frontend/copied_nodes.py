@@ -27,6 +27,7 @@ from strop.frontend.draws import draws
 from strop.frontend.fake_tensors import fake_memory, fake_view
 from strop.frontend.functional import memory_of, storage_of
 from strop.frontend.numbers import numbers_in
+from strop.frontend.regions import mark, regions_of, unmark
 
 _AS_STRIDED = torch.ops.aten.as_strided.default  # asks how an argument lies in memory
 
@@ -41,6 +42,7 @@ class RecordedNodes:
     nodes: tuple[Node, ...]
     leaves: tuple[Any, ...]
     own: frozenset[int]  # memory that each copy has for itself
+    regions: tuple[tuple[Node, ...], ...]  # within it, which are computed again
 
 
 def record(
@@ -49,14 +51,14 @@ def record(
     """Note what was added behind ``last``. ``given`` are nodes of tensors and of numbers that are
     inputs. Return None if it cannot be copied: it reads what was not given, or what Python has
     computed of these numbers, draws random numbers, or writes into what was given."""
-    nodes = _own_nodes(_nodes_behind(last, tracer))
+    nodes = _own_nodes(nodes_behind(last, tracer))
     inside, known = set(nodes), set(given)
-    numbers = {node for node in given if _is_size(node)}
+    numbers = {node for node in given if is_size(node)}
     inputs = frozenset[int]().union(*map(_numbers_of, numbers))
     memory = {storage_of(node) for node in given if node not in numbers}
     for node in nodes:
         sources = node.all_input_nodes
-        if not all(s in inside or s in known or _is_size(s) for s in sources):
+        if not all(s in inside or s in known or is_size(s) for s in sources):
             return None
         if not _may_repeat(node, memory) or _reads_computed(node, numbers, inputs):
             return None
@@ -66,7 +68,7 @@ def record(
     written = (node.all_input_nodes for node in nodes if _is_mutable(node))
     seen = [n for n in (*found, *chain.from_iterable(written)) if isinstance(n, Node)]
     own = frozenset(s for node in seen for s in _storages(node.meta.get("val"))) - memory
-    return RecordedNodes(path, tuple(given), nodes, tuple(found), own)
+    return RecordedNodes(path, tuple(given), nodes, tuple(found), own, regions_of(nodes))
 
 
 def copy_nodes(
@@ -82,10 +84,13 @@ def copy_nodes(
     values = _values(known, nodes)
     for node in known.nodes:
         copy = nodes[node] = tracer.graph.node_copy(node, lambda n: nodes.get(n, n))
+        unmark(copy)  # of what is around the original
         origin = origins.get(node.name, known.path)
         origins[copy.name] = path + origin.removeprefix(known.path)
         if node in values:
             copy.meta["val"] = values[node]
+    for region in known.regions:
+        mark(nodes[node] for node in region)
     return nodes
 
 
@@ -124,7 +129,7 @@ def _storages(value: Any) -> set[int]:
 def _values(known: RecordedNodes, given: Mapping[Node, Node]) -> dict[Node, Any]:
     """Return the fake values of copies whose memory is not that of their originals."""
     bases: dict[int | None, Any] = {
-        storage_of(n): now.meta.get("val") for n, now in given.items() if not _is_size(n)
+        storage_of(n): now.meta.get("val") for n, now in given.items() if not is_size(n)
     }
     seen = {storage_of(leaf) for leaf in known.leaves if isinstance(leaf, Node)}
     values: dict[Node, Any] = {}
@@ -164,12 +169,12 @@ def _own_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Leave out sizes, which copies share, but for those that are asked of a tensor among these."""
     found: dict[Node, None] = {}
     for node in nodes:
-        if not _is_size(node) or any(source in found for source in node.all_input_nodes):
+        if not is_size(node) or any(source in found for source in node.all_input_nodes):
             found[node] = None
     return tuple(found)
 
 
-def _is_size(node: Node) -> bool:
+def is_size(node: Node) -> bool:
     """Tell whether a node is a size or another number."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
@@ -183,7 +188,7 @@ def _reads_computed(node: Node, numbers: Set[Node], inputs: Set[int]) -> bool:
     stand."""
     if not inputs:
         return False
-    others = (s for s in node.all_input_nodes if _is_size(s) and s not in numbers)
+    others = (s for s in node.all_input_nodes if is_size(s) and s not in numbers)
     return any(not inputs.isdisjoint(_numbers_of(other)) for other in others)
 
 
@@ -193,7 +198,7 @@ def _may_repeat(node: Node, given: set[int | None]) -> bool:
         return False
     if not _is_mutable(node):
         return True
-    written = [value for value in node.args if isinstance(value, Node) and not _is_size(value)]
+    written = [value for value in node.args if isinstance(value, Node) and not is_size(value)]
     return given.isdisjoint(storage_of(value) for value in written)
 
 
@@ -202,7 +207,8 @@ def _is_mutable(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _nodes_behind(last: Node, tracer: Any) -> list[Node]:
+def nodes_behind(last: Node, tracer: Any) -> list[Node]:
+    """Return what was added to the graph after ``last``."""
     nodes = []
     for node in reversed(tracer.graph.nodes):
         if node is last:

@@ -3,7 +3,7 @@
 Autograd runs on the fake tensors of ``capture``, so that one pass of make_fx sees forward and
 backward. AOTAutograd behind Dynamo walks through the same module three times, with wrappers around
 the fake tensors; for a UNet that takes almost three times as long (docs/log/). What this cannot
-say raises CaptureError: writes into arguments or buffers, results that share memory, checkpointing.
+say raises CaptureError: writes into arguments or buffers, results that share memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import GraphModule, Node
@@ -43,6 +42,7 @@ from strop.frontend.capture import (
     tracing,
     without_empty,
 )
+from strop.frontend.checkpoints import tagged_checkpoints
 from strop.frontend.differentiated import refuse_wrapped
 from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
@@ -57,8 +57,6 @@ from strop.frontend.shape_rules import TracedSizes
 from strop.ir.graph import Ref
 from strop.ir.tensor_spec import TensorSpec
 
-# looked up at each call by whatever has imported ``checkpoint``
-_CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
 _TABLE = {**COMPOSITES, **joint.RETARGET}
 
 
@@ -143,7 +141,7 @@ def capture_step(
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     state, origins = named_state(module), dict[str, str]()
     flat = _Flat(module, call, tuple(state), wants)
-    with ONE_AT_A_TIME, settings(), torch.enable_grad(), _no_autocast_cache(), _no_checkpoints():
+    with ONE_AT_A_TIME, settings(), torch.enable_grad(), _no_autocast_cache(), tagged_checkpoints():
         roots = fake_roots(mode, hints)
         primals: list[Tensor] = [
             mode.from_tensor(t.detach(), static_shapes=True) for t in state.values()
@@ -217,20 +215,3 @@ def _no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def _no_checkpoints() -> Iterator[None]:
-    """Refuse checkpoints: what one computes again would be traced like all else, and kept after
-    all."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise CaptureError("it uses torch.utils.checkpoint")
-
-    refuse.apply = refuse  # type: ignore[attr-defined]
-    usual = {name: vars(torch.utils.checkpoint)[name] for name in _CHECKPOINTS}
-    vars(torch.utils.checkpoint).update(dict.fromkeys(usual, refuse))
-    try:
-        yield
-    finally:
-        vars(torch.utils.checkpoint).update(usual)

@@ -63,14 +63,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **notes: str) -> No
     write(path, fill)
 
 
-def sort_notes(path: Path) -> None:
-    """Write the notes of a safetensors file anew, by name: the library writes them in an order that
-    differs from time to time. Tensors stay where they are, as their places count from the end of
-    the header (https://github.com/huggingface/safetensors#format)."""
+def sort_notes(path: Path, **more: str) -> None:
+    """Write the notes of a safetensors file anew, by name, and ``more`` of them: the library writes
+    them in an order that differs from time to time. Tensors stay where they are, as their places
+    count from the end of the header (https://github.com/huggingface/safetensors#format)."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    notes = header.pop("__metadata__", {})
+    notes = header.pop("__metadata__", {}) | more
     sorted_header = {"__metadata__": dict(sorted(notes.items())), **header}
     text = json.dumps(sorted_header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # as the library aligns the tensors

@@ -40,9 +40,15 @@ class HostCopy:
 
 
 class HostCopies:
-    """Make copies, each in the memory of the one before."""
+    """Make copies, each in the memory of the one before. ``purpose`` and ``instead`` are for the
+    error of a host with too little memory."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        purpose: str = "a copy of what a checkpoint keeps",
+        instead: str = "use --no_background_checkpoints",
+    ) -> None:
+        self._purpose, self._instead = purpose, instead
         self._looks: object = None
         self._places: dict[str, dict[str, Tensor]] = {}
 
@@ -60,8 +66,7 @@ class HostCopies:
             self._places = _places(tensors)
         except (RuntimeError, MemoryError) as error:
             raise TrainingError(
-                f"the host has no memory for a copy of what a checkpoint keeps ({error}); use "
-                "--no_background_checkpoints"
+                f"the host has no memory for {self._purpose} ({error}); {self._instead}"
             ) from error
         self._looks = looks
 

@@ -78,5 +78,6 @@ def notes(settings: Settings, model: DiffusionModel, alpha: float) -> dict[str, 
         **kind,
         "ss_network_dim": str(settings.rank),
         "ss_network_alpha": str(alpha),
+        **({"ss_base_weights": settings.base_weights} if settings.base_weights else {}),
         **model.family.kohya_notes(model.modules, model.process.prediction),
     }

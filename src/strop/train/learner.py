@@ -10,17 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import OptionError
-from strop.train import library_optimizers, quantized
-from strop.train.library_optimizers import LibraryOptimizer
-from strop.train.optimizers import FusedAdamW
+from strop.train import library_optimizers
+from strop.train.fused_steps import FusedSteps
 from strop.train.ranks import ALONE, Ranks
-from strop.train.scaler import GradScaler, update
 from strop.train.settings import Settings
 from strop.train.sharded_parameters import ShardedParameters
+from strop.train.weight_steps import States, WeightSteps
 from strop.wording import counted
-
-_AVERAGE = "ema"
-_KINDS = ("step", "exp_avg", "exp_avg_sq", _AVERAGE, *quantized.KEYS)  # of states, by name
 
 
 class Learner:
@@ -41,31 +37,21 @@ class Learner:
         self._shards = None
         if settings.shard_optimizer and ranks.count > 1:
             self._shards = _sharded(self.parameters, ranks)
-        self.optimizer = self._optimizer(settings)
-        device = self.parameters[0].device.type
-        self.scaler = GradScaler(device) if settings.mixed_precision == "fp16" else None
+        self.steps = self._made_steps(settings)
 
-    def _optimizer(self, settings: Settings) -> FusedAdamW | LibraryOptimizer:
+    def _made_steps(self, settings: Settings) -> WeightSteps:
         if settings.optimizer != "adamw":
             return library_optimizers.make(settings, self.parameters)
-        return FusedAdamW(
-            self.parameters if self._shards is None else self._shards.own,
-            lr=settings.rate,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_epsilon,
-            weight_decay=settings.adam_weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-            ema_decay=settings.ema_decay if settings.use_ema else None,
-            states="8bit" if settings.use_8bit_adam else "fp32",
-            process_group=None if self._shards is None else torch.distributed.group.WORLD,
-        )
+        if self._shards is None:
+            return FusedSteps(settings, self.parameters, None)
+        return FusedSteps(settings, self._shards.own, torch.distributed.group.WORLD)
 
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():
             module.train(mode)
 
     def backward(self, loss: Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.steps.scaled(loss).backward()
 
     def average_gradients(self) -> None:
         """Put the mean over ranks in the place of each gradient that this rank needs."""
@@ -75,14 +61,8 @@ class Learner:
             self._ranks.average_sharded(self._shards)
 
     def step(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         self.before_changes()
-        if isinstance(self.optimizer, LibraryOptimizer):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        else:
-            update(self.optimizer, self.scaler)
+        self.steps.step(rate)
         if self._shards is not None:
             self._ranks.gather(self._shards)
 
@@ -98,36 +78,30 @@ class Learner:
         return found
 
     def forget_gradients(self) -> None:
-        self.optimizer.zero_grad()
-        for parameter in self.parameters:  # of which other ranks step some
+        for parameter in self.parameters:
             parameter.grad = None
 
     @property
     def norm(self) -> Tensor:
         """Return the norm of the gradients of the last step; the next step overwrites it."""
-        found = self.optimizer.grad_norm
-        assert found is not None
-        return found
+        return self.steps.norm
+
+    @property
+    def skips_steps(self) -> bool:
+        """Tell whether a step whose gradients are not finite is left out."""
+        return self.steps.skips_steps
 
     @property
     def is_sharded(self) -> bool:
         """Tell whether each rank has states of its own."""
         return self._shards is not None
 
-    def _tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        if isinstance(self.optimizer, LibraryOptimizer):
-            return self.optimizer.tensors_of(parameter)
-        if parameter not in self.optimizer.state:
-            return {}
-        state = self.optimizer.state[parameter]
-        return {key: value for key, value in state.items() if key in _KINDS}
-
     def states(self) -> dict[str, Tensor]:
         """Return the states of the optimizer that this rank has, the averages among them."""
         return {
             f"{name}/{key}": value
             for name, parameter in self.named.items()
-            for key, value in self._tensors_of(parameter).items()
+            for key, value in self.steps.tensors_of(parameter).items()
         }
 
     @contextmanager
@@ -135,28 +109,20 @@ class Learner:
     def averaged(self) -> Iterator[None]:
         """Put the averages in the place of the weights, if averages are kept, or the weights that
         the optimizer has for drawing. All ranks have to, where each has its own."""
-        library = self.optimizer if isinstance(self.optimizer, LibraryOptimizer) else None
-        switches = library is not None and library.switches
-        if self.optimizer.ema is None and not switches:
+        if not self.steps.draws_otherwise:
             yield
             return
         self.before_changes()
         kept = [parameter.detach().cpu().clone() for parameter in self.parameters]
-        for parameter in self.parameters:
-            average = self._tensors_of(parameter).get(_AVERAGE)
-            if average is not None:  # there is none before the first step
-                parameter.copy_(average)
-        if library is not None and switches:
-            library.switch("eval")
+        self.steps.put_weights_to_draw()
         if self._shards is not None:
             self._ranks.gather(self._shards)
         try:
             yield
         finally:
-            if library is not None and switches:
-                library.switch("train")  # and then to the bit what they were
+            self.steps.put_weights_to_train()
             for parameter, before in zip(self.parameters, kept, strict=True):
-                parameter.copy_(before)
+                parameter.copy_(before)  # to the bit what they were
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
@@ -169,10 +135,7 @@ class Learner:
 
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, for JSON."""
-        scaler = None if self.scaler is None else self.scaler.state_dict()
-        if isinstance(self.optimizer, LibraryOptimizer):
-            return {"optimizer": self.optimizer.numbers(), "scaler": scaler}
-        return {"counts": list(self.optimizer.counts), "scaler": scaler}
+        return self.steps.numbers()
 
     @torch.no_grad()
     def load(self, tensors: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
@@ -185,27 +148,8 @@ class Learner:
             raise OptionError(f"the checkpoint has other weights than the model: {', '.join(odd)}")
         for name, parameter in self.named.items():
             parameter.copy_(weights[name])
-        if isinstance(self.optimizer, LibraryOptimizer):
-            rows = [_of(name, states) for name in self.named]
-            self.optimizer.load(rows, numbers["optimizer"])
-        else:
-            self._load_fused(self.optimizer, states, numbers)
-        if self.scaler is not None:
-            self.scaler.load_state_dict(numbers["scaler"])
-
-    def _load_fused(
-        self, optimizer: FusedAdamW, states: dict[str, Tensor], numbers: dict[str, Any]
-    ) -> None:
-        skeleton = optimizer.state_dict()
-        kept: dict[int, dict[str, Tensor]] = {}
-        places = {id(p): place for place, p in enumerate(optimizer.parameters())}
-        for name, parameter in self.named.items():
-            if (place := places.get(id(parameter))) is None:
-                continue  # another rank steps it
-            if found := _of(name, states):
-                kept[place] = found
-        extra = dict(zip(("ema_steps", "draws"), numbers["counts"], strict=True))
-        optimizer.load_state_dict({**skeleton, "state": kept, "strop": extra})
+        found: dict[Tensor, States] = {p: _of(name, states) for name, p in self.named.items()}
+        self.steps.load(found, numbers)
 
 
 def _of(name: str, states: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from strop.errors import OptionError
+from strop.train import averages
+from strop.train.averages import Averages
 from strop.train.ema import EMASchedule
+from strop.train.fused_steps import AVERAGE
 from strop.train.settings import Settings
+from strop.train.weight_steps import States
 
-AVERAGE = "ema"
 _TENSOR = "tensor"  # marks values of a group that were tensors
 _EXTRA = "pip install 'strop[optimizers]'"
 
@@ -68,7 +71,7 @@ def values_of(settings: Settings) -> dict[str, Any]:
     }
 
 
-def make(settings: Settings, parameters: Sequence[Tensor]) -> LibraryOptimizer:
+def make(settings: Settings, parameters: Sequence[Tensor]) -> LibrarySteps:
     """Make the optimizer of this name. Raises OptionError without its library."""
     maker, values = MAKERS[settings.optimizer], values_of(settings)
     try:
@@ -81,94 +84,105 @@ def make(settings: Settings, parameters: Sequence[Tensor]) -> LibraryOptimizer:
     inner = getattr(library, maker.name)(
         list(parameters), lr=settings.rate, **arguments, **maker.more
     )
-    schedule = EMASchedule(settings.ema_decay) if settings.use_ema else None
-    return LibraryOptimizer(inner, settings.max_grad_norm, schedule)
+    beside = None
+    if settings.use_ema:
+        schedule = EMASchedule(settings.ema_decay)
+        beside = averages.make(parameters, schedule, settings.offload_ema)
+    return LibrarySteps(inner, settings.max_grad_norm, beside)
 
 
-class LibraryOptimizer:
-    """Clip, step, and average the weights; hand the state out by parameter and take it back."""
+class LibrarySteps:
+    """Implement ``WeightSteps``: clip, step, and average the weights."""
+
+    skips_steps = False
 
     def __init__(
-        self, inner: torch.optim.Optimizer, max_norm: float, ema: EMASchedule | None
+        self, inner: torch.optim.Optimizer, max_norm: float, averages: Averages | None
     ) -> None:
-        self.inner, self.max_norm, self.ema = inner, max_norm, ema
-        self.grad_norm: Tensor | None = None
-        self._averages: dict[Tensor, Tensor] = {}
-        self._averaged = 0  # steps
-        self.switch("train")
+        self.inner, self.max_norm, self.averages = inner, max_norm, averages
+        self.norm = torch.zeros(())
+        self._switch("train")
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    def parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        owners = [p for p in self.parameters() if p.grad is not None]
-        grads = [p.grad for p in owners if p.grad is not None]
-        self.grad_norm = torch.nn.utils.get_total_norm(grads)
-        torch.nn.utils.clip_grads_with_norm_(owners, self.max_norm, self.grad_norm)
-        self.inner.step()
-        if self.ema is None:
-            return
-        self._averaged += 1
-        weight = 1.0 - self.ema.decay_at(self._averaged)
-        for parameter in self.parameters():
-            average = self._averages.setdefault(parameter, parameter.detach().clone())
-            average.lerp_(parameter, weight)
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     @property
-    def switches(self) -> bool:
-        """Tell whether weights to train with are others than those to draw with."""
+    def _switches(self) -> bool:
+        """Tell whether the optimizer itself trains other weights than those to draw with."""
         return hasattr(self.inner, "eval")
 
-    def switch(self, mode: str) -> None:
-        """Put the weights to "train" with in place, or those to draw with for "eval"."""
-        if self.switches:
+    def _switch(self, mode: str) -> None:
+        if self._switches:
             getattr(self.inner, mode)()
+
+    @property
+    def draws_otherwise(self) -> bool:
+        return self.averages is not None or self._switches
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        owners = [p for p in self._parameters if p.grad is not None]
+        grads = [p.grad for p in owners if p.grad is not None]
+        self.norm = torch.nn.utils.get_total_norm(grads)
+        torch.nn.utils.clip_grads_with_norm_(owners, self.max_norm, self.norm)
+        if self.averages is not None:
+            self.averages.settle()
+        self.inner.step()
+        self.inner.zero_grad()
+        if self.averages is not None:
+            self.averages.step()
+
+    def put_weights_to_draw(self) -> None:
+        if self.averages is not None:
+            self.averages.write()
+        self._switch("eval")
+
+    def put_weights_to_train(self) -> None:
+        self._switch("train")
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
-    def tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the parameter's state and average, as far as they are tensors."""
+    def tensors_of(self, parameter: Tensor) -> States:
         state = self.inner.state.get(parameter, {})
         found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        if parameter in self._averages:
-            found[AVERAGE] = self._averages[parameter]
-        return found
+        average = None if self.averages is None else self.averages.of(parameter)
+        return found if average is None else {**found, AVERAGE: average}
 
     def numbers(self) -> dict[str, Any]:
-        """Return the rest of the state, for JSON."""
         states = [
             {key: value for key, value in self.inner.state.get(p, {}).items() if _is_plain(value)}
-            for p in self.parameters()
+            for p in self._parameters
         ]
         groups = [
             {key: _as_json(value) for key, value in group.items() if _is_kept(value)}
-            for group in self.param_groups
+            for group in self.inner.param_groups
         ]
-        return {"averaged": self._averaged, "states": states, "groups": groups}
+        averaged = 0 if self.averages is None else self.averages.steps
+        own = {"averaged": averaged, "states": states, "groups": groups}
+        return {"optimizer": own, "scaler": None}
 
     @torch.no_grad()
-    def load(self, tensors: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, Any]) -> None:
-        """Take over what ``tensors_of`` each parameter and ``numbers`` gave."""
-        self._averaged = numbers["averaged"]
-        pairs = zip(self.parameters(), tensors, numbers["states"], strict=True)
-        for parameter, found, plain in pairs:
+    def load(self, states: Mapping[Tensor, States], numbers: Mapping[str, Any]) -> None:
+        numbers = numbers["optimizer"]
+        if self.averages is not None:
+            self.averages.steps = numbers["averaged"]
+        for parameter, plain in zip(self._parameters, numbers["states"], strict=True):
             own = {
                 key: t.to("cpu" if key == "step" else parameter.device, copy=True)
-                for key, t in found.items()
+                for key, t in states[parameter].items()
             }
-            if AVERAGE in own:
-                self._averages[parameter] = own.pop(AVERAGE)
+            average = own.pop(AVERAGE, None)
+            if average is not None and self.averages is not None:
+                self.averages.take(parameter, average)
             if own or plain:
                 self.inner.state[parameter] = {**own, **plain}
-        for group, found_group in zip(self.param_groups, numbers["groups"], strict=True):
+        for group, found_group in zip(self.inner.param_groups, numbers["groups"], strict=True):
             device = group["params"][0].device
             for key, value in found_group.items():
                 is_tensor = isinstance(value, dict)

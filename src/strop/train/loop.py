@@ -218,7 +218,7 @@ class TrainingLoop:
         checkpoint. A scaler leaves out steps whose gradients are not."""
         for row in rows:
             judged = {"loss": row.loss}
-            if self.learner.scaler is None:
+            if not self.learner.skips_steps:
                 judged["norm of the gradients"] = row.grad_norm
             for name, value in judged.items():
                 if not math.isfinite(value):

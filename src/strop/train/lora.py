@@ -125,11 +125,13 @@ def _save_diffusers(
         arguments[f"{name}_lora_layers"] = layers
         arguments[f"{name}_lora_adapter_metadata"] = config
 
+    base = {"base_weights": settings.base_weights} if settings.base_weights else {}
+
     def fill(part: Path) -> None:
         type(model.pipeline).save_lora_weights(
             part.parent, weight_name=part.name, safe_serialization=True, **arguments
         )
-        files.sort_notes(part)
+        files.sort_notes(part, **base)
 
     # diffusers adds its ending to names without one.
     files.write(folder / DIFFUSERS_NAME, fill)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,30 @@ def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
     return loss + prior_weight * classes.mean() if len(classes) else loss
 
 
+@dataclass(frozen=True)
+class DrawnBatch:
+    """Hold what the loss of a batch is computed from, on the device.
+
+    mixed, wanted: [rows, channels, height, width], what the network sees and is to predict.
+    times, weights: [rows]; without weights all are 1.
+    text: what the encoders give, or ids where these are trained.
+    sizes: of the pictures and their crops.
+    masks: [rows, 1, height, width] of the errors.
+    num_instances: the first rows, behind which those of class pictures lie.
+    share: factor of a rank's part of the loss.
+    """
+
+    mixed: Tensor
+    times: Tensor
+    wanted: Tensor
+    weights: Tensor | None
+    text: Prompts
+    sizes: Tensor
+    masks: Tensor | None
+    num_instances: int
+    share: float
+
+
 class Objective:
     """Compute a rank's part of the loss of a batch with its number; ``unet`` is what runs in the
     place of the model's. The average of the parts is the loss."""
@@ -36,33 +62,51 @@ class Objective:
         self._dropout = f"dropout of rank {rank}" if rank else "dropout"
 
     def __call__(self, batch: Batch, number: int) -> Tensor:
-        settings, share = self.settings, batch.share
-        source = generator(settings.seed, "noise", number, self.model.device)
-        torch.manual_seed(seed_of(settings.seed, self._dropout, number))  # of the modules
-        rows = self._errors(batch, Draws(source, share))
-        loss = joined(rows, len(share), settings.prior_loss_weight)
-        return loss if share.weight == 1.0 else loss * share.weight
+        return self.loss(self.drawn(batch, number))
 
-    def _errors(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return the weighed error of each row."""
-        model = self.model
+    def drawn(self, batch: Batch, number: int) -> DrawnBatch:
+        """Draw what the loss of this batch needs, and encode what is not trained. Seeds torch's
+        generators for the dropout of the modules."""
+        settings, share, model = self.settings, batch.share, self.model
+        source = generator(settings.seed, "noise", number, model.device)
+        torch.manual_seed(seed_of(settings.seed, self._dropout, number))
+        draws = Draws(source, share)
         latents = self._latents(batch, draws)
         noise, added = self._noises(latents, draws)
         levels = model.process.draw(draws)
-        text = self._text(batch.text)
-        mixed = levels.keep * latents + levels.lose * added
-        wish = self.settings.guidance_scale
+        return DrawnBatch(
+            levels.keep * latents + levels.lose * added,
+            levels.times,
+            model.process.wanted(latents, noise, levels),
+            levels.weights,
+            self._text(batch.text),
+            self._moved(batch.sizes),
+            None if batch.masks is None else self._moved(batch.masks),
+            len(share),
+            share.weight,
+        )
+
+    def loss(self, drawn: DrawnBatch) -> Tensor:
+        """Compute the loss of what was drawn, on the device alone."""
+        rows = self._errors(drawn)
+        loss = joined(rows, drawn.num_instances, self.settings.prior_loss_weight)
+        return loss if drawn.share == 1.0 else loss * drawn.share
+
+    def _errors(self, drawn: DrawnBatch) -> Tensor:
+        """Return the weighed error of each row."""
+        model, wish = self.model, self.settings.guidance_scale
         guidance = _GUIDANCE if wish is None else wish
-        noisy = Noisy(mixed, levels.times, text, self._moved(batch.sizes), guidance)
+        text = self._encoded(drawn.text)
+        noisy = Noisy(drawn.mixed, drawn.times, text, drawn.sizes, guidance)
         inputs = model.family.inputs(model.modules, noisy)
         with model.autocast():
             found = self.unet(**inputs, return_dict=False)[0]
-        guess = model.family.guess(model.modules, found, mixed)
-        errors = (guess.float() - model.process.wanted(latents, noise, levels)).square()
-        if batch.masks is not None:
-            errors = errors * self._moved(batch.masks)
+        guess = model.family.guess(model.modules, found, drawn.mixed)
+        errors = (guess.float() - drawn.wanted).square()
+        if drawn.masks is not None:
+            errors = errors * drawn.masks
         rows: Tensor = errors.mean(dim=(1, 2, 3))
-        return rows if levels.weights is None else rows * levels.weights
+        return rows if drawn.weights is None else rows * drawn.weights
 
     def _noises(self, latents: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return the noise that is to be predicted, and what the latents get."""
@@ -88,15 +132,17 @@ class Objective:
             latents = latents - config.shift_factor
         return latents * float(config.scaling_factor)
 
-    def _text(self, text: Prompts) -> dict[str, Tensor]:
-        """Return what the text encoders give for the prompts of a batch."""
-        model, text = self.model, text.to(self.model.device)
+    def _text(self, text: Prompts) -> Prompts:
+        """Return what the text encoders give for prompts, or the ids where they are trained."""
+        text = text.to(self.model.device)
+        is_fixed = text.is_encoded or self.settings.train_text_encoder
+        return text if is_fixed else models.embeddings_of(self.model, text)
+
+    def _encoded(self, text: Prompts) -> dict[str, Tensor]:
         if text.is_encoded:
             return text.tensors
-        if not self.settings.train_text_encoder:
-            return models.embeddings_of(model, text).tensors
-        with model.autocast():
-            return model.family.encode(model.modules, text.tensors)
+        with self.model.autocast():
+            return self.model.family.encode(self.model.modules, text.tensors)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.model.device, non_blocking=True)

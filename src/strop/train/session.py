@@ -20,6 +20,7 @@ from strop.train import (
     checkpoint,
     drawing,
     files,
+    frozen_base,
     loading,
     lora,
     masks,
@@ -86,6 +87,8 @@ def prepare_session(
         torch.set_num_threads(settings.threads)
     metrics.check_available(settings)
     loading.folder_of(settings)
+    if settings.base_weights:
+        frozen_base.check_library(settings.base_weights)
     _check_places(settings)
     folder = _read_folder(settings, on_progress, warn, ranks)
     _make_output(settings.output)
@@ -323,6 +326,8 @@ def _learner(settings: Settings, model: DiffusionModel, ranks: Ranks) -> Learner
             getattr(text, new if hasattr(text, new) else "gradient_checkpointing_enable")()
     if model.device.type == "cuda":
         nn.Module.to(model.unet, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if settings.base_weights:
+        frozen_base.quantise(model.unet, settings.base_weights)
     return Learner(settings, trained, ranks)
 
 

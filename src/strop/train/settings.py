@@ -111,6 +111,16 @@ class ModelSettings:
         least=-1,
         fixed=True,
     )
+    base_weights: str | None = setting(
+        None,
+        str,
+        "Model",
+        "Quantise the linears of the UNet or the transformer beside the adapters: int8 and fp8 by "
+        "torchao, nf4 by bitsandbytes.",
+        tasks=("lora",),
+        choices=("int8", "fp8", "nf4"),
+        fixed=True,
+    )
     lora_layers: str = setting(
         "",
         str,

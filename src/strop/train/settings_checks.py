@@ -53,6 +53,7 @@ def check_together(settings: Settings) -> None:
     for name in ("ema_decay", "proportion_empty_prompts"):
         if not getattr(s, name) <= 1:
             raise OptionError(f"{name} is {getattr(s, name)}: it must be at most 1")
+    _check_averages(s)
     _check_caches(s)
     _check_adapters(s)
     _check_optimizer(s)
@@ -73,14 +74,36 @@ def _check_optimizer(s: Settings) -> None:
                 "--optimizer adamw"
                 + (", or --mixed_precision bf16" if "fp16" in name else f", or leave {name} out")
             )
+
+
+def _check_averages(s: Settings) -> None:
     if s.optimizer == "schedule-free" and s.use_ema:
         raise OptionError(
             "use_ema averages weights, and those of schedule-free are averages already: leave it "
             "out"
         )
+    if s.offload_ema and not s.use_ema:
+        raise OptionError(
+            "offload_ema says where averages are kept: add --use_ema, or leave it out"
+        )
 
 
 def _check_adapters(s: Settings) -> None:
+    if s.base_weights and s.use_dora:
+        raise OptionError(
+            "use_dora trains the lengths of the base's rows, which base_weights quantises: leave "
+            "one of the two out"
+        )
+    if s.base_weights == "nf4" and s.adapter != "lora":
+        raise OptionError(
+            f"{s.adapter} reads the shapes of weights, which nf4 packs: take --base_weights int8 "
+            "or fp8, or --adapter lora"
+        )
+    if s.base_weights and s.compile_unet:
+        raise OptionError(
+            "compile_unet is not built for training beside quantised weights: leave it or "
+            "base_weights out"
+        )
     if s.adapter == "lora":
         return
     for name in ("use_dora", "lora_dropout"):

@@ -160,6 +160,13 @@ class TrainingSettings:
         least=0,
         fixed=True,
     )
+    offload_ema: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Keep the averages in the host's memory: a thread copies the weights of each step there "
+        "and averages them, while the training goes on.",
+    )
     mixed_precision: str = setting(
         "no",
         str,
