@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +16,6 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
 
-
-# Its kernel takes g++ three seconds, and nearly each test has a cache of its own. So it is chosen
-# in a run of its own tests alone (see the Makefile).
-if "TEST_CPU_LINEARS" not in os.environ:
-    from strop.kernels.gemm import linear_cpu
-
-    linear_cpu.CASES = type(linear_cpu.CASES)()
 
 NIGHTLY = Path(__file__).with_name("nightly.txt")
 
@@ -46,6 +41,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[prefix] += 1
             if not part or number % part:
                 item.add_marker(pytest.mark.nightly)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have g++ compile the same text once: most tests have a kernel cache of their own, and many of
+    them the same model, and g++ took half of their time. All else of a build runs as it does
+    without."""
+    from strop.runtime.build.native import NativeKernels
+
+    folder = tmp_path_factory.mktemp("compiled")
+    compile_text = NativeKernels._run_compiler
+
+    def run(kernels: Any, path: Path, output: Path, group: Any) -> str:
+        whole = "\0".join((kernels._compiler, *kernels._flags, kernels._header, path.read_text()))
+        kept = folder / hashlib.sha256(whole.encode()).hexdigest()
+        if kept.exists():
+            shutil.copy(kept, output)
+            return ""
+        if not (error := compile_text(kernels, path, output, group)):
+            part = kept.with_suffix(f".{threading.get_ident()}")
+            shutil.copy(output, part)
+            part.replace(kept)
+        return error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeKernels, "_run_compiler", run)
+        yield
 
 
 @pytest.fixture
