@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,30 +42,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have g++ compile the same text once: most tests have a kernel cache of their own, and many of
-    them the same model, and g++ took half of their time. All else of a build runs as it does
-    without."""
-    from strop.runtime.build.native import NativeKernels
-
-    folder = tmp_path_factory.mktemp("compiled")
-    compile_text = NativeKernels._run_compiler
-
-    def run(kernels: Any, path: Path, output: Path, group: Any) -> str:
-        whole = "\0".join((kernels._compiler, *kernels._flags, kernels._header, path.read_text()))
-        kept = folder / hashlib.sha256(whole.encode()).hexdigest()
-        if kept.exists():
-            shutil.copy(kept, output)
-            return ""
-        if not (error := compile_text(kernels, path, output, group)):
-            part = kept.with_suffix(f".{threading.get_ident()}")
-            shutil.copy(output, part)
-            part.replace(kept)
-        return error
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeKernels, "_run_compiler", run)
+def same_text_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most tests have a kernel cache of their own, and many have the same model: g++ took half of
+    the time of such tests. One in front of it keeps what was made, for scripts of tests too."""
+    compiler = shutil.which("g++")
+    if compiler is None:
         yield
+        return
+    folder = tmp_path_factory.mktemp("compiled")
+    ahead = folder / "bin" / "g++"
+    ahead.parent.mkdir()
+    ahead.write_text(COMPILER_AHEAD.format(compiler=compiler, folder=folder))
+    ahead.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(ahead.parent), prepend=os.pathsep)
+        yield
+
+
+# Called with "FLAGS FILE.cpp LIBRARIES -o FILE" it takes or makes "folder/SHA-256 of all it reads".
+COMPILER_AHEAD = """#!/bin/sh
+text= out= rest= last=
+for each; do
+  case "$last $each" in
+    "-o "*) out=$each ;;
+    *.cpp) text=$each ;;
+    *) rest="$rest $each" ;;
+  esac
+  last=$each
+done
+test -n "$text" -a -n "$out" || exec {compiler} "$@"
+kept={folder}/$( (echo "$rest"; cat "${{text%/*}}"/*.h "$text") | sha256sum | cut -c1-64)
+test -f "$kept" && exec cp "$kept" "$out"
+{compiler} "$@" || exit
+cp "$out" "$kept.$$" && mv "$kept.$$" "$kept"
+"""
 
 
 @pytest.fixture
