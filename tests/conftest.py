@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections import Counter
@@ -39,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[prefix] += 1
             if not part or number % part:
                 item.add_marker(pytest.mark.nightly)
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of collections of garbage. A full one would walk over a
+    million objects each time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

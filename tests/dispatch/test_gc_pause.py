@@ -18,6 +18,14 @@ from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.gc_pause import collection_paused
 
 
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    """What tests have frozen (see conftest.py) is as a user's objects are."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @contextmanager
 def eager_collections() -> Iterator[list[str]]:
     """Collect at every allocation, and note it."""
