@@ -18,14 +18,6 @@ from strop.dispatch.entry_runner import EntryRunner
 from strop.dispatch.gc_pause import collection_paused
 
 
-@pytest.fixture(autouse=True)
-def _thawed() -> Iterator[None]:
-    """What tests have frozen (see conftest.py) is as a user's objects are."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
 @contextmanager
 def eager_collections() -> Iterator[list[str]]:
     """Collect at every allocation, and note it."""
@@ -93,7 +85,7 @@ def test_what_a_user_has_frozen_stays_so() -> None:
         frozen = gc.get_freeze_count()
         with collection_paused(leaves_much=True):
             pass
-        assert gc.get_freeze_count() > frozen // 2 > 0  # some end by themselves
+        assert gc.get_freeze_count() >= frozen > 0
     finally:
         gc.unfreeze()
 
