@@ -27,16 +27,11 @@ demo: $(READY)
 # other's way. The second's report comes after the first's.
 HALF := tests/fuzz tests/cli tests/serve tests/train tests/e2e tests/bench tests/badinput tests/kernels tests/meta tests/ops tests/reductions tests/views tests/lookups tests/patterns
 OTHERS = $(filter-out $(HALF) %.py %__pycache__ tests/golden,$(wildcard tests/*))
-# What linears of our own on a CPU have a part in; all other tests leave them out (tests/conftest.py).
-CPU_LINEARS := tests/kernels/test_cpu_linear.py tests/runtime/test_native_calls.py \
-	tests/artefacts/test_building.py::test_what_is_planned_for_this_processor_runs_on_it \
-	tests/artefacts/test_artefacts.py::test_a_pipeline_needs_no_compiler_and_no_cache
 CHOICE := -p no:cacheprovider -m "not nightly" --durations=30
 test: export OMP_NUM_THREADS ?= 1
 test: lint
 	@mkdir -p build; \
-	(left=0; TEST_CPU_LINEARS=1 $(BIN)/python -m pytest $(CHOICE) $(CPU_LINEARS) || left=1; \
-	$(BIN)/python -m pytest $(CHOICE) $(HALF) || left=1; exit $$left) > build/half.txt 2>&1 & half=$$!; \
+	$(BIN)/python -m pytest $(CHOICE) $(HALF) > build/half.txt 2>&1 & half=$$!; \
 	trap "kill $$half 2>/dev/null" INT TERM; status=0; \
 	$(BIN)/python -m pytest $(CHOICE) $(OTHERS) || status=1; \
 	wait $$half || status=1; cat build/half.txt; exit $$status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections import Counter
@@ -14,13 +15,6 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
 
-
-# Its kernel takes g++ three seconds, and nearly each test has a cache of its own. So it is chosen
-# in a run of its own tests alone (see the Makefile).
-if "TEST_CPU_LINEARS" not in os.environ:
-    from strop.kernels.gemm import linear_cpu
-
-    linear_cpu.CASES = type(linear_cpu.CASES)()
 
 NIGHTLY = Path(__file__).with_name("nightly.txt")
 
@@ -46,6 +40,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[prefix] += 1
             if not part or number % part:
                 item.add_marker(pytest.mark.nightly)
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage once for all that has been imported: a million objects, over which each full
+    collection walks."""
+    gc.collect()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_text_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most tests have a kernel cache of their own, and many have the same model: g++ took half of
+    the time of such tests. One in front of it keeps what was made, for scripts of tests too."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        yield
+        return
+    folder = tmp_path_factory.mktemp("compiled")
+    ahead = folder / "bin" / "g++"
+    ahead.parent.mkdir()
+    ahead.write_text(COMPILER_AHEAD.format(compiler=compiler, folder=folder))
+    ahead.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(ahead.parent), prepend=os.pathsep)
+        yield
+
+
+# Called with "FLAGS FILE.cpp LIBRARIES -o FILE" it takes or makes "folder/SHA-256 of all it reads".
+COMPILER_AHEAD = """#!/bin/sh
+text= out= rest= last=
+for each; do
+  case "$last $each" in
+    "-o "*) out=$each ;;
+    *.cpp) text=$each ;;
+    *) rest="$rest $each" ;;
+  esac
+  last=$each
+done
+test -n "$text" -a -n "$out" || exec {compiler} "$@"
+kept={folder}/$( (echo "$rest"; cat "${{text%/*}}"/*.h "$text") | sha256sum | cut -c1-64)
+test -f "$kept" && exec cp "$kept" "$out"
+{compiler} "$@" || exit
+cp "$out" "$kept.$$" && mv "$kept.$$" "$kept"
+"""
 
 
 @pytest.fixture

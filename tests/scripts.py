@@ -1,5 +1,4 @@
-"""Run a user's script in a process of its own. Linears on a CPU are torch's, as in all tests but
-those of our own (see conftest.py)."""
+"""Run a user's script in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ def run_script(script: Path, **settings: str) -> subprocess.CompletedProcess[str
     end well."""
     folder = script.parent
     environment = os.environ | {"STROP_CACHE_DIR": str(folder / "cache"), "STROP_STRICT": "1"}
-    if "TEST_CPU_LINEARS" not in os.environ:
-        environment["STROP_KERNELS_OFF"] = "cpu_linear"
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=folder,

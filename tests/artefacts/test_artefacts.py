@@ -176,7 +176,6 @@ for name in ("unet",):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("TEST_CPU_LINEARS" not in os.environ, reason="runs by itself: make test")
 def test_a_pipeline_needs_no_compiler_and_no_cache(tmp_path: Path) -> None:
     pipe = tiny.pipeline()
     strop.optimize(pipe, options=Options(cache_dir=str(tmp_path / "before")))

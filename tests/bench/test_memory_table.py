@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import memory_table
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -52,10 +54,19 @@ def test_cells_of_eager_are_measured_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "value"), [("--schemes", "int3"), ("--placements", "attic"), ("--pictures", "1")]
 )
-def test_what_is_not_there_is_refused(tmp_path: Path, word: str, value: str) -> None:
-    done = run(tmp_path / "table.json", word, value)
-    assert done.returncode == 2
-    assert word in done.stderr
+def test_what_is_not_there_is_refused(
+    tmp_path: Path,
+    word: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--out", str(tmp_path / "table.json"), "--tiny", "--pictures", "2", word, value]
+    monkeypatch.setattr(sys, "argv", ["memory_table.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        memory_table.main()
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import keep_newest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,7 +67,7 @@ def test_a_plot_is_of_a_result() -> None:
     assert {file.stem for file in RESULTS.iterdir() if file.name != "README.md"} <= files
 
 
-def test_the_tool_keeps_the_newest(tmp_path: Path) -> None:
+def test_the_tool_keeps_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An older file of a row goes; random shapes and switches that only it has stay."""
     for name in ("P1_h100_2026-11-25.json", "attn_wgmma_h100_2026-11-24.json"):
         shutil.copy(RESULTS / name, tmp_path)
@@ -80,8 +80,8 @@ def test_the_tool_keeps_the_newest(tmp_path: Path) -> None:
     (tmp_path / "P1_h100_2030-01-02.json").write_text(json.dumps(newest))
     (tmp_path / "attn_wgmma_h100_2030-01-02.json").write_text('{"kind": "attn_wgmma"}')
     (tmp_path / "attn_wgmma_cpu_2026-11-24.json").write_text('{"kind": "attn_wgmma"}')
-    command = [sys.executable, str(ROOT / "benchmarks" / "keep_newest.py"), str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert keep_newest.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "P1_h100_2030-01-02.json",
         "attn_wgmma_cpu_2026-11-24.json",

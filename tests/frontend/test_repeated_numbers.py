@@ -122,7 +122,8 @@ def test_each_block_reads_its_own_number(name: str):
     for gains in GAINS:
         eager.set_gains(*gains)
         compiled.set_gains(*gains)
-        torch.testing.assert_close(compiled(X), eager(X))
+        # gains grow the errors of products, whose sums have another order
+        torch.testing.assert_close(compiled(X), eager(X), rtol=1e-5, atol=1e-5)
     report = strop.explain(compiled)
     assert not report.fallbacks
     assert report.graphs[1].num_copied_blocks == copied

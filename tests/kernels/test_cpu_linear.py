@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,6 @@ from strop.runtime.build.processors import processor
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.testing import assert_as_accurate_as_eager
 
-pytestmark = pytest.mark.skipif(
-    "TEST_CPU_LINEARS" not in os.environ, reason="runs by itself: make test"
-)
 HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 needs_avx = pytest.mark.skipif(not HAS_AVX, reason="has vectors of AVX")
 MEASURED = replace(CPU, isa=linear_cpu.WITH_BF16)

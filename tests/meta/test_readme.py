@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import readme_table
 from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -35,13 +34,7 @@ def test_the_readme_names_the_two_commands() -> None:
 
 
 def test_the_table_of_results_is_that_of_the_files() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert readme_table.main(["--check"]) == 0
 
 
 def test_the_numbers_of_what_is_supported_are_those_of_the_pages() -> None:

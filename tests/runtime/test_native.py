@@ -56,6 +56,19 @@ def test_nothing_is_built_twice(store: DiskCache):
     assert (native.num_built, native.num_cached) == (1, 0)
 
 
+def test_what_many_programs_have_is_the_same_shared_object_for_all(tmp_path: Path):
+    """A text as long as those that are written by hand; one beside others depends on them."""
+    written = replace(TWICE, text=TWICE.text + "// no more\n" * 2000)
+    places: dict[KernelSource, set[str]] = {written: set(), TWICE: set()}
+    for more in ([THRICE], [double_of("scale", 4.0), double_of("scale", 5.0)]):
+        native = NativeKernels(DiskCache(tmp_path / str(len(more))))
+        native.make([written, TWICE, *more])
+        for source, found in places.items():
+            found.add(native.place(source)[0].name)
+    assert len(places[written]) == 1
+    assert not places[written] & places[TWICE]
+
+
 def test_a_hit_needs_no_compiler(store: DiskCache):
     NativeKernels(store).build([TWICE, THRICE])
     native = NativeKernels(store, compiler="no-such-compiler")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -16,10 +15,6 @@ SOURCE = KernelSource("f", "cpp", "", (torch.float32,) * 2, scalars=(1, 16))
 LOOSE = (Operand(0, Lies.LINES), Operand(RESULT, Lies.UNALIGNED))
 LAUNCH = Launch(SOURCE, LOOSE, (3, Stride(0, 0)))
 AT = OperandPlace((2, 16), (32, 1), 4)  # at an odd address
-
-pytestmark = pytest.mark.skipif(
-    "TEST_CPU_LINEARS" not in os.environ, reason="runs by itself: make test"
-)
 
 
 def test_only_one_kernel_over_whole_operands() -> None:

@@ -244,57 +244,34 @@ struct Operands {
   int64_t b_row, steps;
 };
 
-// Scores of M queries and N vectors of keys.
+// Products of M rows and N vectors, plus what is there times ``kept`` of each row, if there is, and
+// all of it times ``factor``. Scores and weighted sums share it: g++ takes half a second for one.
 template <bool PAIRED, int M, int N>
-void score(const Operands& of, float scale, float* to) {
-  for (int64_t step = 0; step < of.steps; step += STEPS) {
+void accumulate(const Operands& of, const float* kept, float factor, float* to, int64_t to_row) {
+  static constexpr float ones[ROWS] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+  for (int64_t step = 0; step < of.steps; step += STEPS, kept = ones) {
     const int64_t rest = of.steps - step;
-    const Tile<M, N> sums = multiply<PAIRED, M, N>(
-        of.a + step, of.a_row, of.b + step * of.b_row, of.b_row, least(rest, STEPS));
-    const Floats factor = splat(rest > STEPS ? 1.0f : scale);
-    each<M * N>(INLINE {
-      constexpr int m = i.value / N, n = i.value % N;
-      float* const place = to + m * KEYS + n * LANES;
-      const Floats sum = sums.at[m][n];
-      store(place, (step ? load(place) + sum : sum) * factor);
-    });
-  }
-}
-
-// Adds weighted values of a chunk to those of the chunks before, times ``factors``, if there are.
-template <bool PAIRED, int M, int N>
-void weigh(const Operands& of, const float* factors, float* to, int64_t to_row) {
-  for (int64_t step = 0; step < of.steps; step += STEPS) {
     const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a + step, of.a_row, of.b + step * of.b_row,
-                                                   of.b_row, least(of.steps - step, STEPS));
+                                                   of.b_row, least(rest, STEPS));
+    const Floats times = splat(rest > STEPS ? 1.0f : factor);
     each<M * N>(INLINE {
       constexpr int m = i.value / N, n = i.value % N;
       float* const place = to + m * to_row + n * LANES;
       const Floats sum = sums.at[m][n];
-      if (step) store(place, load(place) + sum);
-      else store(place, factors ? load(place) * splat(factors[m]) + sum : sum);
+      store(place, (kept ? load(place) * splat(kept[m]) + sum : sum) * times);
     });
   }
 }
 
 template <bool PAIRED, int M>
-void score_wide(int vectors, const Operands& of, float scale, float* to) {
+void accumulate_wide(int vectors, const Operands& of, const float* kept, float factor, float* to,
+                     int64_t to_row) {
   if constexpr (WIDE > 2) {
-    if (vectors == 4) return score<PAIRED, M, 4>(of, scale, to);
-    if (vectors == 3) return score<PAIRED, M, 3>(of, scale, to);
+    if (vectors == 4) return accumulate<PAIRED, M, 4>(of, kept, factor, to, to_row);
+    if (vectors == 3) return accumulate<PAIRED, M, 3>(of, kept, factor, to, to_row);
   }
-  if (vectors == 2) return score<PAIRED, M, 2>(of, scale, to);
-  score<PAIRED, M, 1>(of, scale, to);
-}
-
-template <bool PAIRED, int M>
-void weigh_wide(int vectors, const Operands& of, const float* factors, float* to, int64_t to_row) {
-  if constexpr (WIDE > 2) {
-    if (vectors == 4) return weigh<PAIRED, M, 4>(of, factors, to, to_row);
-    if (vectors == 3) return weigh<PAIRED, M, 3>(of, factors, to, to_row);
-  }
-  if (vectors == 2) return weigh<PAIRED, M, 2>(of, factors, to, to_row);
-  weigh<PAIRED, M, 1>(of, factors, to, to_row);
+  if (vectors == 2) return accumulate<PAIRED, M, 2>(of, kept, factor, to, to_row);
+  accumulate<PAIRED, M, 1>(of, kept, factor, to, to_row);
 }
 
 // ---- softmax -----------------------------------------------------------------------------------
@@ -366,8 +343,9 @@ template <bool PAIRED>
 // Turns the first ``count`` scores of a row into powers, with zeros up to ``padded``; ``scores`` can
 // be written up to there. Returns by what earlier sums of the row are to be multiplied. A row whose
 // scores are all -infinity has a sum of 0.
-template <bool PAIRED>
-float soften(float* scores, Word* powers, int64_t count, int64_t padded, RowState& row) {
+template <bool PAIRED>  // not inline: each height of tiles would have its own
+[[gnu::noinline]] float soften(float* scores, Word* powers, int64_t count, int64_t padded,
+                               RowState& row) {
   for (int64_t key = count; key < padded; ++key) scores[key] = LOWEST;
   Floats most[2] = {splat(LOWEST), splat(LOWEST)};
   const int64_t end = up_to(count, LANES);
@@ -489,7 +467,8 @@ struct Task {
     finish();
   }
 
-  void read(int64_t row, int64_t first) {
+  // not inline: each place of it would have all of its loops
+  [[gnu::noinline]] void read(int64_t row, int64_t first) {
     const int64_t at = row * of.mask.row + first * of.mask.column;
     const int64_t some = least(KEYS, of.keys - first);
     if (of.mask_kind == MARKS)
@@ -516,8 +495,8 @@ struct Task {
       const int64_t width = least(up_to(of.keys - first - key, LANES), BLOCK);
       const int vectors = int(least(padded - key, width) / LANES);
       const Word* const packed = keys + (first + key) * steps();
-      score_wide<PAIRED, M>(vectors, {rows_of, row_words(), packed, width, steps()},
-                            float(of.scale), scores + key);
+      accumulate_wide<PAIRED, M>(vectors, {rows_of, row_words(), packed, width, steps()}, nullptr,
+                                 float(of.scale), scores + key, KEYS);
     }
     float factors[M];
     for (int i = 0; i < M; ++i) {
@@ -541,9 +520,9 @@ struct Task {
     for (int64_t block = 0, column = 0; block < blocks; ++block) {
       const int vectors = int((all - column) / (blocks - block) + ((all - column) % (blocks - block) != 0));
       const Word* const packed = values + first / EACH * columns() + column * LANES;
-      weigh_wide<PAIRED, M>(vectors, {weights, row, packed, columns(), used},
-                            first ? factors : nullptr, sums + n * columns() + column * LANES,
-                            columns());
+      accumulate_wide<PAIRED, M>(vectors, {weights, row, packed, columns(), used},
+                                 first ? factors : nullptr, 1.0f,
+                                 sums + n * columns() + column * LANES, columns());
       column += vectors;
     }
   }

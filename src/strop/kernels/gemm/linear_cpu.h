@@ -27,43 +27,55 @@ struct Sizes {
 };
 
 template <class T>
-[[gnu::always_inline]] inline void put(T* to, Floats found, int64_t count) {
-  if (count >= LANES) {
-    if constexpr (sizeof(T) == 4) {
-      store(to, found);
-    } else {
-#if defined(__AVX512F__)
-      Halves half;
-      asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(found));
-      *reinterpret_cast<LooseHalves*>(to) = half;
-#endif
-    }
+[[gnu::always_inline]] inline void put(T* to, Floats found) {
+  if constexpr (sizeof(T) == 4) {
+    store(to, found);
   } else {
-    for (int lane = 0; lane < LANES; ++lane)
-      if (lane < count) to[lane] = sp::narrow<T>(found[lane]);
+#if defined(__AVX512F__)
+    Halves half;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(found));
+    *reinterpret_cast<LooseHalves*>(to) = half;
+#endif
   }
+}
+
+// The last vector of each row, where the result has fewer columns. It is no part of a tile: g++
+// would write out each of its lanes, for each row of each kind of tile.
+template <class T>
+[[gnu::noinline]] void put_some(T* to, int64_t to_row, const float* found, int rows, int64_t count) {
+  for (; rows; --rows, to += to_row, found += LANES)
+#pragma GCC unroll 1
+    for (int64_t lane = 0; lane < count; ++lane) to[lane] = sp::narrow<T>(found[lane]);
 }
 
 // M rows by N vectors of columns, of which ``count`` are stored.
 template <class T, bool PAIRED, int M, int N>
 void tile(Operands of, const float* bias, T* to, int64_t to_row, int64_t count) {
-  float before[M][N][LANES];
-  for (; of.steps > STEPS; of.steps -= STEPS, of.a += STEPS, of.b += STEPS * of.b_row) {
-    const bool is_first = bias != nullptr;
-    const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, STEPS);
+  float before[M][N][LANES], last[M][LANES];
+  const bool is_whole = count >= N * LANES;
+  for (;;) {
+    const int64_t steps = least(of.steps, STEPS);
+    const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, steps);
+    of.steps -= steps, of.a += steps, of.b += steps * of.b_row;
+    if (!of.steps) {
+      each<M * N>(NUMBERED {
+        constexpr int m = i.value / N, n = i.value % N;
+        const Floats found = sums.at[m][n] + load(bias ? bias + n * LANES : before[m][n]);
+        if (n < N - 1 || is_whole) put(to + m * to_row + n * LANES, found);
+        else store(last[m], found);
+      });
+      break;
+    }
     each<M * N>(NUMBERED {
       constexpr int m = i.value / N, n = i.value % N;
-      const Floats earlier = load(is_first ? bias + n * LANES : before[m][n]);
-      store(before[m][n], sums.at[m][n] + earlier);
+      store(before[m][n], sums.at[m][n] + load(bias ? bias + n * LANES : before[m][n]));
     });
     bias = nullptr;
   }
-  const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, of.steps);
-  each<M * N>(NUMBERED {
-    constexpr int m = i.value / N, n = i.value % N;
-    const Floats earlier = load(bias ? bias + n * LANES : before[m][n]);
-    put(to + m * to_row + n * LANES, sums.at[m][n] + earlier, count - n * LANES);
-  });
+  if (!is_whole) {
+    constexpr int64_t done = (N - 1) * LANES;
+    put_some(to + done, to_row, last[0], M, count - done);
+  }
 }
 
 template <class T, bool PAIRED, int M>

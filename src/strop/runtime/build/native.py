@@ -54,6 +54,10 @@ _FLAGS = (
 _LEVELS = ("-O3", "-O2", "-O1", "-O0")
 _OWN_FAULT = "internal compiler error"
 
+# Characters. Longer texts are those of kernels that are written by hand, which many programs have:
+# each is compiled by itself, so that its shared object is the same for all of them.
+_LONG = 20_000
+
 # Kernels need nothing of libstdc++, and the linker reads it for longer than all the others.
 _LIBRARIES = ("-nodefaultlibs", "-lgomp", "-lm", "-lgcc", "-lc")
 
@@ -216,8 +220,9 @@ class NativeKernels:
                 f"{self._compiler} was not found, and the cache lacks "
                 f"{counted(len(missing), 'CPU kernel')}. {self._remedy()}"
             )
-        groups = _split(missing, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(len(groups)) as pool:
+        num_cores = len(os.sched_getaffinity(0))
+        groups = _units(missing, num_cores)
+        with ThreadPoolExecutor(num_cores + 1) as pool:  # one more: units are not equally long
             units = list(pool.map(self._compile_unit, groups))
         found = {s: unit for group, unit in zip(groups, units, strict=True) for s in group}
         for source, unit in found.items():
@@ -291,6 +296,12 @@ def _sha256(*texts: str) -> str:
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text.encode())
     return digest.hexdigest()
+
+
+def _units(sources: Sequence[KernelSource], num_cores: int) -> list[list[KernelSource]]:
+    """Divide kernels into what is compiled together."""
+    alone = [[source] for source in sources if len(source.text) >= _LONG]
+    return alone + _split([s for s in sources if len(s.text) < _LONG], num_cores)
 
 
 def _split(sources: Sequence[KernelSource], num_groups: int) -> list[list[KernelSource]]:
