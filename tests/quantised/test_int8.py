@@ -51,7 +51,7 @@ def test_results(threshold, dtype, tmp_path):
     eager = copy.deepcopy(module)
     optimized(module, tmp_path)
     for shape in SHAPES:
-        for larger in (0, 3, 64):
+        for larger in (0, 3, 40, 64):  # with 40 the second linear is given 5.98, next to 6 in bf16
             agree(module, eager, *shape, dtype=dtype, larger=larger)
     counters, report = module.forward.counters, strop.explain(module)
     assert counters.eager_calls == 0

@@ -47,7 +47,7 @@ def test_values(threshold, dtype, tmp_path):
     strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
     with torch.inference_mode():
         for rows in (32, 32, 32, 64, 1, 2, 17):
-            for larger in (0, 3, 64):  # with 40 the second linear is given 5.97, next to 6 in bf16
+            for larger in (0, 1, 40, 64):
                 x = given(rows, 64, dtype=dtype, larger=larger).cuda()
                 found, wanted = module(x), eager(x)
                 bound = 2e-2 if dtype is torch.bfloat16 else 1e-2

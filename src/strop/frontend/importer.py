@@ -51,6 +51,7 @@ from strop.frontend.views import COPYING, OF_MEMORY, VIEWS, refuse_shared_memory
 from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import strided
 from strop.ir.dims import Expr
+from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, GeneratorRef, Graph, Node, Ref, finish
 from strop.ir.ops import (
     KERNEL_DTYPES,
@@ -377,12 +378,18 @@ def _pointwise(
     result = fx.meta["val"].dtype
     inputs = [importer.operand(o, compute_dtype(computed)) for o in operands]
     if row.name == "cast":
-        return importer.builder.cast(inputs[0], result)
+        return importer.builder.cast(_in_own_half(importer, inputs[0], result), result)
     if row.operands is Operands.PROMOTED and len(inputs) > 1:
         # what is compared has been rounded to the common type, numbers too
         inputs = [_rounded(importer, x, computed) for x in inputs]
     attrs = {name: importer.literal(bound[name]) for name in row.attrs}
     return importer.builder.pointwise(row.name, *inputs, dtype=result, **attrs)
+
+
+def _in_own_half(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
+    """Round a value to its own half type on the way to the other one, as ``_rounded`` does."""
+    is_other = x.dtype in HALVES and dtype in HALVES and x.dtype != dtype
+    return _rounded(importer, x, x.dtype) if is_other else x
 
 
 def _promoted(operands: Sequence[Any]) -> torch.dtype:
@@ -395,10 +402,14 @@ def _promoted(operands: Sequence[Any]) -> torch.dtype:
 
 
 def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
+    """Round what is decided by. A kernel that computes it and one that reads it from memory, where
+    it is rounded, would decide differently else."""
     value = x.attrs.get("value")
     if x.op == "constant" and not isinstance(value, Expr):
         number = torch.tensor(value, dtype=dtype).item()
         return importer.builder.constant(number, compute_dtype(dtype))
+    if x.op == "cast" and x.inputs[0].dtype in HALVES and x.dtype not in HALVES:
+        return importer.builder.cast(rounded(importer.builder, x.inputs[0]), x.dtype)
     wide = x.dtype == compute_dtype(dtype)
     return x if wide else rounded(importer.builder, importer.builder.cast(x, dtype))
 

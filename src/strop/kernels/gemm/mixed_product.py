@@ -36,6 +36,7 @@ MULTIPLE = 16  # of both sizes of the weight
 PANEL = 1024  # columns that are gathered, as a rule more than there are
 GATHERED_ROWS, GATHERED_COLUMNS = 8, 512  # that a program looks at in one step
 TILE, WIDE_TILE = (64, 128, 32), (32, 32, 16)  # rows, columns, and depth of a step; in fp32
+PARTS = 8  # steps whose sum is apart: one sum of a thousand products has twice cuBLAS's error
 WIDTH = 16  # bytes: what strides of x are multiples of
 TYPES = {**HALVES, torch.float32: "tl.float32"}
 
@@ -78,7 +79,8 @@ import triton.language as tl
 
 @triton.jit
 def mixed_product({params}, s0, s1, s2, s3, ROWS: tl.constexpr, COLS: tl.constexpr,
-                  DEPTH: tl.constexpr, PANEL: tl.constexpr, UNIT: tl.constexpr):
+                  DEPTH: tl.constexpr, PART: tl.constexpr, PANEL: tl.constexpr,
+                  UNIT: tl.constexpr):
     tiles = (s1 + COLS - 1) // COLS
     row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)
@@ -90,20 +92,26 @@ def mixed_product({params}, s0, s1, s2, s3, ROWS: tl.constexpr, COLS: tl.constex
     if count > PANEL:
         x = p2 + row[:, None] * (s3 * UNIT) + k[None, :]
         codes = p4 + col[None, :] * s2 + k[:, None]
-        for first in range(0, s2, DEPTH):
-            inside = first + k < s2
-            taken = tl.load(p3 + first + k, mask=inside, other=0).to(tl.int32) > 0
-            a = tl.load(x + first, mask=in_rows[:, None] & taken[None, :], other=0.0)
-            b = tl.load(codes + first, mask=inside[:, None] & in_cols[None, :], other=0)
-            acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+        for first in range(0, s2, PART):
+            part = tl.full([ROWS, COLS], 0.0, tl.float32)
+            for at in range(first, tl.minimum(first + PART, s2), DEPTH):
+                inside = at + k < s2
+                taken = tl.load(p3 + at + k, mask=inside, other=0).to(tl.int32) > 0
+                a = tl.load(x + at, mask=in_rows[:, None] & taken[None, :], other=0.0)
+                b = tl.load(codes + at, mask=inside[:, None] & in_cols[None, :], other=0)
+                part = tl.dot(a, b.to(a.dtype), part, input_precision="ieee")
+            acc += part
     else:
         x = p6 + row[:, None] * PANEL + k[None, :]
         codes = p7 + col[None, :] * PANEL + k[:, None]
-        for first in range(0, count, DEPTH):
-            inside = first + k < count
-            a = tl.load(x + first, mask=in_rows[:, None] & inside[None, :], other=0.0)
-            b = tl.load(codes + first, mask=inside[:, None] & in_cols[None, :], other=0)
-            acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+        for first in range(0, count, PART):
+            part = tl.full([ROWS, COLS], 0.0, tl.float32)
+            for at in range(first, tl.minimum(first + PART, count), DEPTH):
+                inside = at + k < count
+                a = tl.load(x + at, mask=in_rows[:, None] & inside[None, :], other=0.0)
+                b = tl.load(codes + at, mask=inside[:, None] & in_cols[None, :], other=0)
+                part = tl.dot(a, b.to(a.dtype), part, input_precision="ieee")
+            acc += part
     sums = tl.load(p0 + row[:, None] * s1 + col[None, :], mask=known, other=0).to(tl.float32)
     most = tl.load(p1 + row, mask=in_rows, other=0.0)
     scale = tl.load(p5 + col, mask=in_cols, other=0.0)
@@ -157,7 +165,8 @@ def mixed_product(dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
     tile_rows, tile_columns, depth = TILE if dtype in HALVES else WIDE_TILE
     across = (symbol("s1") + (tile_columns - 1)) // tile_columns
     down = (symbol("s0") + (tile_rows - 1)) // tile_rows
-    constants = {"ROWS": tile_rows, "COLS": tile_columns, "DEPTH": depth, "PANEL": PANEL}
+    constants = {"ROWS": tile_rows, "COLS": tile_columns, "DEPTH": depth}
+    constants |= {"PART": PARTS * depth, "PANEL": PANEL}
     return KernelSource(
         "mixed_product",
         "triton",
