@@ -40,7 +40,7 @@ markers =
 CHUNK, CHUNK_S = 10, 60  # tests of a file, and seconds, that stay in a process: it compiles for all
 TRAIN = "tests/train/"
 TIMES = ROOT / "tests" / "gpu_seconds.txt"
-USUAL_S = 2.0  # of a test whose file is not among these
+USUAL_S, USUAL_OF_TRAIN_S = 2.0, 8.0  # of a test whose file is not among these
 SHARED, ALONE = "gpu and not alone", "gpu and alone"
 REASONS = 40  # lines of a process that say why tests failed
 RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
@@ -91,14 +91,18 @@ def known_times() -> dict[str, float]:
 
 
 def seconds_of(tests: Sequence[str], times: Mapping[str, float]) -> float:
-    return sum(times.get(test.split("::")[0], USUAL_S) for test in tests)
+    return sum(seconds_in(test.split("::")[0], times) for test in tests)
+
+
+def seconds_in(file: str, times: Mapping[str, float]) -> float:
+    return times.get(file, USUAL_OF_TRAIN_S if file.startswith(TRAIN) else USUAL_S)
 
 
 def chunks_of(found: dict[str, list[str]], times: Mapping[str, float]) -> list[list[str]]:
     """Return chunks of files, the longest first."""
     chunks = []
     for file, tests in found.items():
-        size = min(max(int(CHUNK_S / times.get(file, USUAL_S)), 1), CHUNK)
+        size = min(max(int(CHUNK_S / seconds_in(file, times)), 1), CHUNK)
         chunks += [tests[n : n + size] for n in range(0, len(tests), size)]
     return sorted(chunks, key=lambda chunk: -seconds_of(chunk, times))
 
