@@ -80,12 +80,14 @@ def test_what_a_pause_leaves_is_walked_over_once() -> None:
 
 
 def test_what_a_user_has_frozen_stays_so() -> None:
+    """The collector sees no frozen object. Their number says little: other threads let some go."""
+    kept = [Cycle()]
+    assert any(each is kept for each in gc.get_objects())
     gc.freeze()
     try:
-        frozen = gc.get_freeze_count()
         with collection_paused(leaves_much=True):
             pass
-        assert gc.get_freeze_count() >= frozen > 0
+        assert not any(each is kept for each in gc.get_objects())
     finally:
         gc.unfreeze()
 
