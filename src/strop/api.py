@@ -369,10 +369,17 @@ def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
 
 
 def with_cached_parts(dispatchers: Mapping[str, Dispatcher]) -> dict[str, Dispatcher]:
-    """Return dispatchers, those of parts inside of the hooks of caches by their paths, and those of
-    copies on other devices."""
+    """Return dispatchers, and those of parts inside of the hooks of caches, by their paths."""
     found = dict(dispatchers)
     for name, dispatcher in dispatchers.items():
         found |= {f"{name}.{path}": part for path, part in dispatcher.cached.serving.items()}
+    return found
+
+
+def with_twins(dispatchers: Mapping[str, Dispatcher]) -> dict[str, Dispatcher]:
+    """Return dispatchers, and those of copies on other devices. Nobody but their own dispatcher may
+    take a copy's lock: it calls copies while it has its own."""
+    found = dict(dispatchers)
+    for name, dispatcher in dispatchers.items():
         found |= {f"{name}, {place}": twin for place, twin in dispatcher.served_twins.items()}
     return found

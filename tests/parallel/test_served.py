@@ -313,6 +313,18 @@ def writing() -> Iterator[list[threading.Thread]]:
         thread.join()
 
 
+def test_a_change_takes_no_lock_of_a_copy() -> None:
+    """The dispatcher takes it behind its own, and would wait for good for one that came the other
+    way."""
+    unet = spread(tiny.unet(), ["cpu", "cpu"])
+    call(unet, SIZE)
+    own, (twin,) = served(unet), served(unet).twins
+    with strop.changing(unet):
+        assert own.is_busy
+        assert not twin.dispatcher.is_busy
+    assert "cpu" in str(strop.explain(unet))
+
+
 def test_threads_see_a_change_as_a_whole(writing: list[threading.Thread]) -> None:
     """Under ``strop.changing`` no call has one half from before it and the other from after it."""
     unet = spread(tiny.unet(), ["cpu", "cpu"])

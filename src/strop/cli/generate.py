@@ -99,7 +99,7 @@ OptimizeOption = Annotated[
 
 
 class Spread(StrEnum):
-    """What several GPUs share."""
+    """This says what several GPUs share."""
 
     cfg = "cfg"
     batch = "batch"

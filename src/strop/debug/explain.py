@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from strop.api import dispatchers_of, optimize, restore, with_cached_parts
+from strop.api import dispatchers_of, optimize, restore, with_cached_parts, with_twins
 from strop.backend import Compiled
 from strop.debug.chosen import chosen
 from strop.debug.costs import Machine, bytes_moved, machine
@@ -83,7 +83,7 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
         if args or kwargs:
             with torch.no_grad():
                 obj(*args, **kwargs)
-        return report_of(with_cached_parts(dispatchers_of(obj)))
+        return report_of(with_twins(with_cached_parts(dispatchers_of(obj))))
     finally:
         if not was_optimised:
             restore(obj)

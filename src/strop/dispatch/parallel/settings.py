@@ -41,7 +41,9 @@ class Parallel:
                 " guidance makes such calls, and one that calls its model twice a step"
             )
         if self.mode == "cfg" and num_rows % 2:
-            return f"{num_rows} rows are not two halves: parallel='batch' splits those too"
+            return (
+                f"{counted(num_rows, 'row')} are not two halves: parallel='batch' splits those too"
+            )
         return ""
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from strop.dispatch.parallel.rules import ARGUMENTS, ITEMS, ROWS, Kind
 from strop.dispatch.signature import is_foreign
 from strop.runtime.derived.sources import versions_of
 from strop.runtime.loop.denoise_loop import DenoiseLoop, place_among
+from strop.wording import counted
 
 _SCALARS = (bool, int, float, str, torch.dtype, type(None))
 Path = tuple[str, ...]
@@ -114,6 +115,10 @@ class _Cut:
     def num_rows(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def rows(self) -> str:
+        return counted(self.num_rows, "row")
+
 
 def _kind(name: str) -> Kind | None:
     return ARGUMENTS.get(name)
@@ -160,7 +165,7 @@ def _of_items(cut: _Cut, path: Path, given: Any) -> Sequence[Any]:
     if len(given) == 1:
         return [given] * len(cut.sizes)
     if len(given) != cut.num_rows:
-        raise NotSplitError(f"{'.'.join(path)} has {len(given)} items for {cut.num_rows} rows")
+        raise NotSplitError(f"{'.'.join(path)} has {counted(len(given), 'item')} for {cut.rows}")
     ends = [sum(cut.sizes[: place + 1]) for place in range(len(cut.sizes))]
     return [given[end - size : end] for end, size in zip(ends, cut.sizes, strict=True)]
 
@@ -171,7 +176,7 @@ def _of_tensor(cut: _Cut, path: Path, given: Tensor, *, has_rows: bool) -> Seque
     if not has_rows or not given.dim() or given.shape[0] == 1:  # one for all
         return cut.splitter.of_tensor(path, given, cut.sizes, has_rows=False)
     if given.shape[0] != cut.num_rows:
-        raise NotSplitError(f"{'.'.join(path)} is {tuple(given.shape)} for {cut.num_rows} rows")
+        raise NotSplitError(f"{'.'.join(path)} is {tuple(given.shape)} for {cut.rows}")
     return cut.splitter.of_tensor(path, given, cut.sizes, has_rows=True)
 
 
