@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -436,9 +437,11 @@ def test_nan_in_a_first_result_is_reported(caplog: Any):
     assert "the arguments hold NaN" in caplog.text
 
 
-def test_kernels_for_other_sizes_are_begun_with_the_first_run(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_for_other_sizes_are_begun_with_the_first_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """Not behind it: the host then makes the libraries' first calls, and all compilers are idle."""
-    net, begun, run = optimized(Net()), list[float](), Bound.run
+    net, begun, run = optimized(Net(), cache_dir=str(tmp_path)), list[float](), Bound.run
 
     def noted(self: Bound, *args: Any) -> Any:
         begun.append(net.forward.variants.all[0].later._began)
