@@ -168,12 +168,12 @@ class EntryRunner:
         self, entry: Entry, tensors: list[Tensor], stream: int, checked_loop: int | None
     ) -> Any:
         inputs = as_specified(tensors, entry.variant.specs)
-        is_first, is_compiled = entry.uses == 1, entry.variant.compiled is not None
-        if is_first and is_compiled:  # the host makes libraries' first calls: compilers are free
+        is_first, compiled = entry.uses == 1, entry.variant.compiled
+        if is_first and compiled is not None:  # compilers are free: libraries are called first
             entry.variant.later.start()
         bound = self._bound_for(entry, stream)
-        if is_first and self._options.check and entry.variant.compiled is not None:
-            results = self._run_checked(bound, entry.variant.compiled, inputs)
+        if is_first and self._options.check and compiled is not None:
+            results = self._run_checked(bound, compiled, inputs)
         else:
             results = bound.run(inputs, *self._where(entry, tensors, checked_loop))
         if is_first:  # to put those for other sizes in an order takes this interpreter a second
