@@ -10,7 +10,7 @@ were given, and a program reads a copy of them that it makes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,14 +77,26 @@ def _crosses_channels(args: tuple[Any, ...]) -> bool:
 
 def _convolutions_behind(node: Node) -> list[Node]:
     """Return the convolutions from which a picture comes by way of pictures."""
-    left, seen, found = [node], set[Node](), list[Node]()
+
+    def pictures(of: Node) -> list[Node]:
+        is_convolution = of.target in _CONVOLUTIONS
+        return [n for n in of.all_input_nodes[: 1 if is_convolution else None] if has_dims(n, 4)]
+
+    return [n for n in walked_back(node, pictures) if n.target in _CONVOLUTIONS]
+
+
+def has_dims(node: Node, count: int) -> bool:
+    """Tell whether a node is a tensor of so many dims."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == count
+
+
+def walked_back(first: Node, sources: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """Yield a node and what it comes from, each once, by way of the ``sources`` of each."""
+    left, seen = [first], set[Node]()
     while left:
-        now = left.pop()
-        value = now.meta.get("val")
-        if now in seen or not isinstance(value, Tensor) or value.dim() != 4:
-            continue
-        seen.add(now)
-        is_convolution = now.target in _CONVOLUTIONS
-        found += [now] if is_convolution else []
-        left += now.all_input_nodes[: 1 if is_convolution else None]
-    return found
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += sources(node)

@@ -22,7 +22,7 @@ from strop.errors import CaptureError
 from strop.frontend.composed_tensors import ComposedCalls
 from strop.frontend.formats import traced
 from strop.frontend.functional import memory_of
-from strop.frontend.given_orders import ChannelViews, node_of
+from strop.frontend.given_orders import ChannelViews, has_dims, node_of, walked_back
 from strop.frontend.operators import Retarget
 
 READS: dict[Callable[..., Any], str] = {
@@ -129,21 +129,18 @@ def _refuse_chosen(question: str, value: Tensor) -> None:
     """Raises CaptureError for a question about what was computed by an operator of
     CHOSEN_BY_LIBRARIES, if what comes of it may lie as it does."""
     first = node_of(value)
-    left = [] if first is None else [first]
-    seen: set[Node] = set()
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in () if first is None else walked_back(first, _deciding):
         chosen = CHOSEN_BY_LIBRARIES.get(node.target)
         if chosen and chosen(node.meta["val"]):
             raise CaptureError(
                 f"it asks for {question} of what {node.target} has made, which the"
                 " library that computes it decides"
             )
-        if not _is_settled(node):
-            left += node.all_input_nodes
+
+
+def _deciding(node: Node) -> list[Node]:
+    """Return the operands that may decide how a value lies."""
+    return [] if _is_settled(node) else node.all_input_nodes
 
 
 # Operators whose results are contiguous in eager, however their operands lie.
@@ -183,16 +180,14 @@ def _joins_heads(node: Node) -> bool:
 
 def _attention_queries(node: Node) -> Iterator[Tensor]:
     """Yield the queries of attention from whose result a value comes by way of heads."""
-    left, seen = [node], set[Node]()
-    while left:
-        now = left.pop()
-        if now in seen or now.meta["val"].dim() != 4:
-            continue
-        seen.add(now)
-        if now.target is _strop.attention.default:
-            yield now.all_input_nodes[0].meta["val"]
-        else:
-            left += now.all_input_nodes
+
+    def heads(of: Node) -> list[Node]:
+        is_attention = of.target is _strop.attention.default
+        return [] if is_attention else [n for n in of.all_input_nodes if has_dims(n, 4)]
+
+    for each in walked_back(node, heads):
+        if each.target is _strop.attention.default:
+            yield each.all_input_nodes[0].meta["val"]
 
 
 def _lies_by_batches(queries: Tensor) -> bool:
