@@ -1,14 +1,15 @@
 """All tests that need a GPU, in several processes that share it: minutes, not an hour.
 
-python benchmarks/gpu_tests.py [--jobs 10] [--seconds 400] [--only tests/kernels ...]
-    [--logs FOLDER]
+python benchmarks/gpu_tests.py [--jobs 10] [--gpus 2] [--seconds 400]
+    [--only tests/kernels ...] [--logs FOLDER]
 
 Wants torch, diffusers and pytest, no plugin of it. A process takes a chunk of a file's tests
 whenever it is done with one; those of the trainer have processes of their own, with the workspace
 of cuBLAS that makes sums repeatable. Tests with the marker "alone", which time something, run
 before all others, in one process. tests/gpu_seconds.txt says which tests take long: their chunks
-are small and come first. Prints a line for each process, then what failed and why, and what was cut
-off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
+are small and come first. With --gpus 2, every process sees both GPUs, and half of the processes
+have the second one as their device 0. Prints a line for each process, then what failed and why, and
+what was cut off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
 """
 
 from __future__ import annotations
@@ -165,6 +166,14 @@ def with_marker(only: Sequence[str]) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files if "mark.alone" in file.read_text()]
 
 
+def rotated(process: int, gpus: int) -> dict[str, str]:
+    """Return the variable that gives a process another first GPU than its neighbours have, with
+    all others behind it for tests that need several."""
+    if gpus == 1:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str((process + n) % gpus) for n in range(gpus))}
+
+
 def started(
     name: str,
     chunks: Sequence[Sequence[str]],
@@ -173,6 +182,7 @@ def started(
     logs: Path,
     marks: str = SHARED,
     env: dict[str, str] | None = None,
+    gpus: int = 1,
 ) -> list[Worker]:
     """Start processes that divide chunks of tests among themselves."""
     context = multiprocessing.get_context("spawn")
@@ -180,14 +190,16 @@ def started(
     for n in range(count):
         log = logs / f"{name}{n}.txt"
         log.touch()
-        words = (chunks, begun, ini, marks, log, env or {})
+        words = (chunks, begun, ini, marks, log, (env or {}) | rotated(n, gpus))
         process = context.Process(target=run_chunks, args=words)
         process.start()
         workers.append(Worker(log, process, begun))
     return workers
 
 
-def all_started(found: dict[str, list[str]], count: int, ini: Path, logs: Path) -> list[Worker]:
+def all_started(
+    found: dict[str, list[str]], count: int, gpus: int, ini: Path, logs: Path
+) -> list[Worker]:
     """Start processes for the tests of the trainer, and for all others."""
     times = known_times()
     of_trainer, others = (
@@ -198,8 +210,8 @@ def all_started(found: dict[str, list[str]], count: int, ini: Path, logs: Path) 
     mine, rest = processes_for(*work, count)
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return [
-        *started("trainer", of_trainer, mine, ini, logs, env=env),
-        *started("others", others, rest, ini, logs),
+        *started("trainer", of_trainer, mine, ini, logs, env=env, gpus=gpus),
+        *started("others", others, rest, ini, logs, gpus=gpus),
     ]
 
 
@@ -226,6 +238,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=10, help="processes")
+    parser.add_argument("--gpus", type=int, default=1, help="that processes are divided among")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which all are ended")
     parser.add_argument("--only", nargs="+", default=["tests"], help="files or folders of tests")
     parser.add_argument("--logs", type=Path, help="folder for the whole output")
@@ -250,7 +263,7 @@ def main() -> None:
         workers: list[Worker] = []
         for begin in (
             lambda: started("alone", chunks_of(alone, {}), 1 if alone else 0, ini, logs, ALONE),
-            lambda: all_started(found, args.jobs, ini, logs),
+            lambda: all_started(found, args.jobs, args.gpus, ini, logs),
         ):
             begun = begin()
             for worker in begun:
