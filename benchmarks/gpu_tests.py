@@ -42,6 +42,7 @@ CHUNK, CHUNK_S = 10, 60  # tests of a file, and seconds, that stay in a process:
 TRAIN = "tests/train/"
 TIMES = ROOT / "tests" / "gpu_seconds.txt"
 USUAL_S, USUAL_OF_TRAIN_S = 2.0, 8.0  # of a test whose file is not among these
+LEAST_S = 0.05
 SHARED, ALONE = "gpu and not alone", "gpu and alone"
 REASONS = 40  # lines of a process that say why tests failed
 RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
@@ -96,7 +97,8 @@ def seconds_of(tests: Sequence[str], times: Mapping[str, float]) -> float:
 
 
 def seconds_in(file: str, times: Mapping[str, float]) -> float:
-    return times.get(file, USUAL_OF_TRAIN_S if file.startswith(TRAIN) else USUAL_S)
+    usual = USUAL_OF_TRAIN_S if file.startswith(TRAIN) else USUAL_S
+    return max(times.get(file, usual), LEAST_S)
 
 
 def chunks_of(found: dict[str, list[str]], times: Mapping[str, float]) -> list[list[str]]:
