@@ -62,7 +62,10 @@ def check(module: nn.Module, plain: nn.Module, **more: Any) -> Tensor:
     found, wanted = call(module, **more), call(plain, **more)
     # fp32 sums in another order; a stale half is off by 1e-2 and more
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
-    assert found.stride() == wanted.stride()
+    if found.device.type == "cpu":
+        # On a GPU weights of convolutions are laid out channels-last for programs, and what a call
+        # in eager gives follows them.
+        assert found.stride() == wanted.stride()
     return found
 
 
