@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch import Tensor, nn
 
 import strop
 from strop.dispatch import model_offload
@@ -51,3 +54,69 @@ def test_pictures_of_an_offloaded_pipeline(order: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=0)
     assert known_offload(pipe.unet) is None
     assert not strop.api.dispatchers_of(pipe)
+
+
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return an optimised pipeline behind two pictures: its weights lie where they stay."""
+    monkeypatch.setattr(model_offload, "DEVICES", ("cpu",))
+    pipe = strop.optimize(tiny.pipeline(), options=tiny.options())
+    pipe.enable_model_cpu_offload(device="cpu")
+    for _ in range(2):
+        picture(pipe)
+    return pipe
+
+
+def hooks_of(pipe: Any) -> list[Any]:
+    return [each.hook for each in pipe._all_hooks]
+
+
+def test_hooks_stay_and_nothing_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = offloaded(monkeypatch)
+    hooks, looks = hooks_of(pipe), {}
+    for _ in range(2):
+        before = dict(looks)
+        picture(pipe)
+        looks = {n: d.state.num_scans for n, d in strop.api.dispatchers_of(pipe).items()}
+        assert not before or looks == before
+        assert all(map(is_, hooks_of(pipe), hooks))
+    weights = known_offload(pipe.unet)
+    assert weights is not None
+    assert weights.is_on_host()
+
+
+def another_model(pipe: Any) -> None:
+    pipe.unet = strop.optimize(tiny.unet(), options=tiny.options(strict=True))
+
+
+def hook_taken_out(pipe: Any) -> None:
+    remove_hook_from_module(pipe.vae)
+
+
+def hook_in_a_part(pipe: Any) -> None:
+    add_hook_to_module(pipe.vae.decoder.conv_in, ModelHook())
+
+
+def forward_replaced(pipe: Any) -> None:
+    own = vars(pipe.vae)["forward"]
+    pipe.vae.forward = lambda *args, **kwargs: own(*args, **kwargs)
+
+
+def other_device(pipe: Any) -> None:
+    pipe._offload_device = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "change", [another_model, hook_taken_out, hook_in_a_part, forward_replaced, other_device]
+)
+def test_hooks_are_set_anew_where_something_has_changed(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = offloaded(monkeypatch)
+    hooks = hooks_of(pipe)
+    change(pipe)
+    picture(pipe)
+    assert not any(map(is_, hooks_of(pipe), hooks))
+    modules = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
+    assert {id(each.model) for each in pipe._all_hooks} == set(map(id, modules))
+    hooked = [part for m in modules for part in m.modules() if hasattr(part, "_hf_hook")]
+    assert set(map(id, hooked)) == set(map(id, modules))

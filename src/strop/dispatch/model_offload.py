@@ -120,7 +120,7 @@ class _Loading(_Offloading):
         from accelerate.utils import send_to_device
 
         earlier, is_ours = self.hook.prev_module_hook, module is self.weights.module
-        if hasattr(earlier, "offload") and _may_be_loaded(earlier.model):
+        if hasattr(earlier, "offload") and may_be_loaded(earlier.model):
             before = known_offload(earlier.model)
             if is_ours and before is not None:
                 self.weights.begin(before)
@@ -131,7 +131,7 @@ class _Loading(_Offloading):
         return send_to_device(args, device), send_to_device(kwargs, device)
 
 
-def _may_be_loaded(module: nn.Module) -> bool:
+def may_be_loaded(module: nn.Module) -> bool:
     """Tell whether a module is to be offloaded before another is loaded. A pipeline asks at every
     step of a loop, so this looks at one weight."""
     known, first = known_offload(module), next(module.parameters(), None)
