@@ -7,8 +7,10 @@ call's as the program's guards allow, each with a timestep of its own. A call co
 
 That such a batch holds the results of each is proven when the program is made
 (``codegen.by_rows``); which rows are a call's is told by where its timestep lies in the memory of
-the scheduler's, never by its value, which would have to be waited for. The step that finds no table
-computes its own and makes one behind it, when a GPU is at work and has not to wait for the host.
+the scheduler's, never by its value, which would have to be waited for. The first step of a loop
+computes its own and makes a table behind it, when a GPU is at work and has not to wait for the
+host. A later step that finds none makes it first: so all pictures have the same bits, among them
+the first one, whose graph is captured at its second step.
 """
 
 from __future__ import annotations
@@ -222,7 +224,8 @@ class Timetable:
                 self._fill(work, read)
                 if self.record is not None:
                     work.replay = self.record(partial(self._fill, work, read))
-        self.held, self._num_uses, self._loop = now, 1, moment.stamp.loop  # this step's own
+        self.held, self._loop = now, moment.stamp.loop
+        self._num_uses = 0 if moment.place else 1  # a first step has computed its own
         self._hoist.place.timetables.add(self)
         self._hoist.tally.num_timetables += 1
 

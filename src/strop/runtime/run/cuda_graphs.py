@@ -80,6 +80,8 @@ class CapturedGraph:
             if self.prologue is not None and not is_there:
                 self.prologue.replay()
                 bound.hoisted.has_run()
+            if rows is None:
+                rows = bound.rows_amid_loop(moment, self.inputs)
             if rows is not None:
                 bound.look_up(rows)
             else:

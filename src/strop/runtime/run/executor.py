@@ -188,7 +188,10 @@ class Bound:
         if not self.hoisted.is_there(stamp):
             self._walk(linked, self.hoisted.steps)
             self.hoisted.has_run()
-        if (rows := self.timetable.rows(moment)) is None:
+        rows = self.timetable.rows(moment)
+        if rows is None:
+            rows = self.rows_amid_loop(moment, inputs)
+        if rows is None:
             self._walk(linked, self.timetable.steps)
         else:
             self.look_up(rows)
@@ -295,6 +298,16 @@ class Bound:
         """Make the table for the steps behind this call, which had to compute its own. Nobody waits
         for it."""
         self.timetable.make(moment, partial(self.holding, inputs), self._bind_part)
+
+    def rows_amid_loop(
+        self, moment: Moment | None, inputs: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Make the table before this call, which is not the first of a loop, and return its rows;
+        None where there can be none. The prologue has run."""
+        if moment is None or not moment.place:
+            return None
+        self.make_timetable(moment, inputs)
+        return self.timetable.rows(moment)
 
     def look_up(self, rows: Sequence[Tensor]) -> None:
         """Take what depends on the timestep from a table."""
