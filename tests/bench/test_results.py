@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = sorted(RESULTS.glob("*.json"))
 ENVIRONMENT = ("date", "strop", "python", "torch", "triton", "cpu", "commit")
-NAME = re.compile(r"(?P<row>[\w-]+)_(?P<device>h100(-as-sm\d+)?|cpu)(_(?P<date>\d{4}-\d\d-\d\d))?")
+NAME = re.compile(
+    r"(?P<row>[\w-]+)_(?P<device>h[12]00(-as-sm\d+)?|cpu)(_(?P<date>\d{4}-\d\d-\d\d))?"
+)
 LACKS = {
     file: set(lacks.split(", "))
     for file, lacks in re.findall(
