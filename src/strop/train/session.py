@@ -28,6 +28,7 @@ from strop.train import (
 )
 from strop.train import model as models
 from strop.train.compiled import prepare
+from strop.train.conditions import read_controlled
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
 from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
 from strop.train.learner import Learner
@@ -121,6 +122,7 @@ def _prepare(
     model = loading.load(settings, device)
     _warn_of_attention(settings, model, warn)
     side = models.resolution_of(settings, model)
+    drawing.conditions_to_draw(settings, side)
     source = _source(settings, model, side, folder, ranks, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
@@ -136,7 +138,7 @@ def _prepare(
         side,
         source,
         learner,
-        prepare(model.unet, settings.compile_unet),
+        prepare(model, settings.compile_unet),
         step,
         total,
         hold,
@@ -184,7 +186,9 @@ def _check_places(settings: Settings) -> None:
             raise OptionError(
                 f"{name} {place} lies in the folder of the pictures, {pictures}; choose another"
             )
-    if _real(settings.output_dir) == loading.folder_of(settings).resolve():
+    given = settings.controlnet_model_name_or_path
+    starts = [loading.folder_of(settings).resolve(), *([_real(given)] if given else [])]
+    if _real(settings.output_dir) in starts:
         raise OptionError(
             f"output_dir {settings.output_dir} is the model to start from; choose another"
         )
@@ -211,6 +215,8 @@ def _read_folder(
             on_progress=watch,
             ranks=ranks,
         )
+    elif settings.task == "controlnet":
+        folder = read_controlled(settings, watch, ranks)
     else:
         folder = read_captioned(
             Path(settings.train_data_dir).expanduser(),
@@ -284,6 +290,7 @@ def _source(
         own_masks,
         model.factor,
         shapes,
+        folder.conditions,
     )
 
 
@@ -320,12 +327,14 @@ def _learner(settings: Settings, model: DiffusionModel, ranks: Ranks) -> Learner
         for module in trained.values():
             module.requires_grad_(True)
     if settings.gradient_checkpointing:
-        model.unet.enable_gradient_checkpointing()
+        for network in model.denoisers:
+            network.enable_gradient_checkpointing()
         for name in model.family.trained_encoders if settings.train_text_encoder else ():
             text, new = model.modules[name], "activation_checkpointing_enable"
             getattr(text, new if hasattr(text, new) else "gradient_checkpointing_enable")()
     if model.device.type == "cuda":
-        nn.Module.to(model.unet, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for network in model.denoisers:
+            nn.Module.to(network, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.base_weights:
         frozen_base.quantise(model.unet, settings.base_weights)
     return Learner(settings, trained, ranks)

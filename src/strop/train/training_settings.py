@@ -29,7 +29,7 @@ class TrainingSettings:
         "Put this many pictures into a batch of each process.",
         least=1,
         fixed=True,
-        per_task={"dreambooth": 4},
+        per_task={"dreambooth": 4, "controlnet": 4},
     )
     num_train_epochs: int = setting(
         100,
@@ -37,7 +37,7 @@ class TrainingSettings:
         "Training",
         "Train for this many epochs, unless steps are given.",
         least=1,
-        per_task={"dreambooth": 1},
+        per_task={"dreambooth": 1, "controlnet": 1},
     )
     max_train_steps: int | None = setting(
         None, int, "Training", "Train for this many steps of the optimizer.", least=1
@@ -60,7 +60,7 @@ class TrainingSettings:
         "Train with this learning rate, after the warm-up.",
         least=0,
         fixed=True,
-        per_task={"dreambooth": 5e-6},
+        per_task={"dreambooth": 5e-6, "controlnet": 5e-6},
     )
     scale_lr: bool = setting(
         False,
@@ -179,7 +179,8 @@ class TrainingSettings:
         False,
         bool,
         "Training",
-        "Compile the UNet's forward and backward passes; the first step takes longer.",
+        "Compile forward and backward passes of the UNet and a ControlNet; the first step takes "
+        "longer.",
         fixed=True,
     )
     allow_tf32: bool = setting(False, bool, "Training", "Multiply matrices in TF32 on a GPU.")
