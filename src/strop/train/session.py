@@ -70,7 +70,8 @@ class Session:
             "total": self.total,
             "run": self.run,
             "ranks": self.ranks.count,
-            "shard_optimizer": self.settings.shard_optimizer,
+            "shard_optimizer": self.settings.shards_states,
+            "shard_gradients": self.settings.shard_gradients,
             "host": _host(self.model.device),
         }
 
@@ -397,9 +398,13 @@ def _resume(
     if ranks_then != settings.num_processes:
         now = counted(settings.num_processes, "process")
         odd.append(f"{counted(ranks_then, 'process')} then, {now} now")
-    was_sharded = state.get("shard_optimizer", False)
-    if settings.num_processes > 1 and settings.shard_optimizer != was_sharded:
-        odd.append(f"shard_optimizer {was_sharded} then, {settings.shard_optimizer} now")
+    is_cut = {
+        "shard_optimizer": settings.shards_states,
+        "shard_gradients": settings.shard_gradients,
+    }
+    for name, is_now in is_cut.items() if settings.num_processes > 1 else ():
+        if state.get(name, False) != is_now:
+            odd.append(f"{name} {state.get(name, False)} then, {is_now} now")
     if total != state["total"] and not settings.lr_scheduler.startswith("constant"):
         then = counted(state["total"], "step")
         odd.append(f"{then} then, {total} now, which changes the learning rate")

@@ -264,6 +264,11 @@ class Settings(NoiseSettings, TrainingSettings, OutputSettings, DataSettings, Mo
         return bool(self.instance_data_dir)
 
     @property
+    def shards_states(self) -> bool:
+        """Tell whether the optimizer's state is cut over processes."""
+        return self.shard_optimizer or self.shard_gradients
+
+    @property
     def rate(self) -> float:
         scale = self.gradient_accumulation_steps * self.whole_batch_size if self.scale_lr else 1
         return self.learning_rate * scale

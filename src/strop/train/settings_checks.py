@@ -66,6 +66,7 @@ def _check_optimizer(s: Settings) -> None:
     ours = {
         "use_8bit_adam": s.use_8bit_adam,
         "shard_optimizer": s.shard_optimizer,
+        "shard_gradients": s.shard_gradients,
         "mixed_precision fp16": s.mixed_precision == "fp16",
     }
     for name, is_on in ours.items():

@@ -223,6 +223,13 @@ class TrainingSettings:
         "Keep the optimizer's state and the averages of each weight on one process alone, which "
         "steps it for all (ZeRO stage 1).",
     )
+    shard_gradients: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Keep the summed gradients of each weight on that process alone as well, which gets them "
+        "while the backward pass goes on (ZeRO stage 2); it cuts the optimizer's state, too.",
+    )
     max_restarts: int = setting(
         0,
         int,
