@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,16 +48,16 @@ class Net(nn.Module):
         return y
 
 
-def batch(step: int, rank: int) -> Tensor:
+def batch(step: int, rank: int, device: Any = "cpu") -> Tensor:
     source = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(5, 6, generator=source)
+    return torch.randn(5, 6, generator=source).to(device)
 
 
-def cut(net: Net, placed: Any = None) -> Net:
+def cut(net: Net, placed: Any = None, device: str = "cpu") -> Net:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device, (2,))
     for part in (*net.blocks, net):
         fully_shard(part, mesh=mesh, shard_placement_fn=placed)
     return net
@@ -78,7 +79,8 @@ def trained(net: Net, optimizer: Any, ranks: list[int], first: int = 0) -> list[
     norms = []
     for step in range(first, first + STEPS):
         for rank in ranks:
-            (net(batch(step, rank)).square().mean() / len(ranks)).backward()
+            x = batch(step, rank, next(net.parameters()).device)
+            (net(x).square().mean() / len(ranks)).backward()
         if not hasattr(optimizer, "grad_norm"):
             norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.05))
         optimizer.step()
@@ -89,7 +91,8 @@ def trained(net: Net, optimizer: Any, ranks: list[int], first: int = 0) -> list[
 
 
 def _stepped(ranks: Ranks, kind: str, by: str) -> dict[str, Any]:
-    net = cut(Net(), by_columns if by == "columns" else None)
+    device = "cuda" if by == "rows on GPUs" else "cpu"
+    net = cut(Net().to(device), by_columns if by == "columns" else None, device)
     with pytest.MonkeyPatch.context() as patch:
         if by == "kernels":
             interpreted.use(patch)
@@ -97,9 +100,9 @@ def _stepped(ranks: Ranks, kind: str, by: str) -> dict[str, Any]:
         norms = trained(net, optimizer, [ranks.rank])
     states = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
     return {
-        "weights": {name: whole(p) for name, p in net.named_parameters()},
-        "averages": [whole(average) for average in optimizer.ema.shadow_params],
-        "norms": norms,
+        "weights": {name: whole(p).cpu() for name, p in net.named_parameters()},
+        "averages": [whole(average).cpu() for average in optimizer.ema.shadow_params],
+        "norms": [norm.cpu() for norm in norms],
         "states": {type(value).__name__ for value in states},
         "held": sum(value.to_local().numel() for value in states),
     }
@@ -119,7 +122,20 @@ def test_steps_are_those_of_one_process(kind: str, by: str, pair: Pair) -> None:
     kernels of a GPU, in Triton's interpreter."""
     if by == "kernels":
         pytest.importorskip("triton")
-    found = pair.run(partial(_stepped, kind=kind, by=by))
+    _check(pair.run(partial(_stepped, kind=kind, by=by)), kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_steps_on_two_gpus(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, device="cuda")
+    try:
+        _check(pair.run(partial(_stepped, kind="FusedAdamW", by="rows on GPUs")), "FusedAdamW")
+    finally:
+        pair.stop()
+
+
+def _check(found: list[dict[str, Any]], kind: str) -> None:
     net, start = Net(), Net().state_dict()
     optimizer = getattr(strop.train, kind)(net.parameters(), **EXTRAS)
     norms = trained(net, optimizer, [0, 1])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,23 @@ def test_the_command_generates_with_it(
     assert abs(pictures[0] - pictures[1]).max() > 2
 
 
+def test_ranks_have_the_conditions_of_their_rows(
+    tiny_model: Path, controlled: Path, tmp_path: Path
+) -> None:
+    """Behind each other they are those of one rank with as many pictures."""
+    values = {"model": tiny_model, "train_data_dir": controlled, "output_dir": tmp_path}
+    made = trainer.session("controlnet", **values, train_batch_size=4, random_flip=True)
+    source: Any = made.source
+    settings = replace(made.settings, train_batch_size=2, num_processes=2)
+    parts = [replace(source, settings=settings, rank=rank) for rank in range(2)]
+    for number in range(3):
+        whole, own = source.batch(number), [part.batch(number) for part in parts]
+        rows = len(whole.share)
+        for name in ("pictures", "conditions"):
+            found = torch.cat([getattr(batch, name) for batch in own])[:rows]
+            assert torch.equal(found, getattr(whole, name))
+
+
 def _both(pair: Pair, **given: Any) -> None:
     for one in pair.run(partial(train, task="controlnet", given=given, change=None)):
         if isinstance(one, Exception):
@@ -372,6 +390,33 @@ def test_compiled_networks_learn_what_plain_ones_do(
         assert not report.fallbacks
         assert not network.forward.traced_by_torch
     assert_near(found[1], found[0], 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu(
+    compiled: bool, tiny_model: Path, controlled: Path, started: Path, tmp_path: Path
+) -> None:
+    """Two steps in bf16, with pictures between them; diffusers reads what comes out."""
+    net = {"controlnet_model_name_or_path": str(started), "max_train_steps": 2}
+    values = given_for(tiny_model, controlled, tmp_path / "out", **net)
+    more = {
+        "device": "cuda",
+        "mixed_precision": "bf16",
+        "compile_unet": compiled,
+        "validation_prompt": "a ring",
+        "validation_image": str(controlled / "greys" / "0.png"),
+        "num_validation_images": 1,
+        "validation_inference_steps": 1,
+    }
+    watch = trainer.Watch()
+    trainer.train("controlnet", watch, **{**values, **more})
+    assert watch.steps[-1].grad_norm > 0
+    written = diffusers.ControlNetModel.from_pretrained(tmp_path / "out").state_dict()
+    first = load_file(started / WEIGHTS)
+    assert all(bool(tensor.isfinite().all()) for tensor in written.values())
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in written.items())
 
 
 # ---- folders -----------------------------------------------------------------------------------
