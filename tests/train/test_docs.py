@@ -55,12 +55,13 @@ def test_the_commands_run(
         # Compiling takes a minute, and is tested in test_trainer_flow.py.
         text = file.read_text().replace("compile_unet: true", "compile_unet: false")
         (Path("examples") / file.name).write_text(text)
-    for name in ("pictures", "dog"):
+    for name in ("pictures", "dog", "edges"):
         trainer.draw_pictures(tmp_path / name, 2)
+    shutil.copy(tmp_path / "edges" / "0.png", "circle.png")
     (tmp_path / "train.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", TEXT, re.S | re.M)[0])
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)).replace("\\\n", " ")
     commands = [line for line in blocks.splitlines() if line.startswith("strop train")]
-    assert len(commands) == 11
+    assert len(commands) == 12
     # Several processes are started in test_trainer_ranks.py.
     monkeypatch.setattr("strop.train.launch.launch", lambda words, *given: 0)
     threads = torch.get_num_threads()
@@ -76,5 +77,6 @@ def test_the_commands_run(
         assert (tmp_path / output / "model_index.json").exists()
     for output in ("sdxl-adapters", "flux-adapters"):
         assert (tmp_path / output / "pytorch_lora_weights.safetensors").exists()
+    assert (tmp_path / "by-edges" / "config.json").exists()
     for output in ("adapters", "from-yaml"):
         assert (tmp_path / output / "kohya_lora_weights.safetensors").exists()

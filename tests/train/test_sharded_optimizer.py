@@ -66,7 +66,7 @@ def _stepped(ranks: Ranks) -> dict[str, Any]:
                 p.fill_(10 + ranks.rank)
         ranks.gather(shards)
         weights.append([{*p.flatten().tolist()} for p in parameters])
-    sizes = [bucket.memory.shape for bucket in shards._buckets]
+    sizes = [bucket.shape for bucket in shards.buckets]
     return {"own": own, "grads": grads, "weights": weights, "sizes": sizes}
 
 

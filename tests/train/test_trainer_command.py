@@ -359,7 +359,7 @@ def test_help(task: str, invoke: Callable[..., Result]) -> None:
     shown = said(invoke(task, "-h"))
     assert "--learning_rate" in shown
     assert ("--rank <" in shown) == (task == "lora")  # --rank_timeout is for all
-    assert ("--class_data_dir" in shown) == (task != "text-to-image")
+    assert ("--class_data_dir" in shown) == (task in ("dreambooth", "lora"))
     assert "--use_8bit_adam" in shown
     assert ("--use_dora" in shown) == (task == "lora")
     assert "--dream_training" not in shown

@@ -1,4 +1,4 @@
-"""Every flag of diffusers' four scripts does what it does there, or says why not and what to do."""
+"""Every flag of diffusers' scripts does what it does there, or says why not and what to do."""
 
 from __future__ import annotations
 
@@ -76,6 +76,18 @@ prodigy_safeguard_warmup prodigy_use_bias_correction repeats text_encoder_lr
 FLOW = """
 logit_mean logit_std max_sequence_length mode_scale upcast_before_saving weighting_scheme
 """
+CONTROL = """
+adam_beta1 adam_beta2 adam_epsilon adam_weight_decay allow_tf32 cache_dir caption_column
+checkpointing_steps checkpoints_total_limit conditioning_image_column controlnet_model_name_or_path
+dataloader_num_workers dataset_config_name dataset_name enable_xformers_memory_efficient_attention
+gradient_accumulation_steps gradient_checkpointing hub_model_id hub_token image_column learning_rate
+logging_dir lr_num_cycles lr_power lr_scheduler lr_warmup_steps max_grad_norm max_train_samples
+max_train_steps mixed_precision num_train_epochs num_validation_images output_dir
+pretrained_model_name_or_path proportion_empty_prompts push_to_hub report_to resolution
+resume_from_checkpoint revision scale_lr seed set_grads_to_none tokenizer_name
+tracker_project_name train_batch_size train_data_dir use_8bit_adam validation_image
+validation_prompt validation_steps variant
+"""
 SUBJECTS = """
 adam_beta1 adam_beta2 allow_tf32 caption_column center_crop class_data_dir class_prompt dataset_name
 image_column instance_data_dir instance_prompt num_validation_images rank random_flip
@@ -106,6 +118,14 @@ SCRIPTS_OF_FAMILIES = {
         + """
         do_edm_style_training lora_dropout output_kohya_format pretrained_vae_model_name_or_path
         snr_gamma use_dora""",
+    ),
+    "train_controlnet.py": ("controlnet", CONTROL),
+    "train_controlnet_sdxl.py": (
+        "controlnet",
+        CONTROL
+        + """
+        crops_coords_top_left_h crops_coords_top_left_w enable_npu_flash_attention
+        image_interpolation_mode pretrained_vae_model_name_or_path upcast_before_saving""",
     ),
     "train_dreambooth_sd3.py": ("dreambooth", BEYOND + FLOW + "precondition_outputs"),
     "train_dreambooth_lora_sd3.py": (

@@ -83,14 +83,28 @@ def _average(
     return (("EMA", average),)
 
 
+def _sync(shards: ShardedParameters, ranks: Ranks, setup: Setup) -> Act:
+    """Return what comes between the backward pass and the update."""
+    if setup.parallel == "zero1":
+        return lambda: ranks.average_sharded(shards)
+    summed = ranks.summed(shards)
+
+    def end() -> None:
+        summed.end_pass()
+        ranks.finish(summed)
+
+    return end
+
+
 def _fused(
     work: Work, setup: Setup, params: Sequence[nn.Parameter], ranks: Ranks = ALONE
 ) -> Stepping:
     """Do clip, update and average in one call; of this rank's share of the parameters alone, if
     moments are sharded. Then the others' are gathered."""
     shards = None
-    if setup.parallel == "zero1" and ranks.count > 1:
-        shards = ShardedParameters(params, ranks.rank, ranks.count)
+    if setup.parallel in ("zero1", "zero2") and ranks.count > 1:
+        keeps_rooms = setup.parallel == "zero1"
+        shards = ShardedParameters(params, ranks.rank, ranks.count, keeps_rooms=keeps_rooms)
     optimizer = FusedAdamW(
         params if shards is None else shards.own,
         **ARGUMENTS,
@@ -112,7 +126,7 @@ def _fused(
     if shards is not None:
         cut = shards
         parts = (
-            ("sync", lambda: ranks.average_sharded(cut)),
+            ("sync", _sync(cut, ranks, setup)),
             *parts,
             ("gather", lambda: ranks.gather(cut)),
         )

@@ -137,9 +137,9 @@ _RUNGS: tuple[tuple[str, float | None, dict[str, Any], str], ...] = (
     (
         "zero2",
         24.03,
-        {"gpus": 2, "optimizer": "strop", "parallel": "zero1"},
-        "ZeRO-1 of the trainer: moments and EMA sharded, gradients reduce-scattered; ZeRO-2, which "
-        "frees their buckets too, is not built; img/s a GPU",
+        {"gpus": 2, "optimizer": "strop", "parallel": "zero2"},
+        "ZeRO-2 of the trainer: moments, EMA and summed gradients sharded, reduce-scattered within "
+        "the backward pass; img/s a GPU",
     ),
     (
         "compiled",

@@ -84,8 +84,8 @@ class Setup:
     or "if built". ``loaders``: measured one after the other; the best counts. ``recompute``: "",
     "checkpoints" (diffusers') or "budget" (half the activations are kept). ``parallel`` is how
     several processes put their gradients together: "ddp" (torch's), "average" (the trainer's flat
-    buckets) or "zero1" (``strop train --shard_optimizer``); ``gpus`` is how many it takes at
-    least."""
+    buckets), "zero1" (``strop train --shard_optimizer``) or "zero2" (``--shard_gradients``);
+    ``gpus`` is how many it takes at least."""
 
     precision: str = "bf16"  # or tf32, fp16 with a GradScaler
     attention: str = "sdpa"  # or "naive": all scores in memory

@@ -43,6 +43,12 @@ $ strop train lora --model ./sd --train_data_dir pictures --rank 8 --lora_alpha 
 --max_train_steps 1000
 $ strop train lora --model ./sd --instance_data_dir dog --instance_prompt "a sks dog"
 """,
+    "controlnet": """[bold]Examples[/]
+$ strop train controlnet --model ./stable-diffusion-v1-5 --train_data_dir pictures \
+--conditioning_data_dir edges --resolution 512 --max_train_steps 20000
+$ strop train controlnet --model ./sd --train_data_dir pictures \
+--validation_prompt "a red circle" --validation_image circle.png --validation_steps 500
+""",
 }
 _FLAGS = """The flags are those of diffusers' {script}, written with - or with _. They are also the
 keys of the YAML file of --config; a flag wins over the file."""
@@ -54,6 +60,8 @@ _SUMMARIES = {
     "lora": "Train adapters on pictures with captions, or of one subject, and write LoRA files."
     "\n\nThe file pytorch_lora_weights.safetensors is for diffusers,"
     " kohya_lora_weights.safetensors for ComfyUI and others.",
+    "controlnet": "Train a ControlNet, by which a model draws after edges, depths or poses, and"
+    f" write it as a diffusers folder.\n\n{_FLAGS.format(script='train_controlnet.py')}",
 }
 
 app = App(

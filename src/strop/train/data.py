@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.train.buckets import Shape, batches_of
+from strop.train.conditions import condition_of
 from strop.train.crops import Crop, Placement, mask_of, shown_pixels
 from strop.train.draws import generator
 from strop.train.folders import Picture, open_rgb
@@ -31,6 +32,7 @@ class Batch:
     pictures: RGB from -1 to 1, or moments of latents.
     sizes: [rows, 6], see ``Placement.sizes``.
     masks: what errors of the latents are multiplied by, [rows, 1, height, width]; None are ones.
+    conditions: what a ControlNet is shown, [rows, 3, height, width] from 0 to 1.
     """
 
     pictures: Tensor
@@ -39,6 +41,7 @@ class Batch:
     share: BatchShare
     sizes: Tensor
     masks: Tensor | None = None
+    conditions: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.text)
@@ -47,12 +50,14 @@ class Batch:
         """Move a batch into memory that a GPU copies from while the host goes on. Drawings lie on
         it already."""
         masks = None if self.masks is None else pinned(self.masks)
+        conditions = None if self.conditions is None else pinned(self.conditions)
         return replace(
             self,
             pictures=pinned(self.pictures),
             text=self.text.pinned(),
             sizes=pinned(self.sizes),
             masks=masks,
+            conditions=conditions,
         )
 
 
@@ -89,7 +94,8 @@ class Captions:
 class FolderSource:
     """Give pictures in an order that each epoch draws anew; class pictures come after the
     instances. ``masks`` are those of the instances, if there are any, at a ``factor``-th of their
-    size. ``shapes`` are those of all pictures, if they are not squares; a batch has one."""
+    size. ``shapes`` are those of all pictures, if they are not squares; a batch has one.
+    ``conditions`` are the conditioning pictures, if there are any."""
 
     settings: Settings
     side: int
@@ -102,6 +108,7 @@ class FolderSource:
     masks: tuple[Path, ...] = ()
     factor: int = 1
     shapes: tuple[Shape, ...] = ()
+    conditions: tuple[Path, ...] = ()
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -169,6 +176,7 @@ class FolderSource:
             share,
             torch.tensor([cut.sizes for cut in cuts], dtype=torch.float32),
             self._masks(own, cuts),
+            self._conditions(own, cuts),
         )
 
     def _placement(self, number: int, drawn: Sequence[float]) -> Placement:
@@ -199,6 +207,12 @@ class FolderSource:
                 for i, cut in zip(numbers, cuts, strict=True)
             ]
         )
+
+    def _conditions(self, numbers: Sequence[int], cuts: Sequence[Placement]) -> Tensor | None:
+        if not self.conditions:
+            return None
+        resample, pairs = self.settings.image_interpolation_mode, zip(numbers, cuts, strict=True)
+        return torch.stack([condition_of(self.conditions[i], cut, resample) for i, cut in pairs])
 
     def _row(self, number: int, drawn: float, which: float) -> int:
         if drawn < self.settings.proportion_empty_prompts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.train.setting import SUBJECTS, TRAINERS, setting
+from strop.train.setting import CONTROL, SUBJECTS, TRAINERS, setting
 
 FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
@@ -30,6 +30,21 @@ class DataSettings:
     )
     caption_column: str = setting(
         "text", str, "Data", "Read captions from this key of metadata.jsonl.", tasks=TRAINERS
+    )
+    conditioning_image_column: str = setting(
+        "conditioning_image",
+        str,
+        "Data",
+        "Read the file of each picture's conditioning picture from this key of metadata.jsonl, or "
+        "from this key with _file_name at its end.",
+        tasks=CONTROL,
+    )
+    conditioning_data_dir: str = setting(
+        "",
+        str,
+        "Data",
+        "Take conditioning pictures from this folder, by the names of the pictures.",
+        tasks=CONTROL,
     )
     max_train_samples: int | None = setting(
         None, int, "Data", "Use at most this many pictures.", tasks=TRAINERS, least=1
@@ -99,7 +114,12 @@ class DataSettings:
         fixed=True,
     )
     center_crop: bool = setting(
-        False, bool, "Data", "Crop in the middle, not at random.", fixed=True
+        False,
+        bool,
+        "Data",
+        "Crop in the middle, not at random.",
+        fixed=True,
+        per_task={"controlnet": True},
     )
     random_flip: bool = setting(
         False, bool, "Data", "Mirror half of the pictures, at random.", fixed=True

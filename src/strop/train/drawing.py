@@ -15,8 +15,9 @@ from PIL import Image
 
 from strop.errors import OptionError
 from strop.train import files
+from strop.train.crops import Crop, Placement
 from strop.train.draws import generator
-from strop.train.folders import Folder, read_subject
+from strop.train.folders import Folder, open_rgb, read_subject
 from strop.train.model import DiffusionModel
 from strop.train.ranks import Ranks
 from strop.train.settings import Settings
@@ -43,11 +44,17 @@ def style_of(settings: Settings, model: DiffusionModel, side: int) -> Style:
 
 @torch.no_grad()
 def draw(
-    model: DiffusionModel, prompts: Sequence[str], sources: Sequence[torch.Generator], style: Style
+    model: DiffusionModel,
+    prompts: Sequence[str],
+    sources: Sequence[torch.Generator],
+    style: Style,
+    condition: Image.Image | None = None,
 ) -> list[Image.Image]:
-    """Draw a picture for each prompt. The modules should be in evaluation mode."""
+    """Draw a picture for each prompt, all by the same conditioning picture if there is a
+    ControlNet. The modules should be in evaluation mode."""
     pipe = model.pipeline
     pipe.set_progress_bar_config(disable=True)
+    more = {} if condition is None else {"image": [condition] * len(prompts)}
     with model.autocast(), _plain(model), _decoding_in_full(model):
         found: list[Image.Image] = pipe(
             list(prompts),
@@ -56,20 +63,22 @@ def draw(
             num_inference_steps=style.steps,
             generator=list(sources),
             **model.family.drawing(pipe, list(prompts), style.guidance),
+            **more,
         ).images
     return found
 
 
 @contextmanager
 def _plain(model: DiffusionModel) -> Iterator[None]:
-    """Run the UNet without compiled passes: under autocast torch would trace it for these pictures,
-    which takes longer than to draw them."""
-    compiled = vars(model.unet).pop("forward", None) if model.half else None
+    """Run the UNet and a ControlNet without compiled passes: under autocast torch would trace them
+    for these pictures, which takes longer than to draw them."""
+    networks = model.denoisers if model.half else ()
+    compiled = [(one, vars(one).pop("forward")) for one in networks if "forward" in vars(one)]
     try:
         yield
     finally:
-        if compiled is not None:
-            model.unet.forward = compiled
+        for network, forward in compiled:
+            network.forward = forward
 
 
 @contextmanager
@@ -99,14 +108,38 @@ def validate(
     """Draw a row of pictures for each validation prompt, from the same noise every time. Each rank
     draws its share of each row."""
 
-    def drawn(prompt: str, numbers: Sequence[int]) -> list[Image.Image]:
+    def drawn(
+        prompt: str, condition: Image.Image | None, numbers: Sequence[int]
+    ) -> list[Image.Image]:
         sources = [generator(settings.seed, "validation", number) for number in numbers]
-        return draw(model, [prompt] * len(numbers), sources, style) if numbers else []
+        return draw(model, [prompt] * len(numbers), sources, style, condition) if numbers else []
 
-    count = settings.num_validation_images
+    count, prompts = settings.num_validation_images, settings.validation_prompt
+    conditions = conditions_to_draw(settings, style.side)
     return [
-        ranks.dealt(range(count), partial(drawn, prompt)) for prompt in settings.validation_prompt
+        ranks.dealt(range(count), partial(drawn, prompt, condition))
+        for prompt, condition in zip(prompts, conditions, strict=True)
     ]
+
+
+def conditions_to_draw(settings: Settings, side: int) -> list[Image.Image | None]:
+    """Return the conditioning picture of each validation prompt as a square of this side, or None
+    where there are none. Raises OptionError for one that cannot be read."""
+    prompts, paths = settings.validation_prompt, settings.validation_image
+    found: list[Image.Image | None] = []
+    for path in map(Path, paths):
+        try:
+            opened = open_rgb(path.expanduser())
+        except OptionError as error:
+            raise OptionError(f"validation_image {path} {error}") from error
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise OptionError(f"validation_image {path} cannot be read: {error}") from error
+        cut = Placement.of(opened.size, (side, side), Crop())
+        pixels = cut.cut(opened, settings.image_interpolation_mode)
+        found.append(Image.fromarray(pixels.numpy()))
+    if not found:
+        return [None] * len(prompts)
+    return found * len(prompts) if len(found) == 1 else found
 
 
 def write_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> Image.Image:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,20 +52,24 @@ class BadFile:
 
 @dataclass(frozen=True)
 class Folder:
-    """Hold pictures sorted by name, and what was left out."""
+    """Hold pictures sorted by name, what was left out, and the conditioning picture of each, if
+    there are any."""
 
     path: Path
     pictures: tuple[Picture, ...]
     bad: tuple[BadFile, ...]
+    conditions: tuple[Path, ...] = ()
+    digest_of_conditions: str = ""
 
     @property
     def digest(self) -> str:
         """Hash names, captions and contents: a folder that was moved has the same hash."""
-        rows = [
+        rows: list[Any] = [
             [p.name, p.captions if p.captions[1:] else p.captions[0], p.digest]
             for p in self.pictures
         ]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        more = [self.digest_of_conditions] if self.conditions else []
+        return hashlib.sha256(json.dumps(rows + more).encode()).hexdigest()
 
 
 Captions = Callable[[Path], tuple[str, ...] | None]
@@ -78,13 +82,14 @@ def read_captioned(
     most: int | None = None,
     on_progress: Progress = lambda n, of: None,
     ranks: Ranks = ALONE,
+    others: Collection[Path] = (),
 ) -> Folder:
     """Read pictures with captions from ``metadata.jsonl``, ``metadata.csv`` or a ``.txt`` beside
-    each. Each rank decodes its share.
+    each. Each rank decodes its share. ``others`` are real paths of files that belong to pictures.
 
     Raises OptionError for a folder that is missing, and for pictures without a caption.
     """
-    files = _files(folder)
+    files = [path for path in files_in(folder) if not others or path.resolve() not in others]
     rows, lost = _metadata(folder, files, column)
     named = dict(rows)
     wanted = list(named) if named else files
@@ -118,7 +123,7 @@ def read_subject(
     ranks: Ranks = ALONE,
 ) -> Folder:
     """Read pictures of one subject, which share a prompt. Each rank decodes its share."""
-    files = _files(folder)
+    files = files_in(folder)
     paths = [path for path in files if not _is_note(path)]
     found = _read(folder, paths, lambda path: (prompt,), on_progress, ranks)
     if not may_be_empty:
@@ -146,7 +151,9 @@ def _in_8_bits(picture: Image.Image, format_name: str | None) -> Image.Image:
     return picture
 
 
-def _files(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder and of those in it, but for hidden ones, in their order. Raises
+    OptionError where there is no folder."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise OptionError(f"the folder {folder} {what}; give the folder of the pictures")
@@ -193,7 +200,7 @@ def _metadata(
     rows: list[tuple[Path, tuple[str, ...]]] = []
     lost: list[BadFile] = []
     for source in (path for path in files if path.name in METADATA):
-        for number, row in _rows(source):
+        for number, row in rows_of(source):
             where = f"{source}, line {number}"
             name, texts = _texts(where, row, "file_name"), _texts(where, row, column)
             path = source.parent / name[0]
@@ -222,7 +229,9 @@ def _texts(where: str, row: dict[str, Any], key: str) -> tuple[str, ...]:
     return texts
 
 
-def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
+def rows_of(source: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of a metadata file, each with the number of its line. Raises OptionError for
+    a file that is damaged."""
     try:
         text = source.read_text(encoding="utf-8-sig")
         if source.suffix == ".csv":

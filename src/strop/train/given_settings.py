@@ -16,6 +16,7 @@ from strop.train.unbuilt_flags import NEEDLESS, UNBUILT, UNBUILT_VALUES
 IDLE = {
     "class_data_dir": "with_prior_preservation",
     "class_prompt": "with_prior_preservation",
+    "validation_image": "validation_prompt",
     "validation_steps": "validation_prompt",
 }
 

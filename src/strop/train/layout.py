@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import UnsupportedError
+from strop.train.dtensors import local_of
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -23,7 +24,7 @@ class Item:
     """Describe one parameter. All its arrays have the strides of ``param`` and no gaps; 8-bit
     states, which have ``scales``, lie in a row in the same order."""
 
-    owner: Tensor  # the user's parameter
+    owner: Tensor  # the user's parameter, or what of it lies on this process
     param: Tensor  # its memory, or a copy of it if that has gaps
     grad_dtype: torch.dtype
     states: tuple[Tensor, ...]
@@ -77,12 +78,12 @@ def follows(tensor: Tensor, model: Tensor) -> bool:
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """Return the memory of a parameter, or a copy if it has gaps or overlaps."""
-    data = parameter.detach()
+    """Return the memory of a parameter on this process, or a copy if it has gaps or overlaps."""
+    data = local_of(parameter).detach()
     if type(data) is not Tensor:
         raise UnsupportedError(
             f"a parameter of type {type(data).__name__}: fused optimizers need plain tensors; "
-            "use torch.optim for sharded and other wrapped parameters"
+            "use torch.optim for wrapped parameters"
         )
     return data if follows(torch.empty_like(data, device="meta"), data) else data.contiguous()
 

@@ -34,9 +34,12 @@ class Learner:
             if parameter.requires_grad
         }
         self.parameters = list(self.named.values())
-        self._shards = None
-        if settings.shard_optimizer and ranks.count > 1:
-            self._shards = _sharded(self.parameters, ranks)
+        self._shards, self._summed = None, None
+        if settings.shards_states and ranks.count > 1:
+            keeps_rooms = not settings.shard_gradients
+            self._shards = _sharded(self.parameters, ranks, keeps_rooms=keeps_rooms)
+            if settings.shard_gradients:
+                self._summed = ranks.summed(self._shards)
         self.steps = self._made_steps(settings)
 
     def _made_steps(self, settings: Settings) -> WeightSteps:
@@ -52,11 +55,15 @@ class Learner:
 
     def backward(self, loss: Tensor) -> None:
         self.steps.scaled(loss).backward()
+        if self._summed is not None:
+            self._summed.end_pass()
 
     def average_gradients(self) -> None:
         """Put the mean over ranks in the place of each gradient that this rank needs."""
         if self._shards is None:
             self._ranks.average(self.parameters)
+        elif self._summed is not None:
+            self._ranks.finish(self._summed)
         else:
             self._ranks.average_sharded(self._shards)
 
@@ -78,6 +85,8 @@ class Learner:
         return found
 
     def forget_gradients(self) -> None:
+        if self._summed is not None:
+            self._summed.forget()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -158,8 +167,10 @@ def _of(name: str, states: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(start): t for key, t in states.items() if key.startswith(start)}
 
 
-def _sharded(parameters: Sequence[Tensor], ranks: Ranks) -> ShardedParameters:
-    shards = ShardedParameters(parameters, ranks.rank, ranks.count)
+def _sharded(
+    parameters: Sequence[Tensor], ranks: Ranks, *, keeps_rooms: bool = True
+) -> ShardedParameters:
+    shards = ShardedParameters(parameters, ranks.rank, ranks.count, keeps_rooms=keeps_rooms)
     if len(parameters) < ranks.count:
         raise OptionError(
             f"--shard_optimizer: {counted(len(parameters), 'weight')} cannot be shared out among "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from strop.errors import OptionError, UnsupportedError
 from strop.models import sprites
+from strop.train import controlnet
 from strop.train.ddpm import Ddpm
 from strop.train.families import family_of
 from strop.train.families.family import Family
@@ -77,6 +78,8 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
     _check_networks(family, pipe, folder)
     if settings.from_scratch:
         _renew(settings, family, pipe)
+    if settings.task == "controlnet":
+        pipe = controlnet.begin(settings, family, pipe)
     process = (_flow if family.is_flow else _ddpm)(settings, folder, family, pipe, device)
     own = Path(settings.pretrained_vae_model_name_or_path).expanduser()
     model = DiffusionModel(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from strop.errors import OptionError
 from strop.models import sprites
+from strop.train import controlnet
 from strop.train.families.family import Family, factor_of
 from strop.train.levels import Process
 from strop.train.prompts import Prompts
@@ -42,12 +43,19 @@ class DiffusionModel:
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
         found = {name: getattr(self.pipeline, name) for name in self.family.kinds}
+        found |= {controlnet.PART: getattr(self.pipeline, controlnet.PART, None)}
         return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
 
     @property
     def unet(self) -> Any:
         """Return what takes noise away: a UNet, or the transformer in its place."""
         return self.modules[self.family.denoiser]
+
+    @property
+    def denoisers(self) -> tuple[Any, ...]:
+        """Return the networks of a denoising step: the UNet, and a ControlNet if there is one."""
+        more = self.modules.get(controlnet.PART)
+        return (self.unet,) if more is None else (self.unet, more)
 
     @property
     def vae(self) -> Any:
@@ -69,7 +77,10 @@ class DiffusionModel:
         return own if is_clip else min(own, self.longest_text)
 
     def parts(self, settings: Settings) -> tuple[str, ...]:
-        """Return what is trained of the model: its weights, or adapters beside them."""
+        """Return what is trained of the model: its weights, or adapters or a ControlNet beside
+        them."""
+        if settings.task == "controlnet":
+            return (controlnet.PART,)
         texts = self.family.trained_encoders if settings.train_text_encoder else ()
         return (self.family.denoiser, *texts)
 

@@ -36,6 +36,7 @@ class DrawnBatch:
     text: what the encoders give, or ids where these are trained.
     sizes: of the pictures and their crops.
     masks: [rows, 1, height, width] of the errors.
+    conditions: what a ControlNet is shown, [rows, 3, height, width] from 0 to 1.
     num_instances: the first rows, behind which those of class pictures lie.
     share: factor of a rank's part of the loss.
     """
@@ -47,6 +48,7 @@ class DrawnBatch:
     text: Prompts
     sizes: Tensor
     masks: Tensor | None
+    conditions: Tensor | None
     num_instances: int
     share: float
 
@@ -82,6 +84,7 @@ class Objective:
             self._text(batch.text),
             self._moved(batch.sizes),
             None if batch.masks is None else self._moved(batch.masks),
+            None if batch.conditions is None else self._moved(batch.conditions),
             len(share),
             share.weight,
         )
@@ -99,6 +102,8 @@ class Objective:
         text = self._encoded(drawn.text)
         noisy = Noisy(drawn.mixed, drawn.times, text, drawn.sizes, guidance)
         inputs = model.family.inputs(model.modules, noisy)
+        if drawn.conditions is not None:
+            inputs["controlnet_cond"] = drawn.conditions
         with model.autocast():
             found = self.unet(**inputs, return_dict=False)[0]
         guess = model.family.guess(model.modules, found, drawn.mixed)

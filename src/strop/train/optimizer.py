@@ -19,6 +19,14 @@ from strop.errors import OptionError, UnsupportedError
 from strop.train import layout as layouts
 from strop.train import quantized
 from strop.train.cpu_step import CpuStep
+from strop.train.dtensors import (
+    any_dtensor,
+    beside,
+    group_of,
+    local_gradient,
+    local_of,
+    local_state,
+)
 from strop.train.ema import EMASchedule, ParameterEMA
 from strop.train.layout import Item, Layout
 from strop.train.rules import UpdateRule
@@ -79,6 +87,7 @@ class FusedOptimizer(Optimizer):
 
     def _start(self) -> None:
         self.stepper: Stepper | None = None
+        self._mesh_group: ProcessGroup | None = None  # of DTensors
         self._layout: Layout | None = None
         self._order: list[int] = []
         self._repeats: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -119,9 +128,11 @@ class FusedOptimizer(Optimizer):
     def average_of(self, parameter: Tensor) -> Tensor:
         """Return the moving average of a parameter, which starts as a copy of it."""
         state = self.state[parameter]
-        average = state.get(_EMA)
+        average = local_state(parameter, state.get(_EMA))
         dense = layouts.dense(parameter)
-        state[_EMA] = layouts.state_like(dense, average, lambda new: new.copy_(dense))
+        found = layouts.state_like(dense, average, lambda new: new.copy_(dense))
+        if found is not average:
+            state[_EMA] = beside(parameter, found)
         return state[_EMA]  # type: ignore[no-any-return]
 
     def shadow_of(self, parameter: Tensor) -> Tensor:
@@ -329,6 +340,8 @@ class FusedOptimizer(Optimizer):
         """Return each gradient, which lies at a parameter, or at its shadow."""
         owners = self.parameters()
         grads = [p.grad for p in owners]
+        if any_dtensor(owners):
+            grads = [local_gradient(p, grad) for p, grad in zip(owners, grads, strict=True)]
         for slot, owner in enumerate(owners if self._shadows else ()):
             shadow = self._shadows.get(owner)
             if shadow is None or shadow.grad is None:
@@ -344,15 +357,20 @@ class FusedOptimizer(Optimizer):
     def _average_idle(self, owners: Sequence[Tensor], weight: Tensor) -> None:
         """Update averages of parameters without a gradient, as EMAModel does."""
         for owner in owners:
-            average = self.average_of(owner)
+            average, value = local_of(self.average_of(owner)), local_of(owner)
             if owner.requires_grad:
-                average.sub_((average - owner) * weight.to(average.dtype))
+                average.sub_((average - value) * weight.to(average.dtype))
             else:
-                average.copy_(owner)
+                average.copy_(value)
 
     def _request(self) -> Request:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         found = found if isinstance(found, Tensor) and not self._checks_itself else None
+        if found is not None and self._mesh_group is not None:
+            raise UnsupportedError(
+                "torch.amp.GradScaler asks each process about its own part of a DTensor: take "
+                "strop.train.GradScaler, which asks all"
+            )
         limit = self._extras.max_grad_norm
         return Request(
             numbers=tuple(self._rule.numbers(group) for group in self.param_groups),
@@ -367,7 +385,7 @@ class FusedOptimizer(Optimizer):
             found_inf=found,
             measured=limit is not None or self._checks_itself,
             skips=found is not None or self._checks_itself,
-            shards=self._shards,
+            shards=self._shards or self._mesh_group,
         )
 
     def _stepper_for(self, owners: Sequence[Tensor]) -> Stepper:
@@ -376,6 +394,8 @@ class FusedOptimizer(Optimizer):
         device, order = owners[0].device, list(map(id, owners))
         stepper = self.stepper
         if stepper is None or stepper.memory.steps.device != device or order != self._order:
+            self._mesh_group = group_of(owners)
+            self._check_dtensors()
             memory = Memory.on(device, len(owners), self.counts)
             seed = self._extras.seed if self._extras.stochastic_rounding else None
             stepper = self.stepper = make_stepper(device, self._rule, memory, seed)
@@ -387,6 +407,22 @@ class FusedOptimizer(Optimizer):
                 "8-bit states and loss scaling would count it twice"
             )
         return stepper
+
+    def _check_dtensors(self) -> None:
+        """Raise UnsupportedError for what is not built for DTensors."""
+        extras = self._extras
+        unbuilt = {
+            "states='8bit'": extras.states != "fp32",
+            "shadow_dtype (fully_shard has a MixedPrecisionPolicy)": extras.shadow_dtype
+            is not None,
+            "stochastic_rounding": extras.stochastic_rounding,
+            "process_group": self._shards is not None,
+        }
+        asked = [name for name, is_asked in unbuilt.items() if is_asked]
+        if self._mesh_group is not None and asked:
+            raise UnsupportedError(
+                f"{asked[0]} is not built for parameters that are DTensors: leave it out"
+            )
 
     def _groups(self) -> list[int]:
         """Return the group of each slot."""
@@ -407,12 +443,13 @@ class FusedOptimizer(Optimizer):
     ) -> tuple[object, ...]:
         """Return what a layout was made from. Every step makes one: some 0.5 us a parameter."""
         params = [owners[slot] for slot in active]
+        locals_ = params if self._mesh_group is None else [*map(local_of, params)]
         if any(grad.layout is not torch.strided for grad in grads):
             return ()  # no layout has it
         return (
             active,
             [self._rule.states(group) for group in self.param_groups],
-            list(map(Tensor.data_ptr, params)),
+            list(map(Tensor.data_ptr, locals_)),
             [
                 id(value)
                 for state in map(self.state.__getitem__, params)
@@ -428,7 +465,7 @@ class FusedOptimizer(Optimizer):
     ) -> tuple[Item, ...]:
         groups = self._groups()
         for slot, grad in zip(active, grads, strict=True):
-            layouts.check(owners[slot], grad, owners[0].device)
+            layouts.check(local_of(owners[slot]), grad, owners[0].device)
         self._bind_steps([(slot, owners[slot]) for slot in active])
         return tuple(
             self._make_item(slot, groups[slot], owners[slot], grad)
@@ -459,9 +496,9 @@ class FusedOptimizer(Optimizer):
             counts[list(found)] = torch.stack(list(found.values()))
 
     def _make_item(self, slot: int, group: int, owner: Tensor, grad: Tensor) -> Item:
-        param, state = layouts.dense(owner), self.state[owner]
-        states, scales = self._states_of(param, state, self._rule.states(self.param_groups[group]))
-        average = None if self.ema is None else self.average_of(owner)
+        param = layouts.dense(owner)
+        states, scales = self._states_of(owner, param, self._rule.states(self.param_groups[group]))
+        average = None if self.ema is None else local_of(self.average_of(owner))
         shadow = None
         if self._extras.shadow_dtype is not None:
             shadow = self.shadow_of(owner)
@@ -469,7 +506,7 @@ class FusedOptimizer(Optimizer):
                 shadow.data = torch.empty_like(param, dtype=shadow.dtype)
         copies_grad = not layouts.follows(grad, param)
         return Item(
-            owner=owner,
+            owner=local_of(owner),
             param=param,
             grad_dtype=grad.dtype,
             states=states,
@@ -483,16 +520,20 @@ class FusedOptimizer(Optimizer):
         )
 
     def _states_of(
-        self, param: Tensor, state: dict[str, Any], names: Sequence[str]
+        self, owner: Tensor, param: Tensor, names: Sequence[str]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return states beside a parameter, made or converted where they do not fit, and their
-        scales."""
+        """Return states beside a parameter's memory, made or converted where they do not fit, and
+        their scales."""
+        state = self.state[owner]
         if self._extras.states == "8bit" and quantized.applies(param):
             return quantized.pack(state, names, param)
         quantized.unpack(state, param)
         for name in names:
-            state[name] = layouts.state_like(param, state.get(name), Tensor.zero_)
-        return tuple(state[name] for name in names), ()
+            before = local_state(owner, state.get(name))
+            found = layouts.state_like(param, before, Tensor.zero_)
+            if found is not before:
+                state[name] = beside(owner, found)
+        return tuple(local_of(state[name]) for name in names), ()
 
 
 def make_stepper(

@@ -12,7 +12,8 @@ Arguments of all three, after torch's own:
 * ``states``: "8bit" keeps the moments of Adam in 8 bits, with a scale for each 256 of them, where a
   parameter has 4096 elements or more and is not fp64. It changes the numbers.
 * ``process_group``: these processes step other parameters of the same model, so that the norm to
-  clip to, and whether a gradient is not finite, are those of all. Each of them has to step.
+  clip to, and whether a gradient is not finite, are those of all. Each of them has to step. For
+  DTensors of ``fully_shard`` these are the processes of their mesh, without being told.
 
 ``foreach``, ``fused`` and ``capturable`` are accepted and change nothing: every step is fused and,
 on a GPU, can be captured.

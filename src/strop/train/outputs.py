@@ -1,4 +1,4 @@
-"""Write the trained model as a diffusers folder or as LoRA files."""
+"""Write the trained model or ControlNet as a diffusers folder, or adapters as LoRA files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import TrainingError
-from strop.train import files, lora
+from strop.train import controlnet, files, lora
 from strop.train.model import DiffusionModel
 from strop.train.settings import Settings
 
@@ -29,6 +29,9 @@ def save(settings: Settings, model: DiffusionModel) -> None:
         _check_finite(part, ((name, p) for name, p in named if p.requires_grad), dtype)
     if settings.task == "lora":
         lora.save(settings, model, settings.output, dtype)
+    elif settings.task == "controlnet":
+        with files.writing(settings.output):
+            controlnet.save(_on_cpu(model.modules[controlnet.PART], dtype), settings.output)
     else:
         with files.writing(settings.output):
             _save_pipeline(settings, model, dtype)

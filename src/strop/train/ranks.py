@@ -28,6 +28,7 @@ from strop.train.flat_gradients import FlatGradients
 from strop.train.messages import FAILED, LostRanksError, Messages
 from strop.train.places import GroupPlace
 from strop.train.settings import Settings
+from strop.train.sharded_gradients import ShardedGradients
 from strop.train.sharded_parameters import ShardedParameters
 from strop.train.stuck import Calls, GpuSteps, Pulse, Witness
 from strop.wording import counted
@@ -72,6 +73,17 @@ class Ranks:
         """Give each rank the mean gradients of what it steps."""
         if self.channel is not None:
             self.channel.average_sharded(shards)
+
+    def summed(self, shards: ShardedParameters) -> ShardedGradients:
+        """Have gradients summed into the shares of ranks while backward passes go on."""
+        assert self.channel is not None
+        return self.channel.summed(shards)
+
+    def finish(self, gradients: ShardedGradients) -> None:
+        """Give each rank the mean gradients of what it steps, after the last backward pass of a
+        step."""
+        if self.channel is not None:
+            self.channel.finish(gradients)
 
     def gather(self, shards: ShardedParameters) -> None:
         """Take over the weights that other ranks have stepped."""
@@ -200,6 +212,20 @@ class Channel:
             self._has_grads = has_grads
         with self._meeting("average of gradients, each to its rank"):
             shards.average_gradients()
+
+    def summed(self, shards: ShardedParameters) -> ShardedGradients:
+        return ShardedGradients(
+            shards,
+            lambda: self._meeting("sum of gradients for their rank"),
+            lambda at: int(self.all_of(at, "order of gradients")[0]),
+        )
+
+    def finish(self, gradients: ShardedGradients) -> None:
+        has_grads = gradients.has_gradients
+        if has_grads != self._has_grads:
+            self.check_same("parameters with a gradient", has_grads)
+            self._has_grads = has_grads
+        gradients.finish()
 
     def gather(self, shards: ShardedParameters) -> None:
         with self._meeting("gathering of weights"):

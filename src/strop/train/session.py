@@ -28,6 +28,7 @@ from strop.train import (
 )
 from strop.train import model as models
 from strop.train.compiled import prepare
+from strop.train.conditions import read_controlled
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
 from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
 from strop.train.learner import Learner
@@ -69,7 +70,8 @@ class Session:
             "total": self.total,
             "run": self.run,
             "ranks": self.ranks.count,
-            "shard_optimizer": self.settings.shard_optimizer,
+            "shard_optimizer": self.settings.shards_states,
+            "shard_gradients": self.settings.shard_gradients,
             "host": _host(self.model.device),
         }
 
@@ -121,6 +123,7 @@ def _prepare(
     model = loading.load(settings, device)
     _warn_of_attention(settings, model, warn)
     side = models.resolution_of(settings, model)
+    drawing.conditions_to_draw(settings, side)
     source = _source(settings, model, side, folder, ranks, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
@@ -136,7 +139,7 @@ def _prepare(
         side,
         source,
         learner,
-        prepare(model.unet, settings.compile_unet),
+        prepare(model, settings.compile_unet),
         step,
         total,
         hold,
@@ -184,7 +187,9 @@ def _check_places(settings: Settings) -> None:
             raise OptionError(
                 f"{name} {place} lies in the folder of the pictures, {pictures}; choose another"
             )
-    if _real(settings.output_dir) == loading.folder_of(settings).resolve():
+    given = settings.controlnet_model_name_or_path
+    starts = [loading.folder_of(settings).resolve(), *([_real(given)] if given else [])]
+    if _real(settings.output_dir) in starts:
         raise OptionError(
             f"output_dir {settings.output_dir} is the model to start from; choose another"
         )
@@ -211,6 +216,8 @@ def _read_folder(
             on_progress=watch,
             ranks=ranks,
         )
+    elif settings.task == "controlnet":
+        folder = read_controlled(settings, watch, ranks)
     else:
         folder = read_captioned(
             Path(settings.train_data_dir).expanduser(),
@@ -284,6 +291,7 @@ def _source(
         own_masks,
         model.factor,
         shapes,
+        folder.conditions,
     )
 
 
@@ -320,12 +328,14 @@ def _learner(settings: Settings, model: DiffusionModel, ranks: Ranks) -> Learner
         for module in trained.values():
             module.requires_grad_(True)
     if settings.gradient_checkpointing:
-        model.unet.enable_gradient_checkpointing()
+        for network in model.denoisers:
+            network.enable_gradient_checkpointing()
         for name in model.family.trained_encoders if settings.train_text_encoder else ():
             text, new = model.modules[name], "activation_checkpointing_enable"
             getattr(text, new if hasattr(text, new) else "gradient_checkpointing_enable")()
     if model.device.type == "cuda":
-        nn.Module.to(model.unet, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for network in model.denoisers:
+            nn.Module.to(network, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.base_weights:
         frozen_base.quantise(model.unet, settings.base_weights)
     return Learner(settings, trained, ranks)
@@ -388,9 +398,13 @@ def _resume(
     if ranks_then != settings.num_processes:
         now = counted(settings.num_processes, "process")
         odd.append(f"{counted(ranks_then, 'process')} then, {now} now")
-    was_sharded = state.get("shard_optimizer", False)
-    if settings.num_processes > 1 and settings.shard_optimizer != was_sharded:
-        odd.append(f"shard_optimizer {was_sharded} then, {settings.shard_optimizer} now")
+    is_cut = {
+        "shard_optimizer": settings.shards_states,
+        "shard_gradients": settings.shard_gradients,
+    }
+    for name, is_now in is_cut.items() if settings.num_processes > 1 else ():
+        if state.get(name, False) != is_now:
+            odd.append(f"{name} {state.get(name, False)} then, {is_now} now")
     if total != state["total"] and not settings.lr_scheduler.startswith("constant"):
         then = counted(state["total"], "step")
         odd.append(f"{then} then, {total} now, which changes the learning rate")

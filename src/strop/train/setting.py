@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-TASKS = ("text-to-image", "dreambooth", "lora")
-TRAINERS = ("text-to-image", "lora")  # tasks that read folders with captions
+TASKS = ("text-to-image", "dreambooth", "lora", "controlnet")
+TRAINERS = ("text-to-image", "lora", "controlnet")  # tasks that read folders with captions
+CONTROL = ("controlnet",)
 SUBJECTS = ("dreambooth", "lora")  # tasks that read folders of one subject
 SPRITES = "sprites"
 SPRITES_DIT = "sprites-dit"

@@ -11,7 +11,7 @@ from typing import Any
 from strop.errors import OptionError
 from strop.train.data_settings import DataSettings
 from strop.train.noise_settings import NoiseSettings
-from strop.train.setting import SPRITES, SPRITES_DIT, TASKS, setting
+from strop.train.setting import CONTROL, SPRITES, SPRITES_DIT, TASKS, setting
 from strop.train.settings_checks import check_range, check_together
 from strop.train.training_settings import TrainingSettings
 
@@ -54,7 +54,21 @@ class ModelSettings:
         fixed=True,
     )
     train_text_encoder: bool = setting(
-        False, bool, "Model", "Train the text encoders too, but not a T5.", fixed=True
+        False,
+        bool,
+        "Model",
+        "Train the text encoders too, but not a T5.",
+        tasks=("text-to-image", "dreambooth", "lora"),
+        fixed=True,
+    )
+    controlnet_model_name_or_path: str = setting(
+        "",
+        str,
+        "Model",
+        "Start from the ControlNet in this diffusers folder; without it, from a copy of the UNet's "
+        "first half.",
+        tasks=CONTROL,
+        fixed=True,
     )
     from_scratch: bool = setting(
         False,
@@ -145,6 +159,7 @@ class OutputSettings:
             "text-to-image": "sd-model-finetuned",
             "dreambooth": "dreambooth-model",
             "lora": "sd-model-finetuned-lora",
+            "controlnet": "controlnet-model",
         },
     )
     save_precision: str = setting(
@@ -175,6 +190,14 @@ class OutputSettings:
         "Output",
         "Draw this text during training; the option may be given more than once.",
         alias="validation_prompts",
+    )
+    validation_image: tuple[str, ...] = setting(
+        (),
+        tuple,
+        "Output",
+        "Draw validation prompts by this conditioning picture: one for all, or one for each in "
+        "their order.",
+        tasks=CONTROL,
     )
     num_validation_images: int = setting(
         4, int, "Output", "Draw this many pictures of each validation prompt.", least=1
@@ -239,6 +262,11 @@ class Settings(NoiseSettings, TrainingSettings, OutputSettings, DataSettings, Mo
     def has_subject(self) -> bool:
         """Tell whether the pictures are of one subject and share a prompt."""
         return bool(self.instance_data_dir)
+
+    @property
+    def shards_states(self) -> bool:
+        """Tell whether the optimizer's state is cut over processes."""
+        return self.shard_optimizer or self.shard_gradients
 
     @property
     def rate(self) -> float:

@@ -47,6 +47,7 @@ def check_together(settings: Settings) -> None:
             + (", or --instance_data_dir DIR" if s.task == "lora" else "")
         )
     _check_subject(s)
+    _check_control(s)
     for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
         if not getattr(s, name) < 1:
             raise OptionError(f"{name} is {getattr(s, name)}: it must be below 1")
@@ -65,6 +66,7 @@ def _check_optimizer(s: Settings) -> None:
     ours = {
         "use_8bit_adam": s.use_8bit_adam,
         "shard_optimizer": s.shard_optimizer,
+        "shard_gradients": s.shard_gradients,
         "mixed_precision fp16": s.mixed_precision == "fp16",
     }
     for name, is_on in ours.items():
@@ -123,6 +125,22 @@ def _check_subject(s: Settings) -> None:
     for name, what in (("class_data_dir", "DIR"), ("class_prompt", "TEXT")):
         if not getattr(s, name):
             raise OptionError(f"with_prior_preservation needs --{name} {what}")
+
+
+def _check_control(s: Settings) -> None:
+    if s.task != "controlnet":
+        return
+    if s.draws_sprites:
+        raise OptionError(
+            "the sprites generator draws no conditioning pictures: give a folder that has them, "
+            "--train_data_dir DIR"
+        )
+    prompts, pictures = len(s.validation_prompt), len(s.validation_image)
+    if prompts and pictures not in (1, prompts):
+        raise OptionError(
+            f"there are {prompts} of validation_prompt and {pictures} of validation_image: give "
+            "one --validation_image for all prompts, or one for each"
+        )
 
 
 def _check_caches(s: Settings) -> None:

@@ -7,8 +7,9 @@ sum over all ranks (ZeRO-1: https://arxiv.org/abs/1910.02054, sections 5.1 and 7
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,81 +17,130 @@ from torch import Tensor, distributed
 
 from strop.train.flat_gradients import buckets_of, dense_strides
 
+IN_FLIGHT = 2  # buckets whose memory is not kept
 _ALIGNED_BYTES = 16  # of each gradient, as the sweeps of the optimizer read
 
 
 @dataclass(frozen=True)
+class Room:
+    """Hold memory for a bucket, with a row for each rank, in which what that rank steps lies, and a
+    view of it for each parameter."""
+
+    memory: Tensor
+    views: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.numel() * self.memory.element_size()
+
+
+@dataclass(frozen=True)
 class ShardedBucket:
-    """Hold parameters whose gradients, and later weights, travel together. ``memory`` has a row for
-    each rank, in which what that rank steps lies, and ``views`` a place in it for each parameter.
-    ``own`` is where the mean gradients of this rank come to lie, ``own_views`` the places there."""
+    """Hold parameters whose gradients, and later weights, travel together.
+
+    owners, starts: of each parameter the rank that steps it, and its place in that rank's row.
+    shape: of the memory, a row for each rank.
+    own, own_views: where the mean gradients of this rank come to lie, and the places there.
+    kept: memory that stays between steps, if any does.
+    """
 
     parameters: tuple[Tensor, ...]
     owners: tuple[int, ...]
-    memory: Tensor
-    views: tuple[Tensor, ...]
+    starts: tuple[int, ...]
+    shape: tuple[int, int]
     own: Tensor
     own_views: tuple[Tensor, ...]
+    kept: Room | None = None
+
+    def room(self) -> Room:
+        """Return the memory that is kept, or new memory of zeros."""
+        if self.kept is not None:
+            return self.kept
+        memory = torch.zeros(self.shape, dtype=self.own.dtype, device=self.own.device)
+        placed = zip(self.parameters, self.owners, self.starts, strict=True)
+        return Room(memory, tuple(_view(memory[owner], p, start) for p, owner, start in placed))
+
+    @torch.no_grad()
+    def give_gradients(self, rank: int, has_gradient: Callable[[Tensor], bool]) -> None:
+        """Let the parameters of a rank have its mean gradients, and others none."""
+        places = iter(self.own_views)
+        for parameter, owner in zip(self.parameters, self.owners, strict=True):
+            mine = next(places) if owner == rank else None
+            parameter.grad = mine if has_gradient(parameter) else None
 
 
 class ShardedParameters:
     """These are the parameters of a model, cut over ``count`` ranks, of which this is ``rank``. All
-    ranks cut alike, as the cut depends on sizes alone."""
+    ranks cut alike, as the cut depends on sizes alone.
 
-    def __init__(self, parameters: Sequence[Tensor], rank: int, count: int) -> None:
-        self._rank, self._count, self._parameters = rank, count, tuple(parameters)
+    ``keeps_rooms``: memory for all gradients stays, and they travel one behind the other; without
+    it there is memory for ``IN_FLIGHT`` buckets at a time.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], rank: int, count: int, *, keeps_rooms: bool = True
+    ) -> None:
+        self.rank, self.count, self.parameters = rank, count, tuple(parameters)
         held = [0] * count
-        self._buckets = [_bucket(part, rank, held) for part in buckets_of(parameters)]
+        self.buckets = [
+            _bucket(part, rank, held, keeps_rooms=keeps_rooms) for part in buckets_of(parameters)
+        ]
+        self._most = len(self.buckets) if keeps_rooms else IN_FLIGHT
 
     @property
     def own(self) -> list[Tensor]:
         """Return the parameters that this rank steps, in the order of all."""
         owned = {
             id(parameter)
-            for bucket in self._buckets
+            for bucket in self.buckets
             for parameter, owner in zip(bucket.parameters, bucket.owners, strict=True)
-            if owner == self._rank
+            if owner == self.rank
         }
-        return [parameter for parameter in self._parameters if id(parameter) in owned]
+        return [parameter for parameter in self.parameters if id(parameter) in owned]
 
     @property
     def has_gradients(self) -> list[bool]:
         """Tell of each parameter whether it has a gradient."""
-        return [parameter.grad is not None for parameter in self._parameters]
+        return [parameter.grad is not None for parameter in self.parameters]
 
     @torch.no_grad()
     def average_gradients(self) -> None:
         """Give each parameter of this rank the mean of its gradients over all ranks, and have no
         gradient of the others. A NaN or inf of one rank is one on the rank that steps."""
         sent = []
-        for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+        for bucket in self.buckets:
+            room = bucket.room()
+            for parameter, view in zip(bucket.parameters, room.views, strict=True):
                 if parameter.grad is None:
                     view.zero_()  # a weight lies there
-            pairs = zip(bucket.parameters, bucket.views, strict=True)
+            pairs = zip(bucket.parameters, room.views, strict=True)
             given = [(view, p.grad) for p, view in pairs if p.grad is not None]
             _copy(given)
-            sent.append(_reduce_scatter(bucket.own, bucket.memory))
-        for bucket, work in zip(self._buckets, sent, strict=True):
+            sent.append(reduce_scatter(bucket.own, room.memory))
+        for bucket, work in zip(self.buckets, sent, strict=True):
             work.wait()
-            bucket.own.div_(self._count)
-            places = iter(bucket.own_views)
-            for parameter, owner in zip(bucket.parameters, bucket.owners, strict=True):
-                mine = next(places) if owner == self._rank else None
-                parameter.grad = None if parameter.grad is None else mine
+            bucket.own.div_(self.count)
+            bucket.give_gradients(self.rank, lambda parameter: parameter.grad is not None)
 
     @torch.no_grad()
     def gather_weights(self) -> None:
         """Take over the weights that other ranks have stepped."""
-        sent = []
-        for bucket in self._buckets:
-            trios = [*zip(bucket.parameters, bucket.views, bucket.owners, strict=True)]
-            _copy([(view, p) for p, view, owner in trios if owner == self._rank])
-            sent.append(_all_gather(bucket.memory, bucket.memory[self._rank].clone()))
-        for bucket, work in zip(self._buckets, sent, strict=True):
-            work.wait()
-            trios = [*zip(bucket.parameters, bucket.views, bucket.owners, strict=True)]
-            _copy([(p, view) for p, view, owner in trios if owner != self._rank])
+        sent = deque[tuple[ShardedBucket, Room, Any]]()
+        for bucket in self.buckets:
+            if len(sent) == self._most:
+                self._take_over(*sent.popleft())
+            room = bucket.room()
+            trios = zip(bucket.parameters, room.views, bucket.owners, strict=True)
+            _copy([(view, p) for p, view, owner in trios if owner == self.rank])
+            work = _all_gather(room.memory, room.memory[self.rank].clone())
+            sent.append((bucket, room, work))
+        while sent:
+            self._take_over(*sent.popleft())
+
+    def _take_over(self, bucket: ShardedBucket, room: Room, work: Any) -> None:
+        work.wait()
+        trios = zip(bucket.parameters, room.views, bucket.owners, strict=True)
+        _copy([(p, view) for p, view, owner in trios if owner != self.rank])
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -99,24 +149,26 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([into for into, _ in pairs], [source for _, source in pairs])
 
 
-def _bucket(parameters: Sequence[Tensor], rank: int, held: list[int]) -> ShardedBucket:
+def _bucket(
+    parameters: Sequence[Tensor], rank: int, held: list[int], *, keeps_rooms: bool
+) -> ShardedBucket:
     """``held`` is how many elements each rank has of the buckets before, and then of this, too."""
     first = parameters[0]
     step = _ALIGNED_BYTES // first.element_size()
     owners, starts, ends = _cut([p.numel() for p in parameters], held, step)
     held[:] = [before + end for before, end in zip(held, ends, strict=True)]
     length = max(ends)
-    memory = torch.zeros(len(held), length, dtype=first.dtype, device=first.device)
     own = torch.zeros(length, dtype=first.dtype, device=first.device)
-    placed = [*zip(parameters, owners, starts, strict=True)]
-    return ShardedBucket(
+    placed = zip(parameters, owners, starts, strict=True)
+    made = ShardedBucket(
         tuple(parameters),
         tuple(owners),
-        memory,
-        tuple(_view(memory[owner], p, start) for p, owner, start in placed),
+        tuple(starts),
+        (len(held), length),
         own,
         tuple(_view(own, p, start) for p, owner, start in placed if owner == rank),
     )
+    return replace(made, kept=made.room()) if keeps_rooms else made
 
 
 def _cut(
@@ -137,7 +189,9 @@ def _view(row: Tensor, parameter: Tensor, start: int) -> Tensor:
     return row.as_strided(parameter.shape, dense_strides(parameter), at)
 
 
-def _reduce_scatter(own: Tensor, memory: Tensor) -> Any:
+def reduce_scatter(own: Tensor, memory: Tensor) -> Any:
+    """Begin to sum the rows of a memory over all ranks, each into ``own`` of its rank; returns what
+    is to be waited for."""
     call = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     return call(own, memory.flatten(), async_op=True)
 

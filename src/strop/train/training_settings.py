@@ -29,7 +29,7 @@ class TrainingSettings:
         "Put this many pictures into a batch of each process.",
         least=1,
         fixed=True,
-        per_task={"dreambooth": 4},
+        per_task={"dreambooth": 4, "controlnet": 4},
     )
     num_train_epochs: int = setting(
         100,
@@ -37,7 +37,7 @@ class TrainingSettings:
         "Training",
         "Train for this many epochs, unless steps are given.",
         least=1,
-        per_task={"dreambooth": 1},
+        per_task={"dreambooth": 1, "controlnet": 1},
     )
     max_train_steps: int | None = setting(
         None, int, "Training", "Train for this many steps of the optimizer.", least=1
@@ -60,7 +60,7 @@ class TrainingSettings:
         "Train with this learning rate, after the warm-up.",
         least=0,
         fixed=True,
-        per_task={"dreambooth": 5e-6},
+        per_task={"dreambooth": 5e-6, "controlnet": 5e-6},
     )
     scale_lr: bool = setting(
         False,
@@ -179,7 +179,8 @@ class TrainingSettings:
         False,
         bool,
         "Training",
-        "Compile the UNet's forward and backward passes; the first step takes longer.",
+        "Compile forward and backward passes of the UNet and a ControlNet; the first step takes "
+        "longer.",
         fixed=True,
     )
     allow_tf32: bool = setting(False, bool, "Training", "Multiply matrices in TF32 on a GPU.")
@@ -221,6 +222,13 @@ class TrainingSettings:
         "Training",
         "Keep the optimizer's state and the averages of each weight on one process alone, which "
         "steps it for all (ZeRO stage 1).",
+    )
+    shard_gradients: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Keep the summed gradients of each weight on that process alone as well, which gets them "
+        "while the backward pass goes on (ZeRO stage 2); it cuts the optimizer's state, too.",
     )
     max_restarts: int = setting(
         0,

@@ -11,6 +11,8 @@ _IF = "that is for DeepFloyd IF, which is not trained; leave it out"
 _BIAS = "timesteps of DDPM are drawn evenly; use --snr_gamma 5 to weigh them, or leave it out"
 UNBUILT: dict[str, str] = {
     "class_labels_conditioning": _IF,
+    "crops_coords_top_left_h": "time ids have the place of each picture's own crop; leave it out",
+    "crops_coords_top_left_w": "time ids have the place of each picture's own crop; leave it out",
     "dataset_config_name": "hub datasets are not built; download one and use --train_data_dir",
     "dream_detail_preservation": "DREAM is not built; leave it out",
     "dream_training": "DREAM is not built; leave it out",

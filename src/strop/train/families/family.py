@@ -43,6 +43,8 @@ class Family(ABC):
     """Names the family in messages."""
     pipeline: ClassVar[str]
     """Names the class of diffusers."""
+    controlled: ClassVar[str] = ""
+    """Names the class of diffusers with a ControlNet, where these are trained."""
     kinds: ClassVar[dict[str, str]]
     """Gives the class of each part; of tokenizers without the ending Fast."""
     may_lack: ClassVar[tuple[str, ...]] = ()

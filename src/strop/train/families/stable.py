@@ -27,6 +27,7 @@ class StableDiffusion(Family):
 
     name = "Stable Diffusion 1 and 2"
     pipeline = "StableDiffusionPipeline"
+    controlled = "StableDiffusionControlNetPipeline"
     kinds = {
         "unet": "UNet2DConditionModel",
         "vae": "AutoencoderKL",
@@ -75,6 +76,7 @@ class StableDiffusionXL(StableDiffusion):
 
     name = "SDXL"
     pipeline = "StableDiffusionXLPipeline"
+    controlled = "StableDiffusionXLControlNetPipeline"
     kinds = {
         **StableDiffusion.kinds,
         "text_encoder_2": "CLIPTextModelWithProjection",
