@@ -12,6 +12,7 @@ from typing import Any
 
 from strop.errors import OptionError
 from strop.ir.device import check_arch
+from strop.ir.eight_bit import FORMATS
 
 # Kernels that were measured in inference, and passes whose calls only WGMMA kernels do well.
 INFERENCE_KERNELS = (
@@ -24,7 +25,13 @@ INFERENCE_KERNELS = (
     "packed_weights",
 )
 # Backwards read what these leave out, or nothing was measured.
-TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "joined_calls", "linear_add")
+TRAINED_WITHOUT = (
+    "activated_linear",
+    "aligned_linear",
+    "eight_bit_choice",
+    "joined_calls",
+    "linear_add",
+)
 WGMMA_PASSES = ("joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
 
 
@@ -140,8 +147,15 @@ class Options:
     )
     numerics: tuple[str, ...] = _knob(
         (),
-        "Allow patterns that are less exact than torch, by the names of their numerics.",
+        "Allow what is less exact than torch, by name: `int8` or `fp8` computes linears in 8 bits,"
+        " and a pattern has the name that it was declared with.",
         "STROP_NUMERICS",
+    )
+    exact_layers: tuple[str, ...] = _knob(
+        (),
+        "Leave linears at these paths exact where `numerics` allows 8 bits; `*` stands for any"
+        " text, as in `transformer_blocks.0.*`.",
+        "STROP_EXACT_LAYERS",
     )
     lora: str = _knob(
         "auto",
@@ -171,6 +185,19 @@ class Options:
         for knob in fields(self):
             _check(knob, getattr(self, knob.name))
         check_arch(self.arch)
+        self._check_numerics()
+
+    def _check_numerics(self) -> None:
+        """Raise OptionError for 8 bits in two formats, or where they cannot be had."""
+        named = [name for name in self.numerics if name in FORMATS]
+        if len(named) > 1:
+            raise OptionError(f"numerics={self.numerics!r}: allow one of {' and '.join(FORMATS)}")
+        if named and self.weights_budget_bytes:
+            raise OptionError(
+                f"numerics={self.numerics!r} keeps codes of all weights on the GPU, beside which"
+                f" weights_budget_bytes={self.weights_budget_bytes} streams weights: leave one of"
+                " the two out"
+            )
 
     @staticmethod
     def from_environment(**overrides: Any) -> Options:

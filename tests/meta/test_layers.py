@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "wording": (),
     "extensions": (),
-    "options": ("errors", "ir.device"),
+    "options": ("errors", "ir.device", "ir.eight_bit"),
     "ir": ("errors",),
     "frontend": ("errors", "options", "ir"),
     "passes": ("errors", "options", "ir"),

@@ -59,7 +59,8 @@ class NumberGuard:
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """Describe one argument. ``merged`` (a merged weight) lists the arguments whose rows it
-    holds; with ``corners`` it holds each from this row and column on, and zeros elsewhere."""
+    holds; with ``corners`` it holds each from this row and column on, and zeros elsewhere.
+    ``made``: what it holds of them in 8 bits, "int8 codes" or "fp8 scales" (``ir.eight_bit``)."""
 
     shape: tuple[Expr, ...]
     strides: tuple[Expr, ...]
@@ -67,6 +68,7 @@ class InputSpec:
     is_state: bool
     merged: tuple[int, ...] = ()
     corners: tuple[tuple[int, int], ...] = ()
+    made: str = ""
 
 
 @dataclass(frozen=True, slots=True)
