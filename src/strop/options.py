@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import OptionError
-from strop.ir.device import check_arch
-from strop.ir.eight_bit import FORMATS
+from strop.ir.device import Device, check_arch
+from strop.ir.eight_bit import FORMATS, Format
 
 # Kernels that were measured in inference, and passes whose calls only WGMMA kernels do well.
 INFERENCE_KERNELS = (
@@ -226,6 +226,29 @@ class Options:
     def in_training(self) -> Options:
         """These options without what was measured for inference alone."""
         return self.without(kernels=INFERENCE_KERNELS, passes=TRAINED_WITHOUT)
+
+    @property
+    def format(self) -> Format | None:
+        """The format of 8 bits that ``numerics`` allows linears to be computed in, if any."""
+        return next((FORMATS[name] for name in self.numerics if name in FORMATS), None)
+
+    @property
+    def exactly(self) -> Options:
+        """These options with all linears as exact as torch's."""
+        kept = tuple(name for name in self.numerics if name not in FORMATS)
+        return self if kept == self.numerics else replace(self, numerics=kept)
+
+    def check_format(self, device: Device) -> None:
+        """Raise OptionError where a device does not multiply in the format that is allowed."""
+        own = self.format
+        if own is None or (own.name == "int8" and not device.arch) or device.arch >= own.least_arch:
+            return
+        is_gpu, least = bool(device.arch), own.least_arch
+        what = f"{device.name} has {device.arch / 10:.1f}" if is_gpu else f"{device.name} is none"
+        raise OptionError(
+            f"numerics=('{own.name}',) is for GPUs of compute capability {least / 10:.1f} or newer,"
+            f" and {what}: numerics=('int8',) is for other GPUs, and for CPUs"
+        )
 
     def on(self, *, has_wgmma: bool) -> Options:
         """These options without the passes that make calls which only WGMMA kernels do well, on a

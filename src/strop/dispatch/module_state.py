@@ -52,6 +52,10 @@ MOVED = (
     "offloading takes weights of parts to another device and back in each call, for which nothing"
     " stands here: move the model to its device instead"
 )
+IN_8_BITS = (
+    "keeps codes of all weights on the device, and offloading by layers or groups streams them:"
+    " leave one of the two out, or move whole models (enable_model_cpu_offload)"
+)
 
 
 class ModuleState:
@@ -135,6 +139,8 @@ class ModuleState:
         self.offload, reason = parts_offload(self.module, everything)
         if self.offload is not None and not self._streams:
             self.offload, reason = None, MOVED
+        elif self.offload is not None and (own := self._options.format):
+            self.offload, reason = None, f"numerics={own.name!r} {IN_8_BITS}"
         self.effective.stay_beside(is_wanted=self.offload is not None)
         return reason
 

@@ -27,20 +27,15 @@ _F32 = torch.float32
 _SCALED_MM = "aten._scaled_mm.default"
 
 
-def format_of(options: Options) -> Format | None:
-    """Return the format that a user allows, if any."""
-    return next((FORMATS[name] for name in options.numerics if name in FORMATS), None)
-
-
 def left_exact(graph: Graph, options: Options) -> dict[Node, str]:
     """Return the linears of a graph that stay exact though 8 bits are allowed, with the reasons."""
-    own = format_of(options)
+    own = options.format
     found = reasons(graph, own, options.exact_layers) if own else {}
     return {node: reason for node, reason in found.items() if reason}
 
 
 def eight_bit_choice(graph: Graph, options: Options) -> Graph:
-    own = format_of(options)
+    own = options.format
     if own is None:
         return graph
     able = {n for n, reason in reasons(graph, own, options.exact_layers).items() if not reason}
