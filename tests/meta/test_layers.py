@@ -143,6 +143,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "wording",
         "api",
         "dispatch.dispatcher",
+        "ir.eight_bit",
         "runtime.run.growing_memory",
         "debug",
         "kernels",

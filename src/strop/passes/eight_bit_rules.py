@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from strop.ir.affine import base_of
-from strop.ir.eight_bit import Format
+from strop.ir.eight_bit import NAMED, Format
 from strop.ir.functions import HALVES
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import Kind
@@ -90,7 +90,6 @@ def _is_uneven(asked: Asked) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("Options.exact_layers names it", _is_named),
     Rule("its weight is computed in each call, or has no fixed size", _is_computed),
     Rule("it is a factor of low rank, of an adapter", _is_factor),
     Rule("its type is none that is multiplied in 8 bits", _has_another_type),
@@ -100,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     Rule("it is a last layer, whose result the caller gets", lambda asked: asked.is_last),
     Rule(f"it is too small to gain: fewer than {LEAST_WIDTH} channels", _is_small),
     Rule("libraries multiply codes of 8 (int8) or 16 (fp8) channels at a time", _is_uneven),
+    Rule(NAMED, _is_named),
 )
 
 
