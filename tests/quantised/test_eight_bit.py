@@ -241,3 +241,34 @@ def test_codes_of_rows():
     x = torch.randn(2, 5, 32)
     y = eight_bit_linear(x, torch.eye(32), torch.ones(32), "int8")
     assert (y - x - 1).abs().max() < 0.03
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kept", [(), ("[mu]*", "down_blocks.[12]*")], ids=["all", "one block"])
+@torch.no_grad()
+def test_the_sprites_unet_follows_the_rule(kept, folder):
+    from strop.models import sprites
+
+    unet = sprites.load().unet
+    exact = in_torch(unet, "int8", ())
+    optimized(unet, folder, exact_layers=kept)
+    for height, width in ((8, 8), (12, 8)):
+        source, time = torch.Generator().manual_seed(height), torch.tensor(500)
+        shapes = (2, 4, height, width), (2, 16, 128)
+        x, text = (torch.randn(shape, generator=source) for shape in shapes)
+        found = unet(x, time, text).sample
+        graph = the_graph(unet)
+        layers = {name.removesuffix(".weight") for name in graph.eight_bit}
+        rule, wanted = (
+            module(x, time, text).sample for module in (in_torch(exact, "int8", layers), exact)
+        )
+        assert 1e-4 < off(found, wanted) < 2e-2
+        if kept:  # further on, one code that a last bit decides changes others
+            assert off(found, rule) < 0.25 * off(found, wanted)
+        assert off(found, wanted) < 1.25 * off(rule, wanted)
+    assert len(layers) == (8 if kept else 80)
+    assert not any("time" in name or "attn2.to_k" in name for name in layers)
+    assert any(name.endswith("attn2.to_q") for name in layers)
+    assert any(name.endswith("ff.net.2") for name in layers)
+    prompts = [why for name, why in graph.exact.items() if "attn2.to_k" in name]
+    assert {*prompts} == {"it is a first layer, which reads an argument"}
