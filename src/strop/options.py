@@ -229,12 +229,12 @@ class Options:
 
     @property
     def format(self) -> Format | None:
-        """The format of 8 bits that ``numerics`` allows linears to be computed in, if any."""
+        """Return the format of 8 bits that ``numerics`` allows linears, if any."""
         return next((FORMATS[name] for name in self.numerics if name in FORMATS), None)
 
     @property
     def exactly(self) -> Options:
-        """These options with all linears as exact as torch's."""
+        """Return these options without 8 bits."""
         kept = tuple(name for name in self.numerics if name not in FORMATS)
         return self if kept == self.numerics else replace(self, numerics=kept)
 

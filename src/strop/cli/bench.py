@@ -12,13 +12,14 @@ from strop.cli import (
     arguments,
     bench_infer,
     bench_load,
+    bench_pictures,
     bench_report,
     bench_serve,
     bench_speed,
     bench_train,
     bench_worst,
 )
-from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Numerics
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.bench_infer import BudgetOption, TinyOption
 from strop.cli.bench_speed import BatchesOption, SpeedPeersOption
 from strop.cli.help_screen import App
@@ -33,12 +34,6 @@ if TYPE_CHECKING:
 COMPILE_EXAMPLES = """[bold]Examples[/]
 $ strop bench compile tiny-unet --device cpu
 $ strop bench compile sd15-pipe --shapes 3 -o benchmarks/results
-"""
-
-PICTURES_EXAMPLES = """[bold]Examples[/]
-$ strop bench pictures --device cpu --sizes 1
-$ strop bench pictures --ablate -o benchmarks/results
-$ strop bench pictures --numerics int8 --device cpu --prompts 40
 """
 
 MODELS_EXAMPLES = """[bold]Examples[/]
@@ -73,6 +68,7 @@ app.command("train", epilog=bench_train.EXAMPLES)(bench_train.train)
 app.command("report", epilog=bench_report.REPORT_EXAMPLES)(bench_report.report)
 app.command("compare", epilog=bench_report.COMPARE_EXAMPLES)(bench_report.compare)
 app.command("mock-set", epilog=bench_report.MOCK_EXAMPLES)(bench_report.mock_set)
+app.command("pictures", epilog=bench_pictures.EXAMPLES)(bench_pictures.pictures)
 app.command("load", epilog=bench_load.EXAMPLES)(bench_load.load)
 app.command("serve", epilog=bench_serve.EXAMPLES)(bench_serve.serve)
 app.command("table")(bench_infer.table)
@@ -158,101 +154,6 @@ def _prepared(case: str, out: Path | None, device: DeviceName) -> tuple[BenchCas
 
     quieten()
     return named[case], where
-
-
-@app.command("pictures", epilog=PICTURES_EXAMPLES)
-@reported
-def pictures(
-    device: DeviceOption = DeviceName.auto,
-    arch: ArchOption = 0,
-    sizes: Annotated[
-        int, typer.Option(min=1, max=4, help="Draw at this many sizes, 20 prompts at each.")
-    ] = 4,
-    ablate: Annotated[
-        bool,
-        typer.Option(
-            "--ablate", help="Also draw with each switch of Options off alone, and with all off."
-        ),
-    ] = False,
-    numerics: Annotated[
-        Numerics | None,
-        typer.Option(
-            help="Judge pictures of both sprites models in 8 bits by exact ones instead.",
-            show_default=False,
-        ),
-    ] = None,
-    budget: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="With --numerics, leave a layer exact if 8 bits change its results by more than"
-            " this share of their size.",
-        ),
-    ] = 0.1,
-    prompts: Annotated[
-        int, typer.Option(min=4, max=1000, help="With --numerics, draw this many prompts.")
-    ] = 200,
-    out: OutOption = None,
-) -> None:
-    """Draw with the sprites model in eager and optimised, and judge how far pictures drift apart.
-
-    On a CPU both draw in fp32, and the PSNR to eager must be 60 dB or more for each picture. On a
-    GPU both draw in fp16 and are compared with eager in fp32: then Strop's PSNR may be at most 1 dB
-    below eager's in the median, and at most 6 dB below it for a single picture.
-
-    With --numerics, both sprites models draw held-out prompts, exact and in 8 bits: at most 1 % of
-    the prompts may be wrong that exact pictures have right. The errors of all layers are printed.
-    """
-    require_diffusion()
-    arguments.check_folder(out)
-    if numerics is not None:
-        _eight_bit_pictures(numerics.value, device, budget, prompts, out)
-        return
-    from strop.bench import quality
-    from strop.cli.models import quieten
-    from strop.cli.stages import progress_bar
-
-    quieten()
-    where = arguments.chosen_device(device)
-    with progress_bar() as bar:
-        task = bar.add_task("drawing", total=None, note="eager and default options")
-        result = quality.run(
-            out,
-            where,
-            num_sizes=sizes,
-            ablate=ablate,
-            step=lambda name: bar.update(task, note=name),
-        )
-    header, *rows = quality.rows_of(result)
-    show(header, rows, result)
-    judged = (result, *result.get("switches", {}).values())
-    if not all(found["is_good"] for found in judged):
-        raise CommandError("pictures drift too far from eager's: see the lines marked BROKEN")
-
-
-def _eight_bit_pictures(
-    numerics: str, device: DeviceName, budget: float, prompts: int, out: Path | None
-) -> None:
-    from strop.bench import eight_bit
-    from strop.cli.models import quieten
-    from strop.cli.stages import progress_bar
-
-    quieten()
-    where = arguments.chosen_device(device)
-    with progress_bar() as bar:
-        task = bar.add_task("drawing", total=None, note="")
-        result = eight_bit.run(
-            numerics,
-            out,
-            where,
-            budget=budget,
-            num_prompts=prompts,
-            step=lambda name: bar.update(task, note=name),
-        )
-    for header, *rows in (eight_bit.layer_rows(result), eight_bit.rows_of(result)):
-        show(header, rows, result if header[-1] == "rule" else {})
-    if not result["is_good"]:
-        raise CommandError("more prompts are wrong in 8 bits than may be: see the lines BROKEN")
 
 
 @app.command("models", epilog=MODELS_EXAMPLES)

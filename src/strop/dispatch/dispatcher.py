@@ -95,8 +95,7 @@ class Dispatcher(ForwardStandIn):
         self.hosted = HostedWeights(
             self.name, self.state, options, self._release, streams=self.streams
         )
-        self.state.effective.have_called(self._in_flight.wait)
-        self.state.coded.before_write = self._in_flight.wait
+        self.state.have_called(self._in_flight.wait)
         self.variants = variants or VariantStore(module, options, self.name)
         self._look = LastLook(module, self.state, self.loop)
         self.turned, self._fallbacks = Turned(), Fallbacks(self.name, self.counters)

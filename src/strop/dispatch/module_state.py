@@ -85,6 +85,11 @@ class ModuleState:
         self.num_scans = 0
         self.scan()
 
+    def have_called(self, before_write: Callable[[], object]) -> None:
+        """Have this called before anything is written that runs may still read."""
+        self.effective.have_called(before_write)
+        self.coded.before_write = before_write
+
     @collection_paused()
     def scan(self) -> None:
         """Look at the module anew."""
