@@ -46,7 +46,7 @@ def test_values_are_those_of_the_rule_at_all_sizes(folder):
         assert 1e-3 < off(found, exact(*x)) < 2e-2
     graph = the_graph(module)
     assert graph.eight_bit == {f"{path}.weight": "int8" for path in IN_BLOCKS}
-    assert graph.exact.keys() == {"first", "time", "last"}
+    assert {*dict(graph.exact)} == {"first", "time", "last"}
     assert "linear" in graph.calls
     assert module.forward.counters.eager_calls == 0
 
@@ -151,9 +151,16 @@ def test_layers_that_a_user_leaves_exact(folder):
     optimized(module, folder, exact_layers=("blocks.0.q", "blocks.1.*"))
     x = given(33)
     assert off(module(*x), rule(*x)) < 1e-5
-    named = {path for path, why in the_graph(module).exact.items() if why == NAMED}
+    named = {path for path, why in the_graph(module).exact if why == NAMED}
     assert named == kept
     assert f"{len(kept)} linears exact: {NAMED}" in str(strop.explain(module))
+
+
+@torch.no_grad()
+def test_names_of_no_layer_are_told(folder, caplog):
+    module = optimized(net(), folder, exact_layers=("blocks.7.*",), record=True)
+    module(*given(33))
+    assert "exact_layers names 'blocks.7.*', which is no linear of this graph" in caplog.text
 
 
 def test_errors_of_layers():
@@ -270,5 +277,5 @@ def test_the_sprites_unet_follows_the_rule(kept, folder):
     assert not any("time" in name or "attn2.to_k" in name for name in layers)
     assert any(name.endswith("attn2.to_q") for name in layers)
     assert any(name.endswith("ff.net.2") for name in layers)
-    prompts = [why for name, why in graph.exact.items() if "attn2.to_k" in name]
+    prompts = [why for name, why in graph.exact if "attn2.to_k" in name]
     assert {*prompts} == {"it is a first layer, which reads an argument"}

@@ -132,7 +132,7 @@ def _compared(
         seconds[kind] = round(time.perf_counter() - start, 2)
         graphs = explain(pipe).graphs
         layers |= {weight.removesuffix(".weight") for g in graphs for weight in g.eight_bit}
-        named |= {path for g in graphs for path, why in g.exact.items() if why == NAMED}
+        named |= {path for g in graphs for path, why in g.exact if why == NAMED}
     return judged(prompts, drawn["exact"], drawn[numerics]) | {
         "seconds": seconds,
         "layers": {path: error for path, error in errors.items() if path in layers},

@@ -19,6 +19,27 @@ $ strop bench pictures --numerics int8 --device cpu --prompts 40
 """
 
 
+NumericsOption = Annotated[
+    Numerics | None,
+    typer.Option(
+        help="Judge pictures of both sprites models in 8 bits, at all four sizes, by exact ones"
+        " instead.",
+        show_default=False,
+    ),
+]
+BudgetOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="With --numerics, leave a layer exact if 8 bits change its results by more than this"
+        " share of their size.",
+    ),
+]
+PromptsOption = Annotated[
+    int, typer.Option(min=4, max=1000, help="With --numerics, draw this many prompts.")
+]
+
+
 @reported
 def pictures(
     device: DeviceOption = DeviceName.auto,
@@ -32,24 +53,9 @@ def pictures(
             "--ablate", help="Also draw with each switch of Options off alone, and with all off."
         ),
     ] = False,
-    numerics: Annotated[
-        Numerics | None,
-        typer.Option(
-            help="Judge pictures of both sprites models in 8 bits by exact ones instead.",
-            show_default=False,
-        ),
-    ] = None,
-    budget: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="With --numerics, leave a layer exact if 8 bits change its results by more than"
-            " this share of their size.",
-        ),
-    ] = 0.1,
-    prompts: Annotated[
-        int, typer.Option(min=4, max=1000, help="With --numerics, draw this many prompts.")
-    ] = 200,
+    numerics: NumericsOption = None,
+    budget: BudgetOption = 0.1,
+    prompts: PromptsOption = 200,
     out: OutOption = None,
 ) -> None:
     """Draw with the sprites model in eager and optimised, and judge how far pictures drift apart.
@@ -64,6 +70,8 @@ def pictures(
     require_diffusion()
     arguments.check_folder(out)
     if numerics is not None:
+        if ablate:
+            raise typer.BadParameter("--ablate is for exact pictures; leave out --numerics")
         _eight_bit_pictures(numerics.value, device, budget, prompts, out)
         return
     from strop.bench import quality

@@ -303,7 +303,7 @@ def _graph_row(
         patterns=_patterns(program, compiled),
         decoded_bytes=decoded_bytes(program, sizes),
         most_decoded_bytes=most_decoded_bytes(program, sizes),
-        exact=dict(program.exact),
+        exact=program.exact,
     )
 
 

@@ -132,7 +132,7 @@ class GraphRow:
     decoded_bytes: int = 0  # of weights kept in another type, in full, that a call writes
     most_decoded_bytes: int = 0  # of these at one time, as weights that are read give theirs back
     eight_bit: Mapping[str, str] = field(default_factory=dict)  # weights in 8 bits, each with how
-    exact: Mapping[str, str] = field(default_factory=dict)  # modules without though asked, and why
+    exact: tuple[tuple[str, str], ...] = ()  # linears' modules without though asked, and why
 
     @property
     def bound_us(self) -> float:
@@ -388,7 +388,7 @@ def _decoded_texts(g: GraphRow) -> list[str]:
 def _eight_bit_texts(g: GraphRow) -> list[str]:
     """Return lines on linears in 8 bits, and on those that stay exact, by reason."""
     counts, reasons = Counter(g.eight_bit.values()), dict[str, list[str]]()
-    for module, reason in g.exact.items():
+    for module, reason in g.exact:
         reasons.setdefault(reason, []).append(module)
     found = [f"{counted(count, 'linear')} in {name}" for name, count in counts.items()]
     return [

@@ -10,7 +10,9 @@ quantisation gives, so that all later stages treat both alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +24,7 @@ from strop.ir.graph import Builder, Graph, Node, Ref, rewrite
 from strop.options import Options
 from strop.passes.eight_bit_rules import reasons
 
+log = logging.getLogger("strop")
 MARK = "format"  # the attribute of a linear that is to be computed in 8 bits: in which
 _F32 = torch.float32
 _SCALED_MM = "aten._scaled_mm.default"
@@ -38,7 +41,9 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
     own = options.format
     if own is None:
         return graph
-    able = {n for n, reason in reasons(graph, own, options.exact_layers).items() if not reason}
+    found = reasons(graph, own, options.exact_layers)
+    able = {node for node, reason in found.items() if not reason}
+    _warn_of_others(options.exact_layers, [node.origin for node in found])
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         if node not in able:
@@ -46,6 +51,13 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
         return b.make("linear", inputs, node.shape, node.dtype, format=own.name)
 
     return rewrite(graph, rule) if able else graph
+
+
+def _warn_of_others(exact_layers: Sequence[str], origins: Sequence[str]) -> None:
+    """Say which names stand for no linear: one of them may be misspelt."""
+    for name in exact_layers:
+        if not any(fnmatch.fnmatchcase(origin, name) for origin in origins):
+            log.warning("Options.exact_layers names %r, which is no linear of this graph", name)
 
 
 def eight_bit_products(graph: Graph, options: Options) -> Graph:
