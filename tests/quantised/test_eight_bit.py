@@ -131,6 +131,26 @@ def test_adapters_are_in_the_codes_or_beside_them(folder):
 
 
 @torch.no_grad()
+def test_by_torch_compile_and_from_an_artefact(folder, tmp_path):
+    module, x = net(), given(33)
+    exact = in_torch(module, "int8", ())
+    options = {"numerics": ("int8",), "cache_dir": str(folder)}
+    compiled = torch.compile(module, backend="strop", options=options)
+    before = compiled(*x).clone()
+    module.blocks[0].q.weight.data[5, 5] += 3
+    assert 1e-3 < off(compiled(*x), exact(*x)) < 2e-2
+    assert off(compiled(*x), before) > 5e-3
+    saved, other = optimized(net(), folder), net()
+    saved(*x)
+    strop.save(saved, tmp_path / "saved.strop")
+    other.blocks[1].up.weight.mul_(2)  # a checkpoint of its own
+    rule = in_torch(other, "int8", IN_BLOCKS)
+    strop.load(other, tmp_path / "saved.strop", trust=True, options=saved.forward.options)
+    assert off(other(*x), rule(*x)) < 1e-5
+    assert other.forward.variants.num_captures == 0
+
+
+@torch.no_grad()
 def test_zeros_and_numbers_that_are_not_finite(folder):
     module = optimized(net(), folder)
     x, time = given(33)
