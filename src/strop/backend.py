@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from strop import passes
@@ -95,11 +95,15 @@ def compile_graph(
         kernels.panels,
     )
     order = lean(program)
-    program = in_order(program, order)
+    program = replace(in_order(program, order), exact=_left_exact(records))
     clock.lap("codegen")
     records = (*own.records, *records)
     forget_nodes()
     return Compiled(program, order, graph, fusion, records, clock.seconds, imported, patterns=own)
+
+
+def _left_exact(records: Sequence[passes.PassRecord]) -> tuple[tuple[str, str], ...]:
+    return tuple(note for record in records for note in record.notes)
 
 
 def _refuse_types(graph: Graph) -> None:

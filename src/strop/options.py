@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import OptionError
-from strop.ir.device import check_arch
+from strop.ir.device import Device, check_arch
+from strop.ir.eight_bit import FORMATS, Format
 
 # Kernels that were measured in inference, and passes whose calls only WGMMA kernels do well.
 INFERENCE_KERNELS = (
@@ -24,7 +25,13 @@ INFERENCE_KERNELS = (
     "packed_weights",
 )
 # Backwards read what these leave out, or nothing was measured.
-TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "joined_calls", "linear_add")
+TRAINED_WITHOUT = (
+    "activated_linear",
+    "aligned_linear",
+    "eight_bit_choice",
+    "joined_calls",
+    "linear_add",
+)
 WGMMA_PASSES = ("joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
 
 
@@ -140,8 +147,15 @@ class Options:
     )
     numerics: tuple[str, ...] = _knob(
         (),
-        "Allow patterns that are less exact than torch, by the names of their numerics.",
+        "Allow what is less exact than torch, by name: `int8` or `fp8` computes linears in 8 bits,"
+        " and a pattern has the name that it was declared with.",
         "STROP_NUMERICS",
+    )
+    exact_layers: tuple[str, ...] = _knob(
+        (),
+        "Leave linears at these paths exact where `numerics` allows 8 bits; `*` stands for any"
+        " text, as in `transformer_blocks.0.*`.",
+        "STROP_EXACT_LAYERS",
     )
     lora: str = _knob(
         "auto",
@@ -171,6 +185,19 @@ class Options:
         for knob in fields(self):
             _check(knob, getattr(self, knob.name))
         check_arch(self.arch)
+        self._check_numerics()
+
+    def _check_numerics(self) -> None:
+        """Raise OptionError for 8 bits in two formats, or where they cannot be had."""
+        named = [name for name in self.numerics if name in FORMATS]
+        if len(named) > 1:
+            raise OptionError(f"numerics={self.numerics!r}: allow one of {' and '.join(FORMATS)}")
+        if named and self.weights_budget_bytes:
+            raise OptionError(
+                f"numerics={self.numerics!r} keeps codes of all weights on the GPU, beside which"
+                f" weights_budget_bytes={self.weights_budget_bytes} streams weights: leave one of"
+                " the two out"
+            )
 
     @staticmethod
     def from_environment(**overrides: Any) -> Options:
@@ -199,6 +226,29 @@ class Options:
     def in_training(self) -> Options:
         """These options without what was measured for inference alone."""
         return self.without(kernels=INFERENCE_KERNELS, passes=TRAINED_WITHOUT)
+
+    @property
+    def format(self) -> Format | None:
+        """Return the format of 8 bits that ``numerics`` allows linears, if any."""
+        return next((FORMATS[name] for name in self.numerics if name in FORMATS), None)
+
+    @property
+    def exactly(self) -> Options:
+        """Return these options without 8 bits."""
+        kept = tuple(name for name in self.numerics if name not in FORMATS)
+        return self if kept == self.numerics else replace(self, numerics=kept)
+
+    def check_format(self, device: Device) -> None:
+        """Raise OptionError where a device does not multiply in the format that is allowed."""
+        own = self.format
+        if own is None or (own.name == "int8" and not device.arch) or device.arch >= own.least_arch:
+            return
+        is_gpu, least = bool(device.arch), own.least_arch
+        what = f"{device.name} has {device.arch / 10:.1f}" if is_gpu else f"{device.name} is none"
+        raise OptionError(
+            f"numerics=('{own.name}',) is for GPUs of compute capability {least / 10:.1f} or newer,"
+            f" and {what}: numerics=('int8',) is for other GPUs, and for CPUs"
+        )
 
     def on(self, *, has_wgmma: bool) -> Options:
         """These options without the passes that make calls which only WGMMA kernels do well, on a

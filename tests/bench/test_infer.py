@@ -19,8 +19,8 @@ from strop.bench import (
     infer_variants,
     report,
 )
-from strop.bench.infer_contenders import DTYPES, Deadline, Plan, attempt, in_order
-from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
+from strop.bench.infer_contenders import DTYPES, Deadline, Field, Plan, attempt, in_order
+from strop.bench.infer_rows import EIGHT_BIT_ROWS, ROWS, chosen_rows, groups_of
 from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
 from strop.dispatch.variants import VariantStore
@@ -46,6 +46,22 @@ def test_rows_by_name() -> None:
 def test_rows_of_one_model_share_a_process() -> None:
     found = [names(group) for group in groups_of(chosen_rows(["P1", "P2", "P3", "P6", "P7"]))]
     assert found == [["P1", "P2"], ["P3"], ["P6"], ["P7"]]
+    assert [names(group) for group in groups_of(chosen_rows(["F1", "F5", "P3"]))] == [
+        ["P3"],
+        ["F1"],
+        ["F5"],
+    ]
+
+
+def test_rows_in_8_bits_are_exact_ones_by_another_name() -> None:
+    assert names(EIGHT_BIT_ROWS) == ["F1", "F2", "F3", "F4", "F5"]
+    for row, exact in zip(EIGHT_BIT_ROWS, chosen_rows(["P3", "P5x", "P2", "D1"]), strict=False):
+        assert row.numerics in ("int8", "fp8")
+        assert row.title.endswith(f", {row.numerics}")
+        assert {r.numerics for r in chosen_rows([row.name])} == {row.numerics}
+        assert not exact.numerics
+    found = Field.of(chosen_rows(["F5"], tiny=True)[0], TINY, "cache")
+    assert found.options.numerics == ("int8",)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
+from strop.api import dispatchers_of
 from strop.bench import models
 from strop.cli import arguments, pictures, sampling
 from strop.debug import step_times
@@ -186,3 +188,29 @@ def test_a_size_of_the_other_orientation_needs_no_new_graph(
         assert sampling.draw(pipe, request).shape == (3, size.height, size.width)
     assert sampling.compiled_text(pipe).startswith("3 graphs")
     assert sampling.fallbacks(pipe) == []
+
+
+def test_numerics_reach_the_denoiser(
+    invoke: Invoke, as_sprites: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, ...]] = []
+    optimize = sampling.optimize
+
+    def noted(pipe: Any, **how: Any) -> Any:
+        given.append(how["options"].numerics)
+        optimize(pipe, **how)
+        served = {name: d.options.numerics for name, d in dispatchers_of(pipe).items()}
+        assert served.pop("unet") == how["options"].numerics
+        assert set(served.values()) == {()}  # text encoder and VAE stay exact
+
+    monkeypatch.setattr(sampling, "optimize", noted)
+    common = ("--steps", "1", "--size", "64x32", "--device", "cpu", "--numerics", "int8")
+    result = invoke("generate", PROMPT, *common)
+    assert result.exit_code == 0, result.output
+    refused = invoke("generate", PROMPT, *common, "--no-optimize")
+    assert refused.exit_code == 2
+    assert "--numerics needs Strop" in said(refused)
+    wrong = invoke("generate", PROMPT, "--numerics", "fp8", *common[:-2])
+    assert wrong.exit_code == 1
+    assert "numerics=('int8',) is for other GPUs, and for CPUs" in said(wrong)
+    assert given == [("int8",), ("fp8",)]

@@ -154,6 +154,7 @@ def _empty(row: InferRow, plan: Plan, described: dict[str, Any]) -> dict[str, An
         "title": row.title,
         "measures": row.kind,
         "unit": row.unit,
+        "numerics": row.numerics,
         "must": row.must,
         "stretch": row.stretch,
         "must_share": row.must_share,

@@ -185,6 +185,8 @@ class Field:
     @staticmethod
     def of(row: InferRow, plan: Plan, cache: str) -> Field:
         options = strop.Options.from_environment(cache_dir=cache)
+        if row.numerics:
+            options = replace(options, numerics=(row.numerics,))
         case = row.case(DTYPES[plan.dtype_of(row)])
         return Field(case, plan.where, options, parallel=row.parallel)
 

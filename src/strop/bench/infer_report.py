@@ -178,7 +178,7 @@ def _error_text(result: Result) -> str:
         return f"no reference: {why}" if why else ""
     if "rms" not in error:
         return f"{error['psnr_to_eager_db']:.1f} dB to eager"
-    good = "ok" if error["is_good"] else "BAD"
+    good = result.get("numerics") or ("ok" if error["is_good"] else "BAD")
     return f"{good} rms {error['rms']:.2e} (eager {error['rms_eager']:.2e})"
 
 

@@ -153,7 +153,8 @@ class InferRow:
     seconds of a cold compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch``
     are in that unit, or shares of what Inductor takes in a CUDA graph. ``cost_s`` is what Strop and
     eager need on a GPU, once the model has been compiled. ``dtype`` is that on a GPU.
-    ``parallel`` is how Strop spreads calls over GPUs, "" for one GPU."""
+    ``parallel`` is how Strop spreads calls over GPUs, "" for one GPU; ``numerics`` what Strop may
+    compute in, "" for exact."""
 
     name: str
     title: str
@@ -170,6 +171,7 @@ class InferRow:
     must_share: float | None = None
     stretch_share: float | None = None
     parallel: str = ""
+    numerics: str = ""
 
     def case(self, dtype: torch.dtype) -> BenchCase:
         model = MODELS[self.model]
@@ -337,17 +339,40 @@ PARALLEL_ROWS = (
 )
 
 
+def _eight_bit_row(
+    name: str, exact: str, numerics: str, must: float | None = None, stretch: float | None = None
+) -> InferRow:
+    """Return an exact row of ``ROWS`` in 8 bits."""
+    row = next(row for row in ROWS if row.name == exact)
+    title = f"{row.title}, {numerics}"
+    return replace(row, name=name, title=title, must=must, stretch=stretch, numerics=numerics)
+
+
+# By name only, as they are less exact. With the peer "strop-one-gpu", Strop with default options,
+# they say what 8 bits gain. F5 is for ``--arch 80``: what a GPU without products of fp8 does.
+EIGHT_BIT_ROWS = (
+    _eight_bit_row("F1", "P3", "fp8", 19, 16.5),
+    _eight_bit_row("F2", "P5x", "fp8", 0.62, 0.55),
+    _eight_bit_row("F3", "P2", "fp8", 17, 15.5),
+    _eight_bit_row("F4", "D1", "fp8", 89, 82),  # 28 of them take 2.5 and 2.3 s
+    _eight_bit_row("F5", "P3", "int8"),
+)
+
+
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, ...]:
     """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
-    all rows but those of ``SPEED_ROWS`` and ``PARALLEL_ROWS``."""
-    every = (*ROWS, *SPEED_ROWS, *PARALLEL_ROWS)
+    all rows but those of ``SPEED_ROWS``, ``PARALLEL_ROWS`` and ``EIGHT_BIT_ROWS``."""
+    every = (*ROWS, *SPEED_ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)
     known = {row.name.lower(): {row.name} for row in every}
     for row in every:
         known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
     unknown = [name for name in names if name.lower() not in known]
     if unknown:
         listed = ", ".join(
-            (*(row.name for row in (*ROWS, *PARALLEL_ROWS)), "D7-<network>-b<batch>")
+            (
+                *(row.name for row in (*ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)),
+                "D7-<network>-b<batch>",
+            )
         )
         raise OptionError(f"no row {', '.join(unknown)}; there are {listed}")
     wanted = set().union(*(known[name.lower()] for name in names)) or {row.name for row in ROWS}
@@ -360,5 +385,5 @@ def groups_of(rows: Sequence[InferRow]) -> list[tuple[InferRow, ...]]:
     found: dict[tuple[str, str], list[InferRow]] = {}
     for row in rows:
         alone = row.name if row.kind in ("start", "memory") else ""
-        found.setdefault((row.model, alone or row.parallel), []).append(row)
+        found.setdefault((row.model, alone or row.parallel or row.numerics), []).append(row)
     return [tuple(group) for group in found.values()]

@@ -105,7 +105,7 @@ PEERS: tuple[Peer, ...] = (
         first_s=300,
         limit_s=600,
     ),
-    # Strop itself, for rows where it runs on several GPUs
+    # Strop with default options, for rows where it runs on several GPUs, or in 8 bits
     Peer("strop-one-gpu", _on_one_gpu, "one-gpu", first_s=40, is_whole=True),
 )
 

@@ -12,6 +12,7 @@ from strop.cli import (
     arguments,
     bench_infer,
     bench_load,
+    bench_pictures,
     bench_report,
     bench_serve,
     bench_speed,
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
 COMPILE_EXAMPLES = """[bold]Examples[/]
 $ strop bench compile tiny-unet --device cpu
 $ strop bench compile sd15-pipe --shapes 3 -o benchmarks/results
-"""
-
-PICTURES_EXAMPLES = """[bold]Examples[/]
-$ strop bench pictures --device cpu --sizes 1
-$ strop bench pictures --ablate -o benchmarks/results
 """
 
 MODELS_EXAMPLES = """[bold]Examples[/]
@@ -72,6 +68,7 @@ app.command("train", epilog=bench_train.EXAMPLES)(bench_train.train)
 app.command("report", epilog=bench_report.REPORT_EXAMPLES)(bench_report.report)
 app.command("compare", epilog=bench_report.COMPARE_EXAMPLES)(bench_report.compare)
 app.command("mock-set", epilog=bench_report.MOCK_EXAMPLES)(bench_report.mock_set)
+app.command("pictures", epilog=bench_pictures.EXAMPLES)(bench_pictures.pictures)
 app.command("load", epilog=bench_load.EXAMPLES)(bench_load.load)
 app.command("serve", epilog=bench_serve.EXAMPLES)(bench_serve.serve)
 app.command("table")(bench_infer.table)
@@ -157,52 +154,6 @@ def _prepared(case: str, out: Path | None, device: DeviceName) -> tuple[BenchCas
 
     quieten()
     return named[case], where
-
-
-@app.command("pictures", epilog=PICTURES_EXAMPLES)
-@reported
-def pictures(
-    device: DeviceOption = DeviceName.auto,
-    arch: ArchOption = 0,
-    sizes: Annotated[
-        int, typer.Option(min=1, max=4, help="Draw at this many sizes, 20 prompts at each.")
-    ] = 4,
-    ablate: Annotated[
-        bool,
-        typer.Option(
-            "--ablate", help="Also draw with each switch of Options off alone, and with all off."
-        ),
-    ] = False,
-    out: OutOption = None,
-) -> None:
-    """Draw with the sprites model in eager and optimised, and judge how far pictures drift apart.
-
-    On a CPU both draw in fp32, and the PSNR to eager must be 60 dB or more for each picture. On a
-    GPU both draw in fp16 and are compared with eager in fp32: then Strop's PSNR may be at most 1 dB
-    below eager's in the median, and at most 6 dB below it for a single picture.
-    """
-    require_diffusion()
-    arguments.check_folder(out)
-    from strop.bench import quality
-    from strop.cli.models import quieten
-    from strop.cli.stages import progress_bar
-
-    quieten()
-    where = arguments.chosen_device(device)
-    with progress_bar() as bar:
-        task = bar.add_task("drawing", total=None, note="eager and default options")
-        result = quality.run(
-            out,
-            where,
-            num_sizes=sizes,
-            ablate=ablate,
-            step=lambda name: bar.update(task, note=name),
-        )
-    header, *rows = quality.rows_of(result)
-    show(header, rows, result)
-    judged = (result, *result.get("switches", {}).values())
-    if not all(found["is_good"] for found in judged):
-        raise CommandError("pictures drift too far from eager's: see the lines marked BROKEN")
 
 
 @app.command("models", epilog=MODELS_EXAMPLES)

@@ -25,11 +25,13 @@ EXAMPLES = """[bold]Rows[/]
 - D1w, D1w-81: a step of Wan 2.1 1.3B at 480p, with 33 and 81 frames
 - D1q: a step of Qwen-Image at 1024x1024
 - D1s, D1s35: a step of SD3 medium and of SD3.5 medium at 1024x1024 and batch 2
+- F1 to F4: P3, P5x, SD1.5 at 1024x1024 and D1 in fp8; F5: P3 in int8, for --arch 80; by name only
 
 [bold]Examples[/]
 $ strop bench infer P1 P4 --device cpu --tiny   # any machine: tries the code, not the speed
 $ strop bench infer P1 P4-512 --random 12 --variants -o benchmarks/results
 $ strop bench infer P5x2 --peers strop-one-gpu   # needs two GPUs
+$ strop bench infer F1 F3 --peers strop-one-gpu,eager-graph   # fp8 beside exact
 $ strop bench infer P1 --peers eager,eager-graph,inductor,inductor-graph --ablate --plots plots
 """
 RESULTS = Path("benchmarks/results")

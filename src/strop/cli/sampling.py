@@ -10,10 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from strop.api import dispatchers_of, optimize
+from strop.cli.arguments import Manner
 from strop.cli.stages import StageSeconds, compiling, progress_bar, spinner
 from strop.drawing import draw as drawing
 from strop.drawing.request import PictureRequest
+from strop.options import Options
 from strop.wording import counted
+
+AS_USUAL = Manner()  # exact, on one GPU
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,15 @@ def draw_eager(pipe: Any, request: PictureRequest, runs: int = 1) -> Drawn:
 
 
 def draw_optimized(
-    pipe: Any, request: PictureRequest, runs: int = 1, parallel: str | None = None
+    pipe: Any, request: PictureRequest, runs: int = 1, how: Manner = AS_USUAL
 ) -> Drawn:
-    """Put Strop in front of ``pipe``, on several GPUs if ``parallel``, compile, then the timed
-    runs."""
-    clock = StageSeconds()
+    """Put Strop in front of ``pipe``, on several GPUs or in 8 bits as ``how`` says, compile, then
+    the timed runs."""
+    clock, options = StageSeconds(), Options.from_environment()
+    if how.numerics:
+        options = replace(options, numerics=(*options.exactly.numerics, how.numerics))
     with clock.stage("compile"):
-        optimize(pipe, parallel=parallel)
+        optimize(pipe, options=options, parallel=how.parallel)
         with compiling(pipe):
             warm_up(pipe, request)
     return _draw_timed(pipe, request, clock, "sampling", runs)

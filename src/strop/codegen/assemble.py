@@ -226,6 +226,7 @@ def _input_spec(node: Node) -> InputSpec:
         attrs["state"],
         attrs["merged"],
         attrs.get("corners", ()),
+        attrs.get("made", ""),
     )
 
 

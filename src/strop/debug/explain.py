@@ -38,6 +38,7 @@ from strop.dispatch.unfolded_layers import unfolded_layers
 from strop.dispatch.variants import Variant
 from strop.errors import OptionError
 from strop.fusion.plan import Refusal
+from strop.ir.eight_bit import CODES
 from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
@@ -266,6 +267,7 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
         fixed=variant.fixed,
         num_copied_blocks=variant.num_copied_blocks,
         traced_blocks=variant.traced_blocks,
+        eight_bit=_in_eight_bits(program, variant.state_names),
         from_disk=variant.from_disk,
         seconds=_seconds(variant),
     )
@@ -301,7 +303,14 @@ def _graph_row(
         patterns=_patterns(program, compiled),
         decoded_bytes=decoded_bytes(program, sizes),
         most_decoded_bytes=most_decoded_bytes(program, sizes),
+        exact=program.exact,
     )
+
+
+def _in_eight_bits(program: Program, names: Sequence[str]) -> dict[str, str]:
+    """Return the weights that a program reads as codes, each with the format."""
+    made = [spec for spec in program.inputs if spec.made.endswith(CODES)]
+    return {names[number]: spec.made.split()[0] for spec in made for number in spec.merged}
 
 
 def _patterns(program: Program, compiled: Compiled | None) -> tuple[PatternRow, ...]:

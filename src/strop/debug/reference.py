@@ -17,6 +17,7 @@ from torch import Tensor
 from strop.errors import UnsupportedError
 from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.dims import Env, Expr
+from strop.ir.eight_bit import CODES, FORMATS
 from strop.ir.graph import Graph, Node
 from strop.ir.mixed_product import mixed_product
 from strop.ir.ops import OPS, Kind
@@ -55,6 +56,10 @@ def _input_value(node: Node, arguments: Mapping[int, Tensor]) -> Tensor:
     parts = [arguments[i] for i in node.attrs["merged"]]
     if not parts:
         return arguments[node.attrs["index"]]
+    if "made" in node.attrs:
+        name, role = node.attrs["made"].split()
+        codes, scales = FORMATS[name].quantised(torch.cat(parts))
+        return codes if role == CODES else scales
     if "corners" in node.attrs:
         return cornered([s.value for s in node.shape], parts, node.attrs["corners"])
     own = torch.cat(parts)

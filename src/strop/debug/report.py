@@ -131,6 +131,8 @@ class GraphRow:
     traced_blocks: tuple[str, ...] = ()  # those that had to be, though one of their kind had been
     decoded_bytes: int = 0  # of weights kept in another type, in full, that a call writes
     most_decoded_bytes: int = 0  # of these at one time, as weights that are read give theirs back
+    eight_bit: Mapping[str, str] = field(default_factory=dict)  # weights in 8 bits, each with how
+    exact: tuple[tuple[str, str], ...] = ()  # linears' modules without though asked, and why
 
     @property
     def bound_us(self) -> float:
@@ -359,7 +361,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
             f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
         )
     lines += [_slow_line(k) for k in g.kernels if k.is_slow]
-    lines += [f"  {text}" for text in _decoded_texts(g)]
+    lines += [f"  {text}" for text in (*_decoded_texts(g), *_eight_bit_texts(g))]
     lines += [f"  its code fixes {text}" for text in g.fixed]
     lines += [f"  {text}" for text in _block_texts(g)]
     for op, origins in _opaque(g).items():
@@ -380,6 +382,21 @@ def _decoded_texts(g: GraphRow) -> list[str]:
     most = f"{g.most_decoded_bytes / 1e6:.2f} MB of it at a time"
     return [
         f"decodes {g.decoded_bytes / 1e6:.2f} MB of weights kept in another type a call, {most}"
+    ]
+
+
+def _eight_bit_texts(g: GraphRow) -> list[str]:
+    """Return lines on linears in 8 bits, and on those that stay exact, by reason."""
+    counts, reasons = Counter(g.eight_bit.values()), dict[str, list[str]]()
+    for module, reason in g.exact:
+        reasons.setdefault(reason, []).append(module)
+    found = [f"{counted(count, 'linear')} in {name}" for name, count in counts.items()]
+    return [
+        *found,
+        *(
+            f"{counted(len(modules), 'linear')} exact: {reason}  <- {_from(tuple(modules))}"
+            for reason, modules in reasons.items()
+        ),
     ]
 
 

@@ -84,9 +84,10 @@ def optimize_pipeline(
 
 def options_of_parts(known: Mapping[str, nn.Module], options: Options) -> dict[str, Options]:
     """Return the options of each part. A budget for weights is that of the denoisers, which have it
-    in proportion to their sizes; other parts have none."""
+    in proportion to their sizes; other parts have none. Nor do these have 8 bits: they run once a
+    picture, and all of it would inherit their error."""
     if not options.weights_budget_bytes:
-        return dict.fromkeys(known, options)
+        return {name: options if name in DENOISERS else options.exactly for name in known}
     sizes = {n: sum(w.nbytes for w in known[n].parameters()) for n in known if n in DENOISERS}
     if not sizes:
         raise OptionError(

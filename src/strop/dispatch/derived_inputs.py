@@ -107,6 +107,11 @@ def _placed(served: ServedModule, pieces: PlacedPieces) -> DerivedInput:
     )
 
 
+def _coded(served: ServedModule) -> DerivedInput:
+    weights = served.state.coded
+    return DerivedInput(len(weights), weights.size_bytes, weights.num_writes)
+
+
 def _packed(served: ServedModule) -> DerivedInput:
     weights = served.state.packed
     return DerivedInput(len(weights), weights.size_bytes, weights.num_made)
@@ -162,6 +167,7 @@ def _timetables(served: ServedModule) -> DerivedInput:
 
 MERGED = "merged weights"
 PADDED = "weights with rows of zeros behind them"
+CODED = "weights in 8 bits"
 PACKED = "weights packed for a CPU's products"
 EFFECTIVE = "weights with adapters in them"
 LOW_RANK = "factors of adapters beside the weights"
@@ -172,6 +178,7 @@ _LOOP = "a loop begins, or in it a weight or argument is another or written to"
 KINDS = (
     DerivedKind(MERGED, "weight", "a part lies elsewhere in memory", _merged),
     DerivedKind(PADDED, "weight", "the weight lies elsewhere in memory", _padded),
+    DerivedKind(CODED, "weight", "a weight is written to, or another", _coded),
     DerivedKind(PACKED, "weight", "its bits are others, at which each product looks", _packed),
     DerivedKind(EFFECTIVE, "layer", f"{_ADAPTERS}, or W0 is", _effective),
     DerivedKind(LOW_RANK, "layer", _ADAPTERS, _low_rank),

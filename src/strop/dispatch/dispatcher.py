@@ -95,7 +95,7 @@ class Dispatcher(ForwardStandIn):
         self.hosted = HostedWeights(
             self.name, self.state, options, self._release, streams=self.streams
         )
-        self.state.effective.have_called(self._in_flight.wait)
+        self.state.have_called(self._in_flight.wait)
         self.variants = variants or VariantStore(module, options, self.name)
         self._look = LastLook(module, self.state, self.loop)
         self.turned, self._fallbacks = Turned(), Fallbacks(self.name, self.counters)
@@ -298,6 +298,7 @@ class Dispatcher(ForwardStandIn):
                 self._refresh_weights(call)
             return False, _NO_RESULT
         self.state.effective.begin_look()  # also where an earlier look was never ended
+        self.state.coded.begin_look()
         seem_others = self.state.effective.seem_others(call.beside.lora_scale)
         if entry is None or seem_others or not self._runner.may_run_ahead(entry):
             has_changed = self._look.has_changed()
@@ -315,9 +316,10 @@ class Dispatcher(ForwardStandIn):
         return has_changed, _NO_RESULT
 
     def _refresh_weights(self, call: GivenCall) -> bool:
-        """Write the weights of layers with adapters anew where these have changed, and tell whether
-        they have."""
-        return self.state.effective.refresh(call.beside.lora_scale)
+        """Write anew what has changed of what is read in the place of weights, and tell whether
+        something has."""
+        written = self.state.effective.refresh(call.beside.lora_scale)
+        return self.state.coded.refresh(are_written=written) or written
 
     def _still_refused(self, key: Hashable) -> StropError | None:
         refusal = self._refused.reason(key)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from strop.dispatch.aliases import AliasOfArgument
+from strop.dispatch.coded_weights import CodedWeight
 from strop.dispatch.variants import Variant
 from strop.runtime.run.executor import Bound
 
@@ -24,6 +25,7 @@ class Entry:
     has_graph: bool = True  # False once its CUDA graph could not be had
     bounds: dict[int, Bound] = field(default_factory=dict)
     placed: list[Tensor | None] | None = None
+    coded: list[CodedWeight] = field(default_factory=list)  # whose tensors are among ``placed``
     aliases: tuple[AliasOfArgument, ...] = ()
     steady: tuple[int, ...] = ()  # see ``Adapter.steady``
     timestep: int | None = None  # see ``Adapter.timestep``
@@ -35,6 +37,7 @@ class Entry:
         """Keep nothing that refers to weights."""
         self.bounds.clear()
         self.placed = None
+        self.coded = []
 
     def is_like(self, other: Entry) -> bool:
         """Tell whether the other runs the same program at the same sizes. Calls do that differ in

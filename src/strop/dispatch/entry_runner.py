@@ -227,6 +227,7 @@ class EntryRunner:
         if entry.placed is None:
             before = self._state.pointers
             entry.placed = self._placed(entry)
+            entry.coded = self._state.coded.fill(program, self._state.tensors, entry.placed)
             self._state.remember(program, entry.placed)
             if self._state.pointers != before:
                 self._have_forgotten(entry)  # they were bound to the old places

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from strop.dispatch.adapted_weights import AdaptedWeights
+from strop.dispatch.coded_weights import CodedWeights
 from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
@@ -51,6 +52,10 @@ MOVED = (
     "offloading takes weights of parts to another device and back in each call, for which nothing"
     " stands here: move the model to its device instead"
 )
+IN_8_BITS = (
+    "keeps codes of all weights on the device, and offloading by layers or groups streams them:"
+    " leave one of the two out, or move whole models (enable_model_cpu_offload)"
+)
 
 
 class ModuleState:
@@ -72,13 +77,18 @@ class ModuleState:
         self.effective = AdaptedWeights(options)
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
         self.merged, self.padded = PlacedPieces(), PlacedPieces()
-        self.packed = PackedWeights()
+        self.packed, self.coded = PackedWeights(), CodedWeights()
         self.place: torch.device | None = None  # where weights are to lie when a plan of them runs
         self._looks: dict[int, PlainLook] = {}  # at the memory of tensors, by their ids
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
         self.turned = TurnedSettings(module)
         self.num_scans = 0
         self.scan()
+
+    def have_called(self, before_write: Callable[[], object]) -> None:
+        """Have this called before anything is written that runs may still read."""
+        self.effective.have_called(before_write)
+        self.coded.before_write = before_write
 
     @collection_paused()
     def scan(self) -> None:
@@ -134,6 +144,8 @@ class ModuleState:
         self.offload, reason = parts_offload(self.module, everything)
         if self.offload is not None and not self._streams:
             self.offload, reason = None, MOVED
+        elif self.offload is not None and (own := self._options.format):
+            self.offload, reason = None, f"numerics={own.name!r} {IN_8_BITS}"
         self.effective.stay_beside(is_wanted=self.offload is not None)
         return reason
 
@@ -195,9 +207,9 @@ class ModuleState:
         another, no memory has moved, no part is in training mode or has hooks. Its answer is quick:
         False only says that a longer look is due. It may be used until the next scan.
 
-        A module with adapters gets None.
+        A module with adapters gets None, and so does one with weights in 8 bits.
         """
-        if self._adapted or self.effective:
+        if self._adapted or self.effective or self.coded:
             return None
         weights, edges = self._weights, self._edges
         flags = [part.__dict__ for part in self.train_sensitive]
@@ -251,6 +263,7 @@ class ModuleState:
         """Let go of all weights that lie as programs want them."""
         self.merged.clear()
         self.padded.clear()
+        self.coded.forget()
 
     def has_new_structure(self) -> bool:
         """Say whether modules, settings, processors, adapters, or names that the code reads, are

@@ -97,7 +97,7 @@ def pieces_of(
     zeros behind them. Matrices in which copies of factors stand are none."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for spec, tensor in zip(inputs, placed, strict=False):
-        if tensor is not None and spec.merged and not spec.corners:
+        if tensor is not None and spec.merged and not (spec.corners or spec.made):
             found[len(spec.merged) == 1].append(tensor)
     return found
 
@@ -157,7 +157,9 @@ def _pieces(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     twins, left, found = _twins(tensors), LeftMemory(), list[Tensor | None]()
     for spec in program.inputs[len(tensors) :]:
         parts = [tensors[i] for i in spec.merged]
-        if spec.corners:
+        if spec.made:  # ``coded_weights`` fills them in
+            found.append(None)
+        elif spec.corners:
             found.append(standing([size.value for size in spec.shape], parts, spec.corners))
         else:
             found.append(_merged(parts, _rows(spec, parts), twins, left) if parts else None)

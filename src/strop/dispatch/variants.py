@@ -330,6 +330,7 @@ class VariantStore:
                 raise CaptureError(f"{self.name}: {name} is {described(tensor)}")
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
+        self.options.check_format(library.device)
         options = self.options.on(has_wgmma=library.device.has_wgmma)
         stored_key = self._stored_key(state, call, shapes, library)
         stored_keys: tuple[str, ...] = (stored_key,)

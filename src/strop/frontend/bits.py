@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.fx import Node as FxNode
 
 from strop.frontend.pointwise import apply
 from strop.frontend.views import VIEWS
+from strop.ir.e4m3 import encoded
 from strop.ir.graph import Node, Ref
 from strop.ir.ops import KERNEL_DTYPES, Kind
 
@@ -127,7 +127,7 @@ def of_bytes(im: Importer, fx: FxNode) -> Node | None:
     if len(given) != 1:
         return None
     if _makes_bytes(im, fx):
-        return _encoded(im, im.builder.cast(im.node(given[0]), F32))
+        return encoded(im.builder, im.builder.cast(im.node(given[0]), F32))
     if not are_bytes(im, given[0]):
         return None
     x, dtype = given[0], value.dtype if isinstance(value, torch.Tensor) else None
@@ -161,51 +161,6 @@ def _makes_bytes(im: Importer, fx: FxNode) -> bool:
     value, (given,) = fx.meta["val"], fx.all_input_nodes
     is_e4m3 = isinstance(value, torch.Tensor) and value.dtype is torch.float8_e4m3fn
     return is_e4m3 and given.meta["val"].dtype in _FLOATS - {torch.float64}
-
-
-# e4m3 by the bits of fp32: exponents differ by 120, and 20 bits of the mantissa are rounded off.
-_MANTISSA, _LEAST_NORMAL, _TOO_LARGE, _INFINITE = 20, 121 << 23, 1087 << 20, 255 << 23
-_LARGEST, _NAN = 0x7E, 0x7F
-_REBIASED = (1 << 19) - 1 - (120 << 23)
-_DENORMAL = 141 << 23  # 2^14, whose last bit is the least number of e4m3
-
-
-@lru_cache(maxsize=1)
-def _saturates() -> bool:
-    """Tell whether this torch rounds what is too large to the largest number, and not to NaN."""
-    return bool(torch.tensor(1e9).to(torch.float8_e4m3fn).float().isfinite())
-
-
-def _encoded(im: Importer, x: Node) -> Node:
-    """Return fp32 rounded to e4m3, to even, as bytes, as torch does
-    (``c10/util/Float8_e4m3fn.h``)."""
-    b = im.builder
-    bits = b.pointwise("bits_of_float", x, dtype=I32)
-    size = _and(im, bits, 0x7FFFFFFF)
-    odd = _and(im, _right(im, size, _MANTISSA), 1)
-    raised = apply(im, "add", apply(im, "add", size, _REBIASED, dtype=I32), odd, dtype=I32)
-    normal = _right(im, raised, _MANTISSA)
-    number = b.pointwise("float_of_bits", size, dtype=F32)
-    shifted = b.pointwise("bits_of_float", apply(im, "add", number, 2.0**14, dtype=F32), dtype=I32)
-    small = apply(im, "sub", shifted, _DENORMAL, dtype=I32)
-    code = _chosen(im, _less(im, size, _LEAST_NORMAL), small, normal)
-    if _saturates():
-        code = apply(im, "minimum", code, _LARGEST, dtype=I32)
-    limit = _INFINITE + 1 if _saturates() else _TOO_LARGE
-    code = _chosen(im, _less(im, size, limit), code, _NAN)
-    return b.cast(_or(im, code, _and(im, _right(im, bits, 24), 0x80)), BYTES)
-
-
-def _right(im: Importer, x: Node, count: int) -> Node:
-    return apply(im, "shift_right", x, count, dtype=I32)
-
-
-def _less(im: Importer, x: Node, most: int) -> Node:
-    return im.builder.pointwise("lt", x, im.builder.constant(most, I32), dtype=torch.bool)
-
-
-def _chosen(im: Importer, condition: Node, x: Node, other: Node | int) -> Node:
-    return apply(im, "where", condition, x, other, dtype=I32)
 
 
 def in_own_type(im: Importer, node: Node, dtype: torch.dtype) -> Node:

@@ -56,10 +56,15 @@ class NumberGuard:
         return _RELATIONS[self.relation](numbers[self.number], self.value)
 
 
+# Calls of torch that leave nothing behind but their results, and draw no numbers.
+PURE_CALLS = frozenset(("aten._scaled_mm.default", "aten.view.dtype"))
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """Describe one argument. ``merged`` (a merged weight) lists the arguments whose rows it
-    holds; with ``corners`` it holds each from this row and column on, and zeros elsewhere."""
+    holds; with ``corners`` it holds each from this row and column on, and zeros elsewhere.
+    ``made``: what it holds of them in 8 bits, "int8 codes" or "fp8 scales" (``ir.eight_bit``)."""
 
     shape: tuple[Expr, ...]
     strides: tuple[Expr, ...]
@@ -67,6 +72,7 @@ class InputSpec:
     is_state: bool
     merged: tuple[int, ...] = ()
     corners: tuple[tuple[int, int], ...] = ()
+    made: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +258,7 @@ class Program:
     num_compiled_nodes: int = 0
     kernels_off: tuple[str, ...] = ()  # rows of the kernel library that may not run
     by_rows: tuple[int, ...] = ()  # buffers (b, ...), row-major, as ``codegen.by_rows`` has them
+    exact: tuple[tuple[str, str], ...] = ()  # modules that have no 8 bits though asked, and why
 
     def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
         """Return what runs at these sizes, by step; None where another step does its work, or
@@ -319,7 +326,8 @@ class Program:
     def is_pure(self) -> bool:
         """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers or is code that nobody here knows."""
-        is_known = all(step.op not in ("aten", "pattern") for step in self.call_steps)
+        calls = [step for step in self.call_steps if step.op in ("aten", "pattern")]
+        is_known = all(dict(step.attrs).get("target") in PURE_CALLS for step in calls)
         return is_known and not self.written_arguments
 
     @property

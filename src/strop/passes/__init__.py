@@ -18,6 +18,7 @@ from strop.passes.cat_last import cat_last
 from strop.passes.channels_last import channels_last
 from strop.passes.code_sums import code_sums
 from strop.passes.dot_merge import dot_merge
+from strop.passes.eight_bit import eight_bit_choice, eight_bit_products, left_exact
 from strop.passes.gated_linear import gated_linear
 from strop.passes.grouped_heads import grouped_heads
 from strop.passes.joined_calls import joined_calls
@@ -40,7 +41,9 @@ PIPELINE: tuple[Pass, ...] = (
     code_sums,  # products of int8 codes, by a kernel of ours
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
+    eight_bit_choice,  # which linears are computed in 8 bits, where that is allowed
     dot_merge,  # GEMMs of one input as one GEMM
+    eight_bit_products,  # the linears in 8 bits, by codes
     low_rank_pair,  # a linear goes on over the factors of its adapters
     low_rank_add,  # elsewhere the product of an adapter's factors, added where it is multiplied up
     gated_linear,  # a linear and the gate that follows it, which one kernel may be
@@ -84,6 +87,7 @@ class PassRecord:
     nodes_before: int
     nodes_after: int
     graph: Graph | None = None  # what it made, where ``options.wants_graphs``
+    notes: tuple[tuple[str, str], ...] = ()  # modules that it left out though asked, with reasons
 
 
 def steps(device: str) -> tuple[Pass, ...]:
@@ -104,10 +108,12 @@ def run(
         if step.__name__ in options.disable:
             continue
         start, before = time.perf_counter(), len(graph.nodes)
+        left = left_exact(graph, options) if step is eight_bit_choice else {}
         graph = _with_own_results(graph, step(graph, options))
         seconds = time.perf_counter() - start
         kept = graph if options.wants_graphs else None
-        records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes), kept))
+        notes = tuple((node.origin, reason) for node, reason in left.items())
+        records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes), kept, notes))
     return graph, tuple(records)
 
 

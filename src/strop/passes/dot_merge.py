@@ -47,7 +47,7 @@ def _groups(graph: Graph, apart: Set[Node]) -> dict[Node, list[Node]]:
     """Map the first linear of each mergeable set to the set, in execution order. Factors of low
     rank merge with each other: weights stay together in one order, with adapters and without.
     Those that stay ``apart`` have something else at the end."""
-    by_input: dict[tuple[Node, int, bool], list[Node]] = defaultdict(list)
+    by_input: dict[tuple[Node, int, bool, str], list[Node]] = defaultdict(list)
     taken, given = set[Node](), graph.given()
     for node in graph.nodes:
         if node.op != "linear" or not all(_is_state(w) for w in node.inputs[1:]):
@@ -56,7 +56,8 @@ def _groups(graph: Graph, apart: Set[Node]) -> dict[Node, list[Node]]:
             continue
         if taken.isdisjoint(node.inputs[1:]):  # a storage can be part of one merge only
             is_small = bool(node.inputs[1].attrs.get("small"))
-            by_input[node.inputs[0], len(node.inputs), is_small].append(node)
+            alike = is_small, str(node.attrs)  # in 8 bits or not
+            by_input[node.inputs[0], len(node.inputs), *alike].append(node)
             taken.update(node.inputs[1:])
     sizes = dict(graph.hints)
     runs = [run for nodes in by_input.values() for run in _runs(nodes, sizes)]
@@ -106,7 +107,8 @@ def _merge(
         extra.append(weight)
         merged.append(weight)
     width: Expr = merged[1].shape[0]
-    y = b.make("linear", merged, (*nodes[0].shape[:-1], width), nodes[0].dtype)
+    attrs = nodes[0].attrs
+    y = b.make("linear", merged, (*nodes[0].shape[:-1], width), nodes[0].dtype, **attrs)
     slices, start = {}, const(0)
     for node in nodes:
         slices[node] = b.slice(y, len(node.shape) - 1, start, node.shape[-1])

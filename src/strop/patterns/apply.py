@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from strop.ir.eight_bit import FORMATS
 from strop.ir.graph import Builder, Graph, Node, finish
 from strop.ir.ops import OPS
 from strop.options import Options
@@ -32,7 +33,8 @@ class Found:
 def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
     """Apply each pattern in turn, in the order of their declaration."""
     patterns = registry.active()
-    for name in sorted({*options.numerics} - {pattern.numerics for pattern in patterns}):
+    known = {*FORMATS, *(pattern.numerics for pattern in patterns)}
+    for name in sorted({*options.numerics} - known):
         _warn_of(name)
     if not patterns or NAME in options.disable:
         return graph, Found()

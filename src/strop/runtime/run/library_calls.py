@@ -328,6 +328,25 @@ def _code_sums(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: torch._int_mm(inputs[0], inputs[1].t(), out=out)
 
 
+_LEAST_ROWS = 17  # of cuBLAS
+
+
+def _cuda_code_sums(attrs: Mapping[str, Any]) -> OutCall:
+    """Put rows of zeros behind few rows, which cuBLAS refuses. Depth and columns are multiples of 8
+    here (``passes.eight_bit_rules``)."""
+
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        codes, weight = inputs[0], inputs[1].t()
+        missing = _LEAST_ROWS - len(codes)
+        if missing <= 0:
+            torch._int_mm(codes, weight, out=out)
+        else:
+            wide = torch.nn.functional.pad(codes, (0, 0, 0, missing))
+            out.copy_(torch._int_mm(wide, weight)[: len(codes)])
+
+    return call
+
+
 PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear": _linear,
     "linear_add": _linear_add,
@@ -339,6 +358,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
+    "code_sums": _cuda_code_sums,
     "conv2d": _cudnn_conv2d,
     "linear_gelu": _linear_gelu,
     "geglu": _geglu,

@@ -1,0 +1,167 @@
+"""Compute linears in 8 bits where ``Options.numerics`` names a format (``ir.eight_bit``).
+
+``eight_bit_choice`` marks the linears of the graph that are to be so, by the table of rules, before
+linears of one input are merged; ``eight_bit_products`` writes them down: the rows of values are
+quantised by kernels, into which whatever computes the values is fused, and the weight is read as
+codes and scales. These are arguments of their own that the runtime makes of the weights, once for
+each content (``dispatch.coded_weights``). The nodes are those that a module of torchao's dynamic
+quantisation gives, so that all later stages treat both alike.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from strop.ir.dims import product
+from strop.ir.e4m3 import encoded
+from strop.ir.eight_bit import CODES, FORMATS, LEAST, SCALES, Format
+from strop.ir.graph import Builder, Graph, Node, Ref, rewrite
+from strop.options import Options
+from strop.passes.eight_bit_rules import reasons
+
+log = logging.getLogger("strop")
+MARK = "format"  # the attribute of a linear that is to be computed in 8 bits: in which
+_F32 = torch.float32
+_SCALED_MM = "aten._scaled_mm.default"
+
+
+def left_exact(graph: Graph, options: Options) -> dict[Node, str]:
+    """Return the linears of a graph that stay exact though 8 bits are allowed, with the reasons."""
+    own = options.format
+    found = reasons(graph, own, options.exact_layers) if own else {}
+    return {node: reason for node, reason in found.items() if reason}
+
+
+def eight_bit_choice(graph: Graph, options: Options) -> Graph:
+    own = options.format
+    if own is None:
+        return graph
+    found = reasons(graph, own, options.exact_layers)
+    able = {node for node, reason in found.items() if not reason}
+    _warn_of_others(options.exact_layers, [node.origin for node in found])
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        if node not in able:
+            return None
+        return b.make("linear", inputs, node.shape, node.dtype, format=own.name)
+
+    return rewrite(graph, rule) if able else graph
+
+
+def _warn_of_others(exact_layers: Sequence[str], origins: Sequence[str]) -> None:
+    """Say which names stand for no linear: one of them may be misspelt."""
+    for name in exact_layers:
+        if not any(fnmatch.fnmatchcase(origin, name) for origin in origins):
+            log.warning("Options.exact_layers names %r, which is no linear of this graph", name)
+
+
+def eight_bit_products(graph: Graph, options: Options) -> Graph:
+    if not any(map(_is_marked, graph.nodes)):
+        return graph
+    marked = {node.inputs[1]: node for node in graph.nodes if _is_marked(node)}
+    made: dict[tuple[Node, str], Node] = {}
+
+    def made_of(b: Builder, weight: Node, own: Format, role: str) -> Node:
+        if (weight, role) not in made:
+            index = len(graph.inputs) + len(made)
+            made[weight, role] = _made_of(b, weight, own, role, index)
+        return made[weight, role]
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        if node in marked and node.attrs["merged"]:  # which nothing else reads
+            return _made_of(b, node, _format(marked[node]), CODES, node.attrs["index"])
+        if not _is_marked(node):
+            return None
+        own, weight = _format(node), node.inputs[1]
+        codes = inputs[1] if weight.attrs["merged"] else made_of(b, weight, own, CODES)
+        read = inputs[0], codes, made_of(b, weight, own, SCALES)
+        return _linear(b, node, own, read, inputs[2:])
+
+    found = rewrite(graph, rule)
+    return replace(found, inputs=(*found.inputs, *made.values()))
+
+
+def _format(linear: Node) -> Format:
+    return FORMATS[linear.attrs[MARK]]
+
+
+def _is_marked(node: Node) -> bool:
+    return node.op == "linear" and MARK in node.attrs
+
+
+def _made_of(b: Builder, weight: Node, own: Format, role: str, index: int) -> Node:
+    """Return an argument that holds the codes (N, K) or the scales (N,) of a weight."""
+    parts = weight.attrs["merged"] or (weight.attrs["index"],)
+    shape, dtype = (weight.shape, own.dtype) if role == CODES else (weight.shape[:1], _F32)
+    made = f"{own.name} {role}"
+    return b.make("input", (), shape, dtype, index=index, state=True, merged=parts, made=made)
+
+
+def _linear(
+    b: Builder, node: Node, own: Format, read: tuple[Node, ...], bias: tuple[Node, ...]
+) -> Node:
+    """Return a linear by codes, in the shape and type of ``node``. ``read``: values, codes and
+    scales of the weight."""
+    x, weight, columns = read
+    depth, count = x.shape[-1], product(x.shape[:-1])
+    wide = b.cast(b.reshape(x, (count, depth)), _F32)
+    largest = b.reduce("amax", b.pointwise("abs", wide, dtype=_F32), (1,), _F32)
+    most = b.pointwise("maximum", largest, b.constant(LEAST, _F32), dtype=_F32)
+    by = b.pointwise("div", b.constant(own.most, _F32), most, dtype=_F32)
+    scaled = b.pointwise("mul", wide, by, dtype=_F32)
+    scales = b.pointwise("mul", most, b.constant(1 / own.most, _F32), dtype=_F32)
+    if own.dtype is torch.int8:
+        y = _of_whole_codes(b, scaled, scales, weight, columns)
+    else:
+        y = _of_short_floats(b, scaled, scales, weight, columns)
+    for added in bias:
+        y = b.pointwise("add", y, b.cast(added, _F32), dtype=_F32, alpha=1)
+    return b.reshape(b.cast(y, node.dtype), node.shape)
+
+
+def _of_whole_codes(b: Builder, scaled: Node, scales: Node, weight: Node, columns: Node) -> Node:
+    codes = b.cast(b.pointwise("round", scaled, dtype=_F32), torch.int8)
+    shape = (scaled.shape[0], weight.shape[0])
+    sums = b.cast(b.make("code_sums", (codes, weight), shape, torch.int32), _F32)
+    both = b.pointwise("mul", scales, b.reshape(columns, (1, shape[1])), dtype=_F32)
+    return b.pointwise("mul", sums, both, dtype=_F32)
+
+
+def _of_short_floats(b: Builder, scaled: Node, scales: Node, weight: Node, columns: Node) -> Node:
+    """Return the product by ``_scaled_mm``, which promotes its sums unless it is told to be fast,
+    and scales them before it rounds to bf16."""
+    codes = _in_torch(b, (encoded(b, scaled),), scaled.shape, torch.float8_e4m3fn, *_AS_E4M3)
+    shape, depth = (scaled.shape[0], weight.shape[0]), weight.shape[1]
+    turned = b.permute(weight, (1, 0))
+    assert turned.shape == (depth, shape[1])
+    operands = codes, turned, scales, b.reshape(columns, (1, shape[1]))
+    args = (*map(Ref, range(4)), None, None, torch.bfloat16)
+    return b.cast(_in_torch(b, operands, shape, torch.bfloat16, _SCALED_MM, args), _F32)
+
+
+_AS_E4M3 = ("aten.view.dtype", (Ref(0), torch.float8_e4m3fn))
+
+
+def _in_torch(
+    b: Builder,
+    operands: tuple[Node, ...],
+    shape: tuple[object, ...],
+    dtype: torch.dtype,
+    target: str,
+    args: tuple[object, ...],
+) -> Node:
+    """Return a call of torch."""
+    attrs: Mapping[str, object] = {
+        "target": target,
+        "args": args,
+        "kwargs": (),
+        "outputs": ((shape, dtype),),
+        "single": True,
+        "tag": "",
+    }
+    return b.make("aten", operands, shape, dtype, **attrs)  # type: ignore[arg-type]
