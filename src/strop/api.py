@@ -72,6 +72,8 @@ def optimize(
     if not isinstance(train, bool):
         raise OptionError(f"strop.optimize got train={train!r}; it takes True or False")
     how = _parallel_how(parallel, devices, options, train=train)
+    if options.step_cache:
+        _check_step_cache(obj, parallel, train=train)
     if options.weights_budget_bytes:
         _check_budget(options, train=train)
     if isinstance(obj, torch.jit.ScriptModule):
@@ -139,6 +141,19 @@ def _parallel_how(
     from strop.dispatch.parallel.served import ParallelDispatcher
 
     return {"kind": ParallelDispatcher, "wanted": (parallel, devices)}
+
+
+def _check_step_cache(obj: Any, parallel: str | None, *, train: bool) -> None:
+    """Raise OptionError for what cannot be together with a step cache."""
+    reason = ""
+    if isinstance(obj, nn.Module):
+        reason = "is for the denoise loop of a pipeline, and a module by itself has none"
+    if parallel is not None:
+        reason = f"and parallel={parallel!r} cannot be together yet"
+    if train:
+        reason = "and train=True cannot be together: it reuses results of earlier calls"
+    if reason:
+        raise OptionError(f"numerics='step_cache' {reason}: leave it out")
 
 
 def _check_budget(options: Options, *, train: bool) -> None:

@@ -25,6 +25,12 @@ INFERENCE_KERNELS = (
 )
 # Backwards read what these leave out, or nothing was measured.
 TRAINED_WITHOUT = ("activated_linear", "aligned_linear", "joined_calls", "linear_add")
+# Numerics by name that no pattern is about. Of step caches there is one for each word, which says
+# how often steps are taken from the cache; the name alone is "balanced".
+STEP_CACHE = "step_cache"
+STEP_CACHE_WORDS = ("cautious", "balanced", "fast")
+STEP_CACHES = {STEP_CACHE: "balanced"} | {f"{STEP_CACHE}:{word}": word for word in STEP_CACHE_WORDS}
+
 WGMMA_PASSES = ("joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
 
 
@@ -140,7 +146,10 @@ class Options:
     )
     numerics: tuple[str, ...] = _knob(
         (),
-        "Allow patterns that are less exact than torch, by the names of their numerics.",
+        "Allow what is less exact than torch, by name: patterns by the names of their numerics, and"
+        " `step_cache`, which computes a part of some steps of a pipeline's denoise loop and takes"
+        " the rest from an earlier step. `step_cache:cautious` does so more seldom,"
+        " `step_cache:fast` more often.",
         "STROP_NUMERICS",
     )
     lora: str = _knob(
@@ -171,6 +180,7 @@ class Options:
         for knob in fields(self):
             _check(knob, getattr(self, knob.name))
         check_arch(self.arch)
+        _check_step_cache(self.numerics)
 
     @staticmethod
     def from_environment(**overrides: Any) -> Options:
@@ -191,9 +201,20 @@ class Options:
 
     def key(self) -> str:
         """Return, as text, the options that change what is compiled."""
+        told = replace(self, numerics=self.pattern_numerics)
         return ";".join(
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.metadata["keyed"]
+            f"{f.name}={getattr(told, f.name)!r}" for f in fields(told) if f.metadata["keyed"]
         )
+
+    @property
+    def pattern_numerics(self) -> tuple[str, ...]:
+        """The numerics that patterns are asked for; a step cache compiles what others compile."""
+        return tuple(name for name in self.numerics if name not in STEP_CACHES)
+
+    @property
+    def step_cache(self) -> str:
+        """The word for how often steps are taken from the cache; empty where none is."""
+        return next((STEP_CACHES[name] for name in self.numerics if name in STEP_CACHES), "")
 
     @property
     def in_training(self) -> Options:
@@ -291,6 +312,14 @@ def _check(knob: Field[Any], value: Any) -> None:
         raise OptionError(f"{name}={value!r}: expected {_EXPECTED[kind]}")
     if choices and value not in choices:
         raise OptionError(f"{name}={value!r}: expected one of {', '.join(choices)}")
+
+
+def _check_step_cache(numerics: Iterable[str]) -> None:
+    given = [name for name in numerics if name.partition(":")[0] == STEP_CACHE]
+    if unknown := [name for name in given if name not in STEP_CACHES]:
+        check_names(unknown, STEP_CACHES, "step cache")
+    if len(given) > 1:
+        raise OptionError(f"numerics={tuple(numerics)!r}: give one step cache, not {len(given)}")
 
 
 def _parse(knob: Field[Any], text: str) -> Any:

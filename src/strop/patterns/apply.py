@@ -32,7 +32,7 @@ class Found:
 def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
     """Apply each pattern in turn, in the order of their declaration."""
     patterns = registry.active()
-    for name in sorted({*options.numerics} - {pattern.numerics for pattern in patterns}):
+    for name in sorted({*options.pattern_numerics} - {pattern.numerics for pattern in patterns}):
         _warn_of(name)
     if not patterns or NAME in options.disable:
         return graph, Found()
