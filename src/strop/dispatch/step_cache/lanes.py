@@ -54,7 +54,7 @@ class Rule:
     threshold: float
 
 
-RULES = {"cautious": Rule(2, 0.05), "balanced": Rule(3, 0.1), "fast": Rule(5, 0.2)}
+RULES = {"cautious": Rule(2, 0.08), "balanced": Rule(3, 0.12), "fast": Rule(5, 0.24)}
 
 
 @dataclass
@@ -118,7 +118,7 @@ def advance(loop: DenoiseLoop, lane: Lane, *, is_full: bool) -> None:
 def _form(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
-    return type(leaf)
+    return (type(leaf),)
 
 
 def _identity(leaf: Any) -> Hashable:
