@@ -22,6 +22,7 @@ from strop.cli.adapters import (
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+from strop.cli.tables import wrong
 from strop.drawing.request import PictureRequest
 from strop.wording import counted
 
@@ -113,6 +114,15 @@ ParallelOption = Annotated[
         show_default=False,
     ),
 ]
+NumericsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Allow numerics by name, such as step_cache, step_cache:cautious or step_cache:fast, "
+        "which takes parts of steps from earlier ones. May be given again. "
+        "[dim]\\[default: exact][/]",
+        show_default=False,
+    ),
+]
 CompareOption = Annotated[
     bool,
     typer.Option(
@@ -141,6 +151,7 @@ def command(
     threads: ThreadsOption = 0,
     parallel: ParallelOption = None,
     optimize: OptimizeOption = True,
+    numerics: NumericsOption = None,
     compare: CompareOption = False,
     lora: LoraOption = None,
     controlnet: ControlNetOption = None,
@@ -157,6 +168,9 @@ def command(
         raise typer.BadParameter("--compare needs Strop; leave out --no-optimize")
     if parallel and not optimize:
         raise typer.BadParameter("--parallel needs Strop; leave out --no-optimize")
+    if numerics and not optimize:
+        raise typer.BadParameter("--numerics needs Strop; leave out --no-optimize")
+    how = _how(parallel, numerics)
     outputs = [output, _beside(output)] if compare else [output]
     for path in outputs:
         arguments.check_output(path)
@@ -181,8 +195,18 @@ def command(
 
     guidance = found.guidance if guidance is None else guidance
     request = PictureRequest(prompt, size, steps, guidance, seed, negative, more=more)
-    spread = None if parallel is None else parallel.value
-    _generate(found, additions, kind, where, request, outputs, optimize, threads, spread)
+    _generate(found, additions, kind, where, request, outputs, optimize, threads, how)
+
+
+def _how(parallel: Spread | None, numerics: list[str] | None) -> dict[str, Any]:
+    """Return what ``strop.optimize`` is given beside the pipeline."""
+    from strop.options import Options
+
+    how: dict[str, Any] = {} if parallel is None else {"parallel": parallel.value}
+    if numerics:
+        with wrong("--numerics"):
+            how["options"] = Options.from_environment(numerics=tuple(numerics))
+    return how
 
 
 def _beside(output: Path) -> Path:
@@ -198,7 +222,7 @@ def _generate(
     outputs: list[Path],
     optimize: bool,
     threads: int,
-    parallel: str | None,
+    how: dict[str, Any],
 ) -> None:
     import torch
 
@@ -216,7 +240,7 @@ def _generate(
         eager = None
         if runs > 1 or not optimize:
             eager = sampling.draw_eager(pipe, request, runs)
-        ours = sampling.draw_optimized(pipe, request, runs, parallel) if optimize else None
+        ours = sampling.draw_optimized(pipe, request, runs, **how) if optimize else None
     except torch.OutOfMemoryError as error:
         raise CommandError(
             f"the GPU has too little memory for {request.size}; choose a smaller"
@@ -230,6 +254,8 @@ def _generate(
     screen.print("  ".join(f"{name} {value:.2f} s" for name, value in stages.items()))
     if ours is not None:
         screen.print(sampling.compiled_text(pipe))
+        for line in sampling.step_cache_texts(pipe):
+            screen.print(line)
         for line in sampling.fallbacks(pipe):
             warn(line)
     if ours is not None and eager is not None:

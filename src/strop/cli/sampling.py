@@ -54,14 +54,12 @@ def draw_eager(pipe: Any, request: PictureRequest, runs: int = 1) -> Drawn:
     return _draw_timed(pipe, request, clock, "sampling in eager", runs)
 
 
-def draw_optimized(
-    pipe: Any, request: PictureRequest, runs: int = 1, parallel: str | None = None
-) -> Drawn:
-    """Put Strop in front of ``pipe``, on several GPUs if ``parallel``, compile, then the timed
-    runs."""
+def draw_optimized(pipe: Any, request: PictureRequest, runs: int = 1, **how: Any) -> Drawn:
+    """Put Strop in front of ``pipe``, compile, then the timed runs. ``how`` is what ``optimize``
+    takes."""
     clock = StageSeconds()
     with clock.stage("compile"):
-        optimize(pipe, parallel=parallel)
+        optimize(pipe, **how)
         with compiling(pipe):
             warm_up(pipe, request)
     return _draw_timed(pipe, request, clock, "sampling", runs)
@@ -94,6 +92,17 @@ def compiled_text(pipe: Any) -> str:
     found = sum(len(d.counters.findings) for d in dispatchers)
     findings = counted(found, "finding")
     return f"{text}; {counted(checked, 'step')} checked, {findings}" if checked else text
+
+
+def step_cache_texts(pipe: Any) -> list[str]:
+    """Say how many calls of denoisers were computed in full, the warm-up's among them, where there
+    is a step cache."""
+    return [
+        f"{name}: {text}"
+        for name, d in dispatchers_of(pipe).items()
+        if d.options.step_cache
+        for text in d.texts
+    ]
 
 
 def fallbacks(pipe: Any) -> list[str]:

@@ -22,12 +22,12 @@ from torch import Tensor
 from strop.runtime.derived.sources import versions_of
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 
-NUM_FIRST, NUM_LAST = 2, 1  # steps that are always computed in full
+NUM_FIRST, NUM_LAST = 3, 1  # steps that are always computed in full
 MOST_LANES = 8  # of one loop: the oldest goes first
 UNKNOWN_LENGTH = "nobody says how many steps the loop has: give its bar a total"
 UNCOUNTED = (
-    "its conditions are tensors of inference mode, and torch does not count what code between two"
-    " steps writes to them: draw under torch.no_grad(), or without callbacks"
+    "conditions or weights are tensors of inference mode, and torch does not count what code"
+    " between two steps writes to them: draw under torch.no_grad(), or without callbacks"
 )
 # Arguments that are others at each step
 VARYING = frozenset(
@@ -62,8 +62,9 @@ class Lane:
     """Hold what is kept for the calls of one lane. ``known``: what the module was at the last full
     step."""
 
+    key: Hashable
     conditions: Sequence[Any]  # keeps their memory, so that no others get its address
-    start: int  # how many steps of the loop went before the first of this lane, at most
+    start: int  # how many steps of the loop went before the first of this lane
     num_calls: int = 0
     since_full: int = 0
     kept: tuple[Any, ...] = ()
@@ -82,10 +83,14 @@ class Lane:
         self.kept, self.since_full = (), 0
 
 
-def lane_for(loop: DenoiseLoop, owner: int, call: Mapping[str, Any]) -> Lane | str:
+def lane_for(
+    loop: DenoiseLoop, owner: int, call: Mapping[str, Any], weights: Sequence[Tensor]
+) -> Lane | str:
     """Return the lane of a call by its arguments, or why there is none."""
     if not loop.num_calls:
         return UNKNOWN_LENGTH
+    if loop.has_user_code and versions_of(weights) is None:
+        return UNCOUNTED
     conditions, spec = pytree.tree_flatten({n: v for n, v in call.items() if n not in VARYING})
     tensors = [leaf for leaf in conditions if isinstance(leaf, Tensor)]
     versions = versions_of(tensors)
@@ -101,15 +106,24 @@ def lane_for(loop: DenoiseLoop, owner: int, call: Mapping[str, Any]) -> Lane | s
     )
     lane = loop.lanes.get(key)
     if lane is None:
-        start = 0 if loop.furthest <= 1 else loop.furthest
+        start = _start(loop)
         while len(loop.lanes) >= MOST_LANES:
             del loop.lanes[next(iter(loop.lanes))]
-        lane = loop.lanes[key] = Lane(conditions, start)
+        lane = loop.lanes[key] = Lane(key, conditions, start)
     return lane
 
 
+def _start(loop: DenoiseLoop) -> int:
+    """Return how many steps of the loop went before a lane that begins now: as many as before the
+    newest one, if that has made one call, which is then taken to be of the same step."""
+    newest: Lane | None = next(reversed(loop.lanes.values()), None)
+    return newest.start if newest is not None and newest.num_calls == 1 else loop.furthest
+
+
 def advance(loop: DenoiseLoop, lane: Lane, *, is_full: bool) -> None:
-    """Note that a call of a lane is done."""
+    """Note that a call of a lane is done. If the lane was forgotten meanwhile, as the module was
+    looked at anew, it stays: what it keeps was computed since."""
+    loop.lanes[lane.key] = lane
     lane.num_calls += 1
     lane.since_full = 0 if is_full else lane.since_full + 1
     loop.furthest = max(loop.furthest, lane.position)

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +86,7 @@ class StepCacheDispatcher(Dispatcher):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._whole(call, "the caller captures a CUDA graph")
         with self._turn:
-            lane = lane_for(self.loop, id(self), call)
+            lane = lane_for(self.loop, id(self), call, self.state.tensors)
         if isinstance(lane, str):
             return self._whole(call, lane)
         try:
@@ -108,31 +108,30 @@ class StepCacheDispatcher(Dispatcher):
     def _step(self, lane: Lane, run: Piece) -> Any:
         """Compute a step by its lane, and note it."""
         take = _unet_step if isinstance(self.structure, UNetStructure) else _transformer_step
-        may_reuse = not lane.must_be_full(self.loop) and self._known() == lane.known
+        before, number = self._known(), self.loop.number
+        may_reuse = not lane.must_be_full(self.loop) and before == lane.known
         result, is_full = take(lane, run, self.rule, may_reuse=may_reuse)
-        if not is_full and self._known() != lane.known:  # of another module than what was kept
+        if self._known() != before:  # a piece of it, or what was kept, is of another module
             result, is_full = take(lane, run, self.rule, may_reuse=False)
         with self._turn:
             if is_full:
                 lane.known = self._known()
             self.num_full += is_full
             self.num_cached += not is_full
-            advance(self.loop, lane, is_full=is_full)
+            if self.loop.number == number:
+                advance(self.loop, lane, is_full=is_full)
         return result
 
     def _known(self) -> Any:
-        """Return what changes whenever the module, its weights or its adapters do. Where nobody
-        counts the writes to weights that code between two steps may make, it always does."""
-        state, versions = self.state, cast(object, None)
-        if self.loop.has_user_code:
-            found = versions_of(state.tensors)
-            versions = object() if found is None else found
+        """Return what changes whenever the module, its weights or its adapters do. Between two
+        steps without code of a user's, nobody writes to weights."""
+        state = self.state
         return (
             state.num_scans,
             state.effective.num_writes,
             state.turned.values,
             id(state.effective.rows),
-            versions,
+            versions_of(state.tensors) if self.loop.has_user_code else None,
         )
 
     @property

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from strop.dispatch.signature import Skeleton
@@ -87,6 +88,13 @@ class _Block:
         both = [picture, text]
         return tuple(both if known.return_hidden_states_index == 0 else both[::-1])
 
+    def tie(self, given: Tensor, args: Any, kwargs: Any) -> None:
+        """Say that what is given has the sizes of what the block would be called with, which are
+        known from the sizes of the picture."""
+        own, _ = self.taken(args, kwargs)
+        for size, other in zip(given.shape, own.shape, strict=True):
+            torch._check(size == other)
+
     def parts(self, result: Any) -> tuple[Any, Any]:
         """Return the hidden states of picture and text that the block has given."""
         known = self.known
@@ -110,7 +118,9 @@ class _PassingBlock(_Block):
 
 class _GivingBlock(_Block):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.made(*_now.get().given)
+        picture, text = _now.get().given
+        self.tie(picture, args, kwargs)
+        return self.made(picture, text)
 
 
 class _EndingBlock(_Block):
@@ -119,6 +129,8 @@ class _EndingBlock(_Block):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         picture, text, more, more_text = _now.get().given
+        self.tie(picture, args, kwargs)
+        self.tie(more, args, kwargs)
         return self.made(picture + more, text if more_text is None else text + more_text)
 
 
@@ -294,6 +306,8 @@ def _of_transformer(module: nn.Module) -> TransformerStructure:
     unlike = {type(b).__name__ for b in blocks.values() if _known_block(b) is None}
     if unlike:
         raise _refused(module, f"diffusers does not say what {', '.join(sorted(unlike))} give")
-    if len(blocks) < 3:
-        raise _refused(module, f"it has {len(blocks)} blocks in a list, and at least 3 are wanted")
+    if len(blocks) < 2:
+        raise _refused(
+            module, f"it has {len(blocks)} blocks in lists that diffusers knows, of at least 2"
+        )
     return TransformerStructure(tuple(blocks))
