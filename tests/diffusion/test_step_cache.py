@@ -388,3 +388,27 @@ def test_graphs_keep_what_the_cache_holds() -> None:
     served = pipe.unet.forward
     assert (served.num_full, served.num_cached) == (20, 16)
     assert served.counters.replays > 0
+
+
+def test_in_inference_mode_a_callback_ends_reuse() -> None:
+    """Torch does not count what a callback writes then."""
+    pipe = fast(tiny.pipeline())
+    with torch.inference_mode():
+        found = picture(pipe)
+    assert psnr(found, picture(reusing(tiny.pipeline(), BALANCED))) >= 60
+    with torch.inference_mode():
+        found = picture(pipe, on_step=lambda *_: None)
+    assert psnr(found, picture(tiny.pipeline())) >= 60
+    assert pipe.unet.forward.left_out == {lanes.UNCOUNTED: STEPS}
+
+
+def test_a_cache_of_diffusers_takes_the_place_of_ours() -> None:
+    pipe, plain = dits.flux(), dits.flux()
+    strop.optimize(pipe, options=tiny.options(numerics=("step_cache",)))
+    for one in (pipe, plain):
+        one.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.4))
+    assert psnr(dits.picture(pipe, 64, 64), dits.picture(plain, 64, 64)) >= 60
+    served = pipe.transformer.forward
+    assert (served.num_full, served.num_cached) == (0, 0)
+    (reason,) = served.left_out
+    assert reason.startswith("First Block Cache is on")

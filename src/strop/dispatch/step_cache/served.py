@@ -83,7 +83,8 @@ class StepCacheDispatcher(Dispatcher):
         if self.has_left or is_looked_into() or not self.loop.is_running:
             return super().__call__(*args, **kwargs)
         call = dict(zip(self._names, args, strict=False)) | kwargs
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        on_gpu = any(tensor.is_cuda for tensor in self.state.tensors[:1])
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             return self._whole(call, "the caller captures a CUDA graph")
         with self._turn:
             lane = lane_for(self.loop, id(self), call, self.state.tensors)
