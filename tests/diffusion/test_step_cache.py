@@ -359,7 +359,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
         fast(pipe)
     pipe = dits.flux()
     del pipe.transformer.single_transformer_blocks[0]
-    with pytest.raises(OptionError, match="it has 1 blocks in lists"):
+    with pytest.raises(OptionError, match="it has 1 block in lists"):
         fast(pipe)
     pipe = tiny.pipeline()
     kinds = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "AttnUpBlock2D")

@@ -46,9 +46,9 @@ VARYING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``interval``: of the steps of a UNet, one of so many is computed in full. ``threshold``: a
-    transformer's step is, whose first block adds something that is farther than that from what it
-    added at the last full step, by the mean change relative to the mean size."""
+    """Say which steps are computed in full: of a UNet's, one of ``interval``; of a transformer's,
+    those whose first block adds something that is ``threshold`` or more from what it added at the
+    last full step, by the mean change relative to the mean size."""
 
     interval: int
     threshold: float
@@ -58,7 +58,7 @@ RULES = {"cautious": Rule(2, 0.08), "balanced": Rule(3, 0.12), "fast": Rule(5, 0
 
 
 @dataclass
-class Lane:
+class CacheLane:
     """Hold what is kept for the calls of one lane. ``known``: what the module was at the last full
     step."""
 
@@ -85,7 +85,7 @@ class Lane:
 
 def lane_for(
     loop: DenoiseLoop, owner: int, call: Mapping[str, Any], weights: Sequence[Tensor]
-) -> Lane | str:
+) -> CacheLane | str:
     """Return the lane of a call by its arguments, or why there is none."""
     if not loop.num_calls:
         return UNKNOWN_LENGTH
@@ -109,18 +109,18 @@ def lane_for(
         start = _start(loop)
         while len(loop.lanes) >= MOST_LANES:
             del loop.lanes[next(iter(loop.lanes))]
-        lane = loop.lanes[key] = Lane(key, conditions, start)
+        lane = loop.lanes[key] = CacheLane(key, conditions, start)
     return lane
 
 
 def _start(loop: DenoiseLoop) -> int:
     """Return how many steps of the loop went before a lane that begins now: as many as before the
     newest one, if that has made one call, which is then taken to be of the same step."""
-    newest: Lane | None = next(reversed(loop.lanes.values()), None)
+    newest: CacheLane | None = next(reversed(loop.lanes.values()), None)
     return newest.start if newest is not None and newest.num_calls == 1 else loop.furthest
 
 
-def advance(loop: DenoiseLoop, lane: Lane, *, is_full: bool) -> None:
+def advance(loop: DenoiseLoop, lane: CacheLane, *, is_full: bool) -> None:
     """Note that a call of a lane is done. If the lane was forgotten meanwhile, as the module was
     looked at anew, it stays: what it keeps was computed since."""
     loop.lanes[lane.key] = lane

@@ -19,7 +19,7 @@ from torch import nn
 
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.signature import is_looked_into
-from strop.dispatch.step_cache.lanes import RULES, Lane, Rule, advance, lane_for
+from strop.dispatch.step_cache.lanes import RULES, CacheLane, Rule, advance, lane_for
 from strop.dispatch.step_cache.structures import (
     FULL,
     HEAD,
@@ -106,7 +106,7 @@ class StepCacheDispatcher(Dispatcher):
             raise _NotServedError(result.reason)
         return result
 
-    def _step(self, lane: Lane, run: Piece) -> Any:
+    def _step(self, lane: CacheLane, run: Piece) -> Any:
         """Compute a step by its lane, and note it."""
         take = _unet_step if isinstance(self.structure, UNetStructure) else _transformer_step
         before, number = self._known(), self.loop.number
@@ -160,7 +160,7 @@ class StepCacheDispatcher(Dispatcher):
         return super()._run_refused(refusal, call, args, kwargs)
 
 
-def _unet_step(lane: Lane, run: Piece, rule: Rule, *, may_reuse: bool) -> tuple[Any, bool]:
+def _unet_step(lane: CacheLane, run: Piece, rule: Rule, *, may_reuse: bool) -> tuple[Any, bool]:
     """Return the result of a step, and whether it was computed in full."""
     if may_reuse and lane.since_full < rule.interval - 1:
         return run(SHALLOW, *lane.kept), False
@@ -169,7 +169,9 @@ def _unet_step(lane: Lane, run: Piece, rule: Rule, *, may_reuse: bool) -> tuple[
     return result, True
 
 
-def _transformer_step(lane: Lane, run: Piece, rule: Rule, *, may_reuse: bool) -> tuple[Any, bool]:
+def _transformer_step(
+    lane: CacheLane, run: Piece, rule: Rule, *, may_reuse: bool
+) -> tuple[Any, bool]:
     """Return the result of a step, and whether it was computed in full. What is kept is what the
     first block has added at the last full step, and the others. The host waits for the change."""
     if not may_reuse:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from strop.dispatch.signature import Skeleton
 from strop.errors import OptionError
+from strop.wording import counted
 
 STEP = "strop_step"  # the argument by which a call asks for a piece: its name, then its tensors
 FULL, SHALLOW = "full", "shallow"  # of a UNet
@@ -190,7 +191,7 @@ class UNetStructure(Structure):
 
 @dataclass(frozen=True)
 class TransformerStructure(Structure):
-    """``blocks``: the paths of all blocks, in the order of their calls."""
+    """``blocks`` are the paths of all blocks, in the order of their calls."""
 
     blocks: tuple[str, ...]
 
@@ -307,7 +308,6 @@ def _of_transformer(module: nn.Module) -> TransformerStructure:
     if unlike:
         raise _refused(module, f"diffusers does not say what {', '.join(sorted(unlike))} give")
     if len(blocks) < 2:
-        raise _refused(
-            module, f"it has {len(blocks)} blocks in lists that diffusers knows, of at least 2"
-        )
+        found = counted(len(blocks), "block")
+        raise _refused(module, f"it has {found} in lists that diffusers knows, of at least 2")
     return TransformerStructure(tuple(blocks))
