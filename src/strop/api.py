@@ -72,8 +72,8 @@ def optimize(
     if not isinstance(train, bool):
         raise OptionError(f"strop.optimize got train={train!r}; it takes True or False")
     how = _parallel_how(parallel, devices, options, train=train)
-    if options.weights_budget_bytes:
-        _check_budget(options, train=train)
+    _check_step_cache(obj, options, parallel, train=train)
+    _check_budget(options, train=train)
     if isinstance(obj, torch.jit.ScriptModule):
         raise OptionError(
             f"strop.optimize got a {type(obj).__name__}, which has no Python forward to trace; give"
@@ -141,8 +141,21 @@ def _parallel_how(
     return {"kind": ParallelDispatcher, "wanted": (parallel, devices)}
 
 
+def _check_step_cache(obj: Any, options: Options, parallel: str | None, *, train: bool) -> None:
+    """Raise OptionError for what cannot be together with a step cache, if there is one."""
+    reason = ""
+    if isinstance(obj, nn.Module):
+        reason = "is for the denoise loop of a pipeline, and a module by itself has none"
+    if parallel is not None:
+        reason = f"and parallel={parallel!r} cannot be together yet"
+    if train:
+        reason = "and train=True cannot be together: it reuses results of earlier calls"
+    if options.step_cache and reason:
+        raise OptionError(f"numerics='step_cache' {reason}: leave it out")
+
+
 def _check_budget(options: Options, *, train: bool) -> None:
-    """Raise OptionError for what cannot be together with a budget for weights."""
+    """Raise OptionError for what cannot be together with a budget for weights, if there is one."""
     reason = ""
     if train:
         reason = "train=True needs all weights on the GPU, where they are updated"
@@ -150,7 +163,7 @@ def _check_budget(options: Options, *, train: bool) -> None:
         reason = "lora='merged' needs a second copy of the weights there; lora='auto' does not"
     if options.check:
         reason = "check=True reads weights that are no longer there when a step is judged"
-    if reason:
+    if options.weights_budget_bytes and reason:
         raise OptionError(
             f"weights_budget_bytes={options.weights_budget_bytes} limits the GPU memory of weights,"
             f" and {reason}: leave one of the two out"

@@ -32,6 +32,12 @@ TRAINED_WITHOUT = (
     "joined_calls",
     "linear_add",
 )
+# Numerics by name that no pattern is about. Of step caches there is one for each word, which says
+# how often steps are taken from the cache; the name alone is "balanced".
+STEP_CACHE = "step_cache"
+STEP_CACHE_WORDS = ("cautious", "balanced", "fast")
+STEP_CACHES = {STEP_CACHE: "balanced"} | {f"{STEP_CACHE}:{word}": word for word in STEP_CACHE_WORDS}
+
 WGMMA_PASSES = ("joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
 
 
@@ -147,8 +153,10 @@ class Options:
     )
     numerics: tuple[str, ...] = _knob(
         (),
-        "Allow what is less exact than torch, by name: `int8` or `fp8` computes linears in 8 bits,"
-        " and a pattern has the name that it was declared with.",
+        "Allow what is less exact than torch, by name: `int8` or `fp8` computes linears in 8 bits;"
+        " `step_cache` computes a part of some steps of a pipeline's denoise loop and takes the"
+        " rest from an earlier step, `step_cache:cautious` more seldom, `step_cache:fast` more"
+        " often; a pattern has the name that it was declared with.",
         "STROP_NUMERICS",
     )
     exact_layers: tuple[str, ...] = _knob(
@@ -186,6 +194,7 @@ class Options:
             _check(knob, getattr(self, knob.name))
         check_arch(self.arch)
         self._check_numerics()
+        _check_step_cache(self.numerics)
 
     def _check_numerics(self) -> None:
         """Raise OptionError for 8 bits in two formats, or where they cannot be had."""
@@ -218,9 +227,20 @@ class Options:
 
     def key(self) -> str:
         """Return, as text, the options that change what is compiled."""
+        told = replace(self, numerics=self.pattern_numerics)
         return ";".join(
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.metadata["keyed"]
+            f"{f.name}={getattr(told, f.name)!r}" for f in fields(told) if f.metadata["keyed"]
         )
+
+    @property
+    def pattern_numerics(self) -> tuple[str, ...]:
+        """The numerics that patterns are asked for; a step cache compiles what others compile."""
+        return tuple(name for name in self.numerics if name not in STEP_CACHES)
+
+    @property
+    def step_cache(self) -> str:
+        """The word for how often steps are taken from the cache; empty where none is."""
+        return next((STEP_CACHES[name] for name in self.numerics if name in STEP_CACHES), "")
 
     @property
     def in_training(self) -> Options:
@@ -341,6 +361,14 @@ def _check(knob: Field[Any], value: Any) -> None:
         raise OptionError(f"{name}={value!r}: expected {_EXPECTED[kind]}")
     if choices and value not in choices:
         raise OptionError(f"{name}={value!r}: expected one of {', '.join(choices)}")
+
+
+def _check_step_cache(numerics: Iterable[str]) -> None:
+    given = [name for name in numerics if name.partition(":")[0] == STEP_CACHE]
+    if unknown := [name for name in given if name not in STEP_CACHES]:
+        check_names(unknown, STEP_CACHES, "step cache")
+    if len(given) > 1:
+        raise OptionError(f"numerics={tuple(numerics)!r}: give one step cache, not {len(given)}")
 
 
 def _parse(knob: Field[Any], text: str) -> Any:

@@ -28,6 +28,18 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "options is a dict; strop.optimize takes strop.Options",
     ),
     "a truth as text": (lambda: Options(strict="yes"), "strict='yes': expected True or False"),
+    "a step cache by an unknown word": (
+        lambda: Options(numerics=("step_cache:quick",)),
+        r"there is no step cache step_cache:quick .*; there are step_cache, step_cache:cautious",
+    ),
+    "two step caches": (
+        lambda: Options(numerics=("step_cache", "step_cache:fast")),
+        "give one step cache, not 2",
+    ),
+    "a step cache for a module": (
+        lambda: strop.optimize(Net(), options=Options(numerics=("step_cache",))),
+        "is for the denoise loop of a pipeline, and a module by itself has none",
+    ),
     "a number below 0": (lambda: Options(build_workers=-1), "build_workers=-1: expected a whole"),
     "an architecture that is too old": (
         lambda: Options(arch=75),

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import strop
-from strop.bench import accuracy, eight_bit, models, quality, report
+from strop.bench import accuracy, models, numerics, quality, report
 from strop.bench import compile as compile_bench
 from strop.bench.cases import case_named
 from strop.bench.infer_variants import variants
@@ -120,40 +120,26 @@ def test_control_judges_half_precision() -> None:
     assert found["worst_difference_db"] == pytest.approx(-9.54, abs=0.01)
 
 
-def test_pictures_in_8_bits_are_judged_by_prompts_and_by_exact_ones() -> None:
-    red, size = torch.zeros(3, 64, 64), 24
-    red[0, 20 : 20 + size, 20 : 20 + size] = 1.0
-    other, noise = red.clone(), torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
-    other[:, 40:, 40:] = 0.9
-    found = eight_bit.judged(["a red square"] * 2, [red, red], [red, other])
-    assert found["num_prompts"] == 2
-    assert found["psnr_worst_db"] < 20 < found["psnr_median_db"]
-    assert eight_bit.structural_similarity(red, red) == pytest.approx(1.0)
-    similar = [eight_bit.structural_similarity(red, red * (1 - s) + s * noise) for s in (0.1, 0.5)]
-    assert 1 > similar[0] > similar[1] > 0
-    assert found["is_good"] is (found["right"] >= found["right_exact"] - eight_bit.MOST_LOST)
-
-
-@pytest.mark.parametrize("lost", [0.0, 0.2])
-def test_pictures_that_8_bits_spoil_are_an_error(
-    lost: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_good", [True, False])
+def test_pictures_that_numerics_spoil_are_an_error(
+    is_good: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
+    row = {"model": "sprites", "numerics": "int8", "num_cached": 0, "num_full": 0}
+    row |= {"num_right": 5, "distance_median": 0.01, "distance_worst": 0.2, "psnr_median_db": 50.0}
+    row |= {"seconds_a_picture": 0.5, "speed": 1.5, "is_good": is_good}
+    row |= {"layers": {"a.b": 0.02, "a.c": 0.03}, "refused": {"a.d": 0.3}}
 
-    def run(numerics: str, *args: Any, **how: Any) -> dict[str, Any]:
-        given.update(how, numerics=numerics)
-        judged = {"num_prompts": 5, "right_exact": 1.0, "right": 1.0 - lost, "judged_alike": 1.0}
-        judged |= {"psnr_median_db": 50.0, "psnr_worst_db": 40.0, "ssim_median": 0.99}
-        judged |= {"layers": {"a.b": 0.02, "a.c": 0.03}, "refused": {"a.d": 0.3}}
-        models = {"sprites": judged | {"is_good": not lost}}
-        return {"numerics": numerics, "models": models, "is_good": not lost}
+    def run(names: list[str], *args: Any, **how: Any) -> tuple[dict[str, Any], list[Any]]:
+        given.update(how, names=names)
+        return {"num_prompts": 5, "rows": [row], "is_good": is_good}, []
 
-    monkeypatch.setattr(eight_bit, "run", run)
+    monkeypatch.setattr(numerics, "run", run)
     words = ["bench", "pictures", "--device", "cpu", "--numerics", "int8", "--budget", "0.2"]
     result = CliRunner().invoke(app, words)
-    assert (given["numerics"], given["budget"], given["num_prompts"]) == ("int8", 0.2, 200)
-    assert (result.exit_code == 0) is not lost
-    assert ("BROKEN" in result.output) is bool(lost)
+    assert (given["names"], given["budget"], given["num_prompts"]) == (["int8"], 0.2, 200)
+    assert (result.exit_code == 0) is is_good
+    assert ("BROKEN" in result.output) is not is_good
     assert result.output.index("a.c") < result.output.index("a.b") < result.output.index("a.d")
     assert "30.00%, above the budget: exact" in result.output
 
@@ -162,13 +148,20 @@ def test_pictures_that_8_bits_spoil_are_an_error(
 @pytest.mark.filterwarnings("ignore")
 def test_sprites_in_8_bits_are_as_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE_DIR", str(tmp_path))
-    result = eight_bit.run("int8", None, "cpu", num_prompts=8, budget=0.01)
-    assert result["is_good"], result["models"]
-    for found in result["models"].values():
-        assert found["psnr_median_db"] > 40
-        assert found["ssim_median"] > 0.99
-        assert found["refused"]
-        assert all(error > 0.01 for error in found["refused"].values())
-        assert len(found["layers"]) > 20
-        assert all(error <= 0.01 for error in found["layers"].values())
-        assert not any("time" in path or "norm" in path for path in found["layers"])
+    result, _ = numerics.run(["int8"], num_prompts=8, budget=0.01)
+    assert result["is_good"], result["rows"]
+    rows = [row for row in result["rows"] if row["numerics"] == "int8"]
+    assert [row["model"] for row in rows] == ["sprites", "sprites-dit"]
+    for row in rows:
+        assert row["psnr_median_db"] > 40
+        assert 0 < row["distance_median"] < 0.01
+        assert row["refused"]
+        assert all(error > 0.01 for error in row["refused"].values())
+        assert len(row["layers"]) > 20
+        assert all(error <= 0.01 for error in row["layers"].values())
+        assert not any("time" in path or "norm" in path for path in row["layers"])
+    header, *_ = numerics.layer_rows(result)
+    assert len(numerics.layer_rows(result)) == 1 + sum(
+        len(row["layers"]) + len(row["refused"]) for row in rows
+    )
+    assert header[-1] == "error"

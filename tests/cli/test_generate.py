@@ -37,6 +37,19 @@ def test_a_picture_and_its_comparison(invoke: Invoke, as_sprites: Path, tmp_path
     assert "in eager" not in text
 
 
+def test_a_picture_with_a_step_cache(invoke: Invoke, as_sprites: Path, tmp_path: Path) -> None:
+    common = ("generate", PROMPT, "--size", "64x32", "--device", "cpu")
+    result = invoke(*common, "--steps", "6", "--numerics", "step_cache:fast")
+    assert result.exit_code == 0, result.output
+    assert "unet: step cache (fast): 2 of 8 calls from the cache, 6 in full" in said(result)
+    wrong = invoke(*common, "--numerics", "step_cache:quick")
+    assert wrong.exit_code == 2
+    assert "there is no step cache step_cache:quick" in said(wrong)
+    plain = invoke(*common, "--numerics", "step_cache", "--no-optimize")
+    assert plain.exit_code == 2
+    assert "--numerics needs Strop" in said(plain)
+
+
 def test_the_same_seed_gives_the_same_picture_with_and_without_strop(
     invoke: Invoke, as_sprites: Path, tmp_path: Path
 ) -> None:

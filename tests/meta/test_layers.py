@@ -97,6 +97,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.gc_pause",
         "dispatch.model_offload",
         "dispatch.parallel",
+        "dispatch.step_cache",
         "frontend.module_parts",
         "runtime.loop.denoise_loop",
         "dispatch.signature",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,21 +39,6 @@ class Dtype(StrEnum):
     fp32 = "fp32"
     fp16 = "fp16"
     bf16 = "bf16"
-
-
-class Numerics(StrEnum):
-    """Name the format of 8 bits that linears of a denoiser are computed in."""
-
-    int8 = "int8"
-    fp8 = "fp8"
-
-
-@dataclass(frozen=True)
-class Manner:
-    """Say how Strop is to run a pipeline: how calls are spread over GPUs, and in which 8 bits."""
-
-    parallel: str | None = None
-    numerics: str | None = None
 
 
 def parse_size(text: str | PictureSize) -> PictureSize:

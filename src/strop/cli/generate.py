@@ -19,17 +19,10 @@ from strop.cli.adapters import (
     IpImageOption,
     LoraOption,
 )
-from strop.cli.arguments import (
-    ArchOption,
-    DeviceName,
-    DeviceOption,
-    Dtype,
-    Manner,
-    Numerics,
-    SizeOption,
-)
+from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+from strop.cli.tables import wrong
 from strop.drawing.request import PictureRequest
 from strop.wording import counted
 
@@ -42,8 +35,8 @@ $ strop generate "a small green star at the top left" --size 64x96 --seed 3 --co
 $ strop generate "a green ring" --model sprites-dit
 $ strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30
 
-[bold]In 8 bits[/]
-$ strop generate "an astronaut" --model ./sdxl --numerics fp8
+[bold]Less exact, by name[/]
+$ strop generate "an astronaut" --model ./sdxl --numerics fp8 --numerics step_cache
 
 [bold]On two GPUs[/]
 $ strop generate "an astronaut" --model ./sdxl --parallel cfg
@@ -125,10 +118,12 @@ ParallelOption = Annotated[
     ),
 ]
 NumericsOption = Annotated[
-    Numerics | None,
+    list[str] | None,
     typer.Option(
-        help="Compute linears of the denoiser in 8 bits, which is less exact: int8 anywhere, fp8 on"
-        " GPUs from compute capability 8.9 on. [dim]\\[default: exact][/]",
+        help="Allow what is less exact, by name: int8 or fp8 computes linears of the denoiser in 8"
+        " bits, fp8 on GPUs from compute capability 8.9 on; step_cache, step_cache:cautious or"
+        " step_cache:fast takes parts of steps from earlier ones. May be given again."
+        " [dim]\\[default: exact][/]",
         show_default=False,
     ),
 ]
@@ -175,9 +170,11 @@ def command(
     """
     if compare and not optimize:
         raise typer.BadParameter("--compare needs Strop; leave out --no-optimize")
-    for name, given in (("parallel", parallel), ("numerics", numerics)):
-        if given and not optimize:
-            raise typer.BadParameter(f"--{name} needs Strop; leave out --no-optimize")
+    if parallel and not optimize:
+        raise typer.BadParameter("--parallel needs Strop; leave out --no-optimize")
+    if numerics and not optimize:
+        raise typer.BadParameter("--numerics needs Strop; leave out --no-optimize")
+    how = _how(parallel, numerics)
     outputs = [output, _beside(output)] if compare else [output]
     for path in outputs:
         arguments.check_output(path)
@@ -202,8 +199,18 @@ def command(
 
     guidance = found.guidance if guidance is None else guidance
     request = PictureRequest(prompt, size, steps, guidance, seed, negative, more=more)
-    how = Manner(parallel.value if parallel else None, numerics.value if numerics else None)
     _generate(found, additions, kind, where, request, outputs, optimize, threads, how)
+
+
+def _how(parallel: Spread | None, numerics: list[str] | None) -> dict[str, Any]:
+    """Return what ``strop.optimize`` is given beside the pipeline."""
+    from strop.options import Options
+
+    how: dict[str, Any] = {} if parallel is None else {"parallel": parallel.value}
+    if numerics:
+        with wrong("--numerics"):
+            how["options"] = Options.from_environment(numerics=tuple(numerics))
+    return how
 
 
 def _beside(output: Path) -> Path:
@@ -219,7 +226,7 @@ def _generate(
     outputs: list[Path],
     optimize: bool,
     threads: int,
-    how: Manner,
+    how: dict[str, Any],
 ) -> None:
     import torch
 
@@ -237,7 +244,7 @@ def _generate(
         eager = None
         if runs > 1 or not optimize:
             eager = sampling.draw_eager(pipe, request, runs)
-        ours = sampling.draw_optimized(pipe, request, runs, how) if optimize else None
+        ours = sampling.draw_optimized(pipe, request, runs, **how) if optimize else None
     except torch.OutOfMemoryError as error:
         raise CommandError(
             f"the GPU has too little memory for {request.size}; choose a smaller"
@@ -251,6 +258,8 @@ def _generate(
     screen.print("  ".join(f"{name} {value:.2f} s" for name, value in stages.items()))
     if ours is not None:
         screen.print(sampling.compiled_text(pipe))
+        for line in sampling.step_cache_texts(pipe):
+            screen.print(line)
         for line in sampling.fallbacks(pipe):
             warn(line)
     if ours is not None and eager is not None:

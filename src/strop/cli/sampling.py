@@ -10,14 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from strop.api import dispatchers_of, optimize
-from strop.cli.arguments import Manner
 from strop.cli.stages import StageSeconds, compiling, progress_bar, spinner
 from strop.drawing import draw as drawing
 from strop.drawing.request import PictureRequest
-from strop.options import Options
 from strop.wording import counted
-
-AS_USUAL = Manner()  # exact, on one GPU
 
 
 @dataclass(frozen=True)
@@ -58,16 +54,12 @@ def draw_eager(pipe: Any, request: PictureRequest, runs: int = 1) -> Drawn:
     return _draw_timed(pipe, request, clock, "sampling in eager", runs)
 
 
-def draw_optimized(
-    pipe: Any, request: PictureRequest, runs: int = 1, how: Manner = AS_USUAL
-) -> Drawn:
-    """Put Strop in front of ``pipe``, on several GPUs or in 8 bits as ``how`` says, compile, then
-    the timed runs."""
-    clock, options = StageSeconds(), Options.from_environment()
-    if how.numerics:
-        options = replace(options, numerics=(*options.exactly.numerics, how.numerics))
+def draw_optimized(pipe: Any, request: PictureRequest, runs: int = 1, **how: Any) -> Drawn:
+    """Put Strop in front of ``pipe``, compile, then the timed runs. ``how`` is what ``optimize``
+    takes."""
+    clock = StageSeconds()
     with clock.stage("compile"):
-        optimize(pipe, options=options, parallel=how.parallel)
+        optimize(pipe, **how)
         with compiling(pipe):
             warm_up(pipe, request)
     return _draw_timed(pipe, request, clock, "sampling", runs)
@@ -100,6 +92,17 @@ def compiled_text(pipe: Any) -> str:
     found = sum(len(d.counters.findings) for d in dispatchers)
     findings = counted(found, "finding")
     return f"{text}; {counted(checked, 'step')} checked, {findings}" if checked else text
+
+
+def step_cache_texts(pipe: Any) -> list[str]:
+    """Say how many calls of denoisers were computed in full, the warm-up's among them, where there
+    is a step cache."""
+    return [
+        f"{name}: {text}"
+        for name, d in dispatchers_of(pipe).items()
+        if d.options.step_cache
+        for text in d.texts
+    ]
 
 
 def fallbacks(pipe: Any) -> list[str]:

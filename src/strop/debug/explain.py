@@ -192,6 +192,8 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
         texts=tuple(dispatcher.texts),
+        num_full_steps=getattr(dispatcher, "num_full", 0),
+        num_cached_steps=getattr(dispatcher, "num_cached", 0),
     )
 
 

@@ -164,7 +164,9 @@ class ComponentRow:
     num_trained_calls: int = 0
     traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
     profile: ProfileRow | None = None  # measured by debug.profile
-    texts: tuple[str, ...] = ()  # what becomes of calls that are split over devices
+    texts: tuple[str, ...] = ()  # what becomes of calls that are split, over devices or steps
+    num_full_steps: int = 0  # calls under a step cache that were computed in full
+    num_cached_steps: int = 0  # those of which a part came from an earlier step
 
     @property
     def latest(self) -> GraphRow | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from strop.dispatch.adapter import Adapter
 from strop.dispatch.signature import Shapes, Skeleton, tensor_numbers
+from strop.dispatch.step_cache.structures import STEP
 from strop.errors import UnsupportedError
 from strop.ir.tensor_spec import TensorSpec
 
@@ -38,6 +39,7 @@ SPATIAL = frozenset(
         "down_block_additional_residuals",
         "mid_block_additional_residual",
         "down_intrablock_additional_residuals",
+        STEP,
     }
 )
 

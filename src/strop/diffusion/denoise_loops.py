@@ -99,7 +99,7 @@ def _marking(pipe_of: Callable[[Any], Any], own: Callable[..., Any]) -> Callable
         loops = loops_of(pipe) if iterable is None and in_force(progress_bar) else ()
         if not loops:
             return own(bars, iterable, total)
-        return around(pipe, loops, functools.partial(own, bars, None, total))
+        return around(pipe, loops, functools.partial(own, bars, None, total), total)
 
     return progress_bar
 
@@ -119,16 +119,31 @@ def _dispatcher_for(pipe: Any, module: Any) -> Dispatcher | None:
 
 
 @contextmanager
-def around(pipe: Any, loops: Sequence[DenoiseLoop], make_bar: Callable[[], Any]) -> Iterator[Any]:
-    """Return a bar whose body is a denoise loop."""
+def around(
+    pipe: Any, loops: Sequence[DenoiseLoop], make_bar: Callable[[], Any], total: int | None = None
+) -> Iterator[Any]:
+    """Return a bar whose body is a denoise loop of ``total`` steps, if somebody knows them."""
     scheduler = getattr(pipe, "scheduler", None)  # which may be another one by now
     has_user_code = runs_user_code(pipe)
     with ExitStack() as ends:
         for loop in loops:
             ends.callback(loop.end)
-            loop.begin(getattr(scheduler, "timesteps", None), has_user_code=has_user_code)
+            loop.begin(
+                getattr(scheduler, "timesteps", None),
+                has_user_code=has_user_code,
+                num_calls=_num_calls(total, scheduler),
+            )
         with host_timesteps(scheduler), make_bar() as bar:
             yield bar
+
+
+def _num_calls(total: Any, scheduler: Any) -> int:
+    """Return how often a loop calls its denoiser with each prompt: a scheduler of the second order,
+    such as Heun's, does so twice in each step but the last. 0 where nobody knows."""
+    order = getattr(scheduler, "order", 1)
+    if not isinstance(total, int) or total < 1 or not isinstance(order, int) or order < 1:
+        return 0
+    return (total - 1) * order + 1
 
 
 def _compiling_like(compile_like: CompileLike, own: Callable[..., Any]) -> Callable[..., Any]:

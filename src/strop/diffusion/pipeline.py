@@ -28,6 +28,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
 from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.parallel.rules import family_of
+from strop.dispatch.step_cache.served import StepCacheDispatcher
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import DenoiseLoop
@@ -57,6 +58,7 @@ def optimize_pipeline(
         raise OptionError(_nothing_known(pipe))
     own_options = options_of_parts(known, options)
     further = dict.fromkeys(_split(pipe, known, of_denoisers), of_denoisers)
+    further |= _with_step_cache(pipe, known, options)
     kept = _kept(pipe, known, own_options, further)
     loop = next((kept[name].loop for name in kept if name in DENOISERS), DenoiseLoop())
     record = new_record(pipe)
@@ -124,6 +126,32 @@ def _split(pipe: Any, known: Mapping[str, nn.Module], of_denoisers: Mapping[str,
     return found
 
 
+def _with_step_cache(
+    pipe: Any, known: Mapping[str, nn.Module], options: Options
+) -> dict[str, Mapping[str, Any]]:
+    """Return how the denoisers are served that get a step cache. Raises OptionError where it is
+    asked for and there is none that can have one. ControlNets have none: they run in each step."""
+    if not options.step_cache:
+        return {}
+    found, reasons = dict[str, Mapping[str, Any]](), list[str]()
+    for name in (n for n in known if n in DENOISERS and n != "controlnet"):
+        try:
+            StepCacheDispatcher.check(known[name], options)
+        except OptionError as error:
+            reasons.append(f"{name}: {error}")
+        else:
+            found[name] = {"kind": StepCacheDispatcher}
+    if not found:
+        raise OptionError(
+            "; ".join(reasons)
+            or f"numerics='step_cache': {type(pipe).__name__} has no denoiser that is called in a"
+            f" loop ({', '.join(DENOISERS)}): leave it out"
+        )
+    for reason in reasons:
+        log.warning("%s: without a step cache: %s", type(pipe).__name__, reason)
+    return found
+
+
 def _kept(
     pipe: Any,
     known: Mapping[str, nn.Module],
@@ -170,9 +198,16 @@ def _compile_like(pipe: Any, path: str, module: nn.Module, known: Dispatcher) ->
     if (record := record_of(pipe)) is not None:
         record.note({name: component}, [module])
     loop = known.loop if name in DENOISERS else None
-    if family_of(module) is None and known.how:
+    how = known.how
+    if known.how.get("kind") is StepCacheDispatcher:
+        try:
+            StepCacheDispatcher.check(module, known.options)
+        except OptionError as error:
+            log.warning("%s has no step cache: %s", path, error)
+            how = NOTHING
+    elif family_of(module) is None and known.how:
         log.warning("%s is not split over devices: nothing says how its calls are", path)
-    how = known.how if family_of(module) is not None else NOTHING
+        how = NOTHING
     _compile(module, known.options, path, loop, component, **how)
 
 
@@ -239,7 +274,7 @@ class _MarkedBar:
         if iterable is not None or not in_force(self):
             return self.original(iterable, total, **more)
         bar = functools.partial(self.original, total=total, **more)
-        return around(self.pipe, [self.loop], bar)
+        return around(self.pipe, [self.loop], bar, total)
 
     def __reduce__(self) -> Any:
         """Reduce a pipeline to a plain pipeline, for copies."""

@@ -15,6 +15,7 @@ from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.free_places import FreePlaces
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.signature import Beside, Shapes, Skeleton, placed
+from strop.dispatch.step_cache.structures import piece_of
 from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of
 from strop.dispatch.varying_numbers import GivenCall, Turned, all_shapes
 from strop.errors import UnsupportedError
@@ -80,6 +81,7 @@ class EntryMaker:
             aliases=returned_arguments(variant.program, env),
             steady=steady,
             timestep=self._adapter.timestep(call.skeleton) if steady else None,
+            piece=piece_of(call.skeleton),
             is_pure=variant.program.is_pure,
             has_graph=not call.beside.generators,
             has_free=has_free,

@@ -286,8 +286,10 @@ class EntryRunner:
 
     def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
         """Return what to hoist. Its memory is kept as all other is: for a stream, or for the
-        graphs, whose runs are in order."""
-        kept = self.loop.kept.setdefault((id(self), id(workspace)), Kept(entry.device))
+        graphs, whose runs are in order. Pieces of a step, which take turns, have each their
+        own."""
+        key = id(self), id(workspace), entry.piece
+        kept = self.loop.kept.setdefault(key, Kept(entry.device))
         inputs = enumerate(entry.variant.program.inputs)
         arguments = [index for index, spec in inputs if not spec.is_state]
         steady = tuple(arguments[number] for number in entry.steady)

@@ -160,7 +160,8 @@ def own_source() -> str:
     """Return a digest of the compiler itself, so that a change to it never meets an old plan."""
     digest = hashlib.sha256()
     root = Path(strop.__file__).parent
-    digest.update((root / "backend.py").read_bytes())
+    for name in ("backend.py", "dispatch/step_cache/structures.py"):  # this says what is traced
+        digest.update((root / name).read_bytes())
     for folder in (
         "frontend",
         "ir",

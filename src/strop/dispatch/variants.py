@@ -155,6 +155,7 @@ class VariantStore:
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
         self.by_values = set[str]()  # failures that are about sizes which values decide
+        self.forward_of = _own_forward  # what is traced of a copy of the module, for a call
 
     def library(self, device: torch.device) -> KernelLoader:
         """Return what loads the kernels of a device."""
@@ -479,6 +480,7 @@ class VariantStore:
         """Trace the module's forward in a clone, within ``foresight``."""
         self.num_captures += 1
         clone = state.clone()
+        forward = self.forward_of(clone, asked)
 
         def call(*given: Any) -> Any:
             args, kwargs, *settings = rebuild(asked.skeleton, given)
@@ -486,7 +488,7 @@ class VariantStore:
             turned = state.turned.put(clone, settings[0] if settings else ())
             with foresight, turned, rows_counted(args, kwargs):
                 effects.begin()
-                result = clone.forward(*args, **kwargs)  # its own hooks run outside
+                result = forward(*args, **kwargs)  # its own hooks run outside
             effects.look([value for value in given if isinstance(value, Tensor)])
             return with_objects(result, (args, kwargs), contents)
 
@@ -515,6 +517,11 @@ class VariantStore:
                 ", ".join(sorted(written)),
             )
         return captured
+
+
+def _own_forward(clone: nn.Module, asked: GivenCall) -> Callable[..., Any]:
+    forward: Callable[..., Any] = clone.forward
+    return forward
 
 
 def _on(device: torch.device, variant: Variant) -> Variant:

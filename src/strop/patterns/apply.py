@@ -34,7 +34,7 @@ def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
     """Apply each pattern in turn, in the order of their declaration."""
     patterns = registry.active()
     known = {*FORMATS, *(pattern.numerics for pattern in patterns)}
-    for name in sorted({*options.numerics} - known):
+    for name in sorted({*options.pattern_numerics} - known):
         _warn_of(name)
     if not patterns or NAME in options.disable:
         return graph, Found()

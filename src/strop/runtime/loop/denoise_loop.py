@@ -19,16 +19,25 @@ _LOOPS = itertools.count(1)
 class DenoiseLoop:
     """Keep what depends on the prompt or on the timestep alone between ``begin`` and ``end``.
     ``timesteps`` (n,): those of its steps, if somebody knows them. ``has_user_code``: whether code
-    that is no library's may run between two steps, and change the model."""
+    that is no library's may run between two steps, and change the model. ``num_calls``: how often
+    a denoiser will be called with one prompt, 0 where nobody knows. ``lanes``: what a step cache
+    keeps of earlier steps; ``furthest`` counts the calls of the lane that has most."""
 
     number: int = 0
     is_running: bool = False
     kept: WeakValueDictionary[Hashable, Kept] = field(default_factory=WeakValueDictionary)
     timesteps: Tensor | None = None
     has_user_code: bool = True
+    num_calls: int = 0
+    lanes: dict[Hashable, Any] = field(default_factory=dict)
+    furthest: int = 0
 
-    def begin(self, timesteps: Any = None, *, has_user_code: bool = True) -> None:
+    def begin(
+        self, timesteps: Any = None, *, has_user_code: bool = True, num_calls: int = 0
+    ) -> None:
         self.number = next(_LOOPS)  # threads never get the same
+        self.num_calls, self.furthest = num_calls, 0
+        self.lanes.clear()
         self.is_running, self.has_user_code = True, has_user_code
         is_known = isinstance(timesteps, Tensor) and timesteps.dim() == 1
         self.timesteps = timesteps if is_known and timesteps.is_contiguous() else None
@@ -39,6 +48,7 @@ class DenoiseLoop:
 
     def forget(self) -> None:
         """Have the next step compute anew what steps share."""
+        self.lanes.clear()
         for kept in [found() for found in self.kept.valuerefs()]:
             if kept is not None:
                 kept.forget()
