@@ -39,9 +39,9 @@ def test_a_picture_and_its_comparison(invoke: Invoke, as_sprites: Path, tmp_path
 
 def test_a_picture_with_a_step_cache(invoke: Invoke, as_sprites: Path, tmp_path: Path) -> None:
     common = ("generate", PROMPT, "--size", "64x32", "--device", "cpu")
-    result = invoke(*common, "--steps", "6", "--numerics", "step_cache:fast")
+    result = invoke(*common, "--steps", "6", "--numerics", "step_cache")
     assert result.exit_code == 0, result.output
-    assert "unet: step cache (fast): 2 of 8 calls from the cache, 6 in full" in said(result)
+    assert "unet: step cache (balanced): 2 of 8 calls from the cache, 6 in full" in said(result)
     wrong = invoke(*common, "--numerics", "step_cache:quick")
     assert wrong.exit_code == 2
     assert "there is no step cache step_cache:quick" in said(wrong)

@@ -118,7 +118,7 @@ def test_pictures_are_those_of_eager_that_reuses_the_same_features() -> None:
 
 @pytest.mark.parametrize(
     ("word", "full"),
-    [("step_cache:cautious", [0, 1, 2, 4, 6, 8]), ("step_cache:fast", [0, 1, 2, 7, 8])],
+    [("step_cache:cautious", [0, 1, 2, 4, 6, 8]), ("step_cache:fast", [0, 1, 2, 3, 4, 8])],
 )
 def test_words_say_how_often(word: str, full: list[int]) -> None:
     found = picture(fast(tiny.pipeline(), word))
@@ -249,10 +249,9 @@ def test_transformers_do_as_diffusers_own_first_block_cache(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Diffusers' cache computes neither two first nor last steps whatever changes."""
-    monkeypatch.setattr(lanes, "NUM_FIRST", 1)
     monkeypatch.setattr(lanes, "NUM_LAST", 0)
     threshold = {"flux": 0.4, "wan": 0.5}[name]
-    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(3, threshold))
+    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(1, 3, threshold))
     plain, pipe = getattr(dits, name)(), fast(getattr(dits, name)())
     parts = [n for n in ("transformer", "transformer_2") if getattr(pipe, n, None) is not None]
     for part in parts:
@@ -266,14 +265,13 @@ def test_transformers_do_as_diffusers_own_first_block_cache(
 
 
 def test_a_transformer_whose_last_block_gives_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "NUM_FIRST", 1)
-    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(3, 1e9))
+    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(1, 3, 1e9))
     pipe = fast(dits.sd3())
     found = [dits.picture(pipe, 64, 64) for _ in range(2)]
     assert psnr(*found) >= 100
     served = pipe.transformer.forward
     assert served.num_cached >= 2
-    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(3, 0.0))
+    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(1, 3, 0.0))
     exact = fast(dits.sd3())
     assert psnr(dits.picture(exact, 64, 64), dits.picture(dits.sd3(), 64, 64)) >= 60
     assert not exact.transformer.forward.num_cached
@@ -281,8 +279,7 @@ def test_a_transformer_whose_last_block_gives_no_text(monkeypatch: pytest.Monkey
 
 def test_two_prompts_of_a_step_have_a_cache_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wan calls its transformer once for each prompt, in turns."""
-    monkeypatch.setattr(lanes, "NUM_FIRST", 1)
-    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(3, 1e9))
+    monkeypatch.setitem(lanes.RULES, "balanced", lanes.Rule(1, 3, 1e9))
     pipe = fast(dits.wan())
     seen = list[int]()
     served = pipe.transformer.forward

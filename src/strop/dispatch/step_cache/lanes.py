@@ -22,7 +22,7 @@ from torch import Tensor
 from strop.runtime.derived.sources import versions_of
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 
-NUM_FIRST, NUM_LAST = 3, 1  # steps that are always computed in full
+NUM_LAST = 1  # steps that are always computed in full, beside the first ones of a rule
 MOST_LANES = 8  # of one loop: the oldest goes first
 UNKNOWN_LENGTH = "nobody says how many steps the loop has: give its bar a total"
 UNCOUNTED = (
@@ -46,15 +46,16 @@ VARYING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Say which steps are computed in full: of a UNet's, one of ``interval``; of a transformer's,
-    those whose first block adds something that is ``threshold`` or more from what it added at the
-    last full step, by the mean change relative to the mean size."""
+    """Say which steps are computed in full: the first ``num_first``; then, of a UNet's, one of
+    ``interval``, of a transformer's those whose first block adds something that is ``threshold`` or
+    more from what it added at the last full step, by the mean change relative to the mean size."""
 
+    num_first: int
     interval: int
     threshold: float
 
 
-RULES = {"cautious": Rule(2, 0.08), "balanced": Rule(3, 0.12), "fast": Rule(5, 0.24)}
+RULES = {"cautious": Rule(3, 2, 0.08), "balanced": Rule(3, 3, 0.12), "fast": Rule(5, 5, 0.24)}
 
 
 @dataclass
@@ -74,9 +75,9 @@ class CacheLane:
     def position(self) -> int:
         return self.start + self.num_calls
 
-    def must_be_full(self, loop: DenoiseLoop) -> bool:
+    def must_be_full(self, loop: DenoiseLoop, rule: Rule) -> bool:
         """Say whether the next call is to be computed in full, whatever the rule says."""
-        is_first = self.num_calls < NUM_FIRST
+        is_first = self.num_calls < rule.num_first
         return is_first or not self.kept or self.position >= loop.num_calls - NUM_LAST
 
     def forget(self) -> None:

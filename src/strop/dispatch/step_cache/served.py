@@ -110,7 +110,7 @@ class StepCacheDispatcher(Dispatcher):
         """Compute a step by its lane, and note it."""
         take = _unet_step if isinstance(self.structure, UNetStructure) else _transformer_step
         before, number = self._known(), self.loop.number
-        may_reuse = not lane.must_be_full(self.loop) and before == lane.known
+        may_reuse = not lane.must_be_full(self.loop, self.rule) and before == lane.known
         result, is_full = take(lane, run, self.rule, may_reuse=may_reuse)
         if self._known() != before:  # a piece of it, or what was kept, is of another module
             result, is_full = take(lane, run, self.rule, may_reuse=False)
