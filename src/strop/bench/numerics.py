@@ -25,7 +25,6 @@ import strop
 from strop.bench import eight_bit, environment, report, timer
 from strop.bench.accuracy import psnr_db
 from strop.debug.explain import explain
-from strop.dispatch.variants import library_for
 from strop.ir.eight_bit import FORMATS
 from strop.options import STEP_CACHE, STEP_CACHE_WORDS
 
@@ -198,7 +197,6 @@ def _optimised(
     own = strop.Options.from_environment(numerics=() if name == EXACT else (name,))
     errors = None
     if name in FORMATS:
-        own.check_format(library_for(device, own).device)
         others = sprites.held_out_prompts(num_prompts + eight_bit.NUM_PROMPTS)[num_prompts:]
         errors = eight_bit.errors_of(pipe, name, others, budget)
         own = replace(own, exact_layers=(*own.exact_layers, *errors.above_budget))

@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ExactRule:
     """Say of which linears ``reason`` holds. Later rules may rely on earlier ones to fail."""
 
     reason: str
@@ -89,17 +89,17 @@ def _is_uneven(asked: Asked) -> bool:
     return any(width % asked.format.multiple for width in asked.widths)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("its weight is computed in each call, or has no fixed size", _is_computed),
-    Rule("it is a factor of low rank, of an adapter", _is_factor),
-    Rule("its type is none that is multiplied in 8 bits", _has_another_type),
-    Rule("its operand has no tokens: it is of a time, or of a picture as a whole", _has_no_tokens),
-    Rule("it makes modulations of the time", _is_of_time),
-    Rule("it is a first layer, which reads an argument", lambda asked: asked.is_first),
-    Rule("it is a last layer, whose result the caller gets", lambda asked: asked.is_last),
-    Rule(f"it is too small to gain: fewer than {LEAST_WIDTH} channels", _is_small),
-    Rule("libraries multiply codes of 8 (int8) or 16 (fp8) channels at a time", _is_uneven),
-    Rule(NAMED, _is_named),
+RULES: tuple[ExactRule, ...] = (
+    ExactRule("its weight is computed in each call, or has no fixed size", _is_computed),
+    ExactRule("it is a factor of low rank, of an adapter", _is_factor),
+    ExactRule("its type is none that is multiplied in 8 bits", _has_another_type),
+    ExactRule("its operand has no tokens: it is of a time, or of a picture as a whole", _has_no_tokens),
+    ExactRule("it makes modulations of the time", _is_of_time),
+    ExactRule("it is a first layer, which reads an argument", lambda asked: asked.is_first),
+    ExactRule("it is a last layer, whose result the caller gets", lambda asked: asked.is_last),
+    ExactRule(f"it is too small to gain: fewer than {LEAST_WIDTH} channels", _is_small),
+    ExactRule("libraries multiply codes of 8 (int8) or 16 (fp8) channels at a time", _is_uneven),
+    ExactRule(NAMED, _is_named),
 )
 
 
