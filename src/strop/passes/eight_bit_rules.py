@@ -93,7 +93,9 @@ RULES: tuple[ExactRule, ...] = (
     ExactRule("its weight is computed in each call, or has no fixed size", _is_computed),
     ExactRule("it is a factor of low rank, of an adapter", _is_factor),
     ExactRule("its type is none that is multiplied in 8 bits", _has_another_type),
-    ExactRule("its operand has no tokens: it is of a time, or of a picture as a whole", _has_no_tokens),
+    ExactRule(
+        "its operand has no tokens: it is of a time, or of a picture as a whole", _has_no_tokens
+    ),
     ExactRule("it makes modulations of the time", _is_of_time),
     ExactRule("it is a first layer, which reads an argument", lambda asked: asked.is_first),
     ExactRule("it is a last layer, whose result the caller gets", lambda asked: asked.is_last),
