@@ -37,6 +37,7 @@ TRAINED_WITHOUT = (
 STEP_CACHE = "step_cache"
 STEP_CACHE_WORDS = ("cautious", "balanced", "fast")
 STEP_CACHES = {STEP_CACHE: "balanced"} | {f"{STEP_CACHE}:{word}": word for word in STEP_CACHE_WORDS}
+NAMED_NUMERICS = (*FORMATS, *STEP_CACHES)  # patterns of a user's own have others
 
 WGMMA_PASSES = ("joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
 

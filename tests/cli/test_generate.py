@@ -42,9 +42,10 @@ def test_a_picture_with_a_step_cache(invoke: Invoke, as_sprites: Path, tmp_path:
     result = invoke(*common, "--steps", "6", "--numerics", "step_cache")
     assert result.exit_code == 0, result.output
     assert "unet: step cache (balanced): 2 of 8 calls from the cache, 6 in full" in said(result)
-    wrong = invoke(*common, "--numerics", "step_cache:quick")
-    assert wrong.exit_code == 2
-    assert "there is no step cache step_cache:quick" in said(wrong)
+    for name in ("step_cache:quick", "int9"):
+        wrong = invoke(*common, "--numerics", name)
+        assert wrong.exit_code == 2
+        assert f"no {name}; there are int8, fp8, step_cache, step_cache:cautious" in said(wrong)
     plain = invoke(*common, "--numerics", "step_cache", "--no-optimize")
     assert plain.exit_code == 2
     assert "--numerics needs Strop" in said(plain)

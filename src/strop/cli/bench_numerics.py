@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.cli.mistakes import CommandError
-from strop.cli.tables import show, wrong
+from strop.cli.tables import known, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,11 +20,9 @@ def judge(names: list[str], device: str, num_prompts: int, budget: float, out: P
     from strop.bench import numerics
     from strop.cli.models import quieten
     from strop.cli.stages import progress_bar
-    from strop.options import Options
+    from strop.options import NAMED_NUMERICS
 
-    with wrong("--numerics"):
-        for name in numerics.expanded(names):
-            Options(numerics=(name,))
+    known("--numerics", names, NAMED_NUMERICS)
     quieten()
     with progress_bar() as bar:
         task = bar.add_task("drawing", total=None, note="exactly")

@@ -22,7 +22,7 @@ from strop.cli.adapters import (
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
-from strop.cli.tables import wrong
+from strop.cli.tables import known, wrong
 from strop.drawing.request import PictureRequest
 from strop.wording import counted
 
@@ -204,10 +204,11 @@ def command(
 
 def _how(parallel: Spread | None, numerics: list[str] | None) -> dict[str, Any]:
     """Return what ``strop.optimize`` is given beside the pipeline."""
-    from strop.options import Options
+    from strop.options import NAMED_NUMERICS, Options
 
     how: dict[str, Any] = {} if parallel is None else {"parallel": parallel.value}
     if numerics:
+        known("--numerics", numerics, NAMED_NUMERICS)
         with wrong("--numerics"):
             how["options"] = Options.from_environment(numerics=tuple(numerics))
     return how
