@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import OptionError
-from strop.ir.device import Device, check_arch
-from strop.ir.eight_bit import FORMATS, Format
+from strop.ir.device import EIGHT_BIT, Device, check_arch
 
 # Kernels that were measured in inference, and passes whose calls only WGMMA kernels do well.
 INFERENCE_KERNELS = (
@@ -37,7 +36,7 @@ TRAINED_WITHOUT = (
 STEP_CACHE = "step_cache"
 STEP_CACHE_WORDS = ("cautious", "balanced", "fast")
 STEP_CACHES = {STEP_CACHE: "balanced"} | {f"{STEP_CACHE}:{word}": word for word in STEP_CACHE_WORDS}
-NAMED_NUMERICS = (*FORMATS, *STEP_CACHES)  # patterns of a user's own have others
+NAMED_NUMERICS = (*EIGHT_BIT, *STEP_CACHES)  # patterns of a user's own have others
 
 WGMMA_PASSES = ("joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
 
@@ -199,9 +198,9 @@ class Options:
 
     def _check_numerics(self) -> None:
         """Raise OptionError for 8 bits in two formats, or where they cannot be had."""
-        named = [name for name in self.numerics if name in FORMATS]
+        named = [name for name in self.numerics if name in EIGHT_BIT]
         if len(named) > 1:
-            raise OptionError(f"numerics={self.numerics!r}: allow one of {' and '.join(FORMATS)}")
+            raise OptionError(f"numerics={self.numerics!r}: allow one of {' and '.join(EIGHT_BIT)}")
         if named and self.weights_budget_bytes:
             raise OptionError(
                 f"numerics={self.numerics!r} keeps codes of all weights on the GPU, beside which"
@@ -249,25 +248,25 @@ class Options:
         return self.without(kernels=INFERENCE_KERNELS, passes=TRAINED_WITHOUT)
 
     @property
-    def format(self) -> Format | None:
+    def eight_bit(self) -> str:
         """Return the format of 8 bits that ``numerics`` allows linears, if any."""
-        return next((FORMATS[name] for name in self.numerics if name in FORMATS), None)
+        return next((name for name in self.numerics if name in EIGHT_BIT), "")
 
     @property
     def exactly(self) -> Options:
         """Return these options without 8 bits."""
-        kept = tuple(name for name in self.numerics if name not in FORMATS)
+        kept = tuple(name for name in self.numerics if name not in EIGHT_BIT)
         return self if kept == self.numerics else replace(self, numerics=kept)
 
     def check_format(self, device: Device) -> None:
         """Raise OptionError where a device does not multiply in the format that is allowed."""
-        own = self.format
-        if own is None or (own.name == "int8" and not device.arch) or device.arch >= own.least_arch:
+        own, is_gpu = self.eight_bit, bool(device.arch)
+        least = EIGHT_BIT.get(own, 0)
+        if (own == "int8" and not is_gpu) or device.arch >= least:
             return
-        is_gpu, least = bool(device.arch), own.least_arch
         what = f"{device.name} has {device.arch / 10:.1f}" if is_gpu else f"{device.name} is none"
         raise OptionError(
-            f"numerics=('{own.name}',) is for GPUs of compute capability {least / 10:.1f} or newer,"
+            f"numerics=('{own}',) is for GPUs of compute capability {least / 10:.1f} or newer,"
             f" and {what}: numerics=('int8',) is for other GPUs, and for CPUs"
         )
 

@@ -23,6 +23,7 @@ from strop.api import optimize_module
 from strop.dispatch import effective_weights
 from strop.dispatch.adapter import Adapter
 from strop.dispatch.derived_inputs import (
+    CODED,
     EFFECTIVE,
     HOISTED,
     KINDS,
@@ -36,6 +37,8 @@ from strop.dispatch.derived_inputs import (
 from strop.dispatch.known_settings import KnownSettings
 from strop.dispatch.signature import Skeleton
 from strop.dispatch.weight_sums import WeightSum
+from strop.ir.eight_bit import eight_bit_linear
+from strop.passes import eight_bit_rules
 from strop.runtime.derived.known_values import KnownValues
 from strop.runtime.derived.sources import KnownMemory, KnownWrites, SourceWatch
 from strop.runtime.loop.denoise_loop import DenoiseLoop
@@ -61,6 +64,11 @@ def _packs_small_weights(request: pytest.FixtureRequest) -> Iterator[None]:
     of_cpu = getattr(request.node, "callspec", None)
     with packing_everything() if of_cpu and of_cpu.params.get("kind") == PACKED else nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _codes_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit_rules, "LEAST_WIDTH", 1)
 
 
 class Door(Adapter):
@@ -94,6 +102,22 @@ class Scored(Words):
 
     def forward(self, x: Tensor, t: Tensor, p: Tensor) -> Tensor:
         return self.head(super().forward(x, t, p) + self.table(t.long())).tanh()
+
+
+class Inner(Words):
+    """Two layers between others, so that they may be computed in 8 bits."""
+
+    def forward(self, x: Tensor, t: Tensor, p: Tensor) -> Tensor:
+        when = self.time(get_timestep_embedding(t, WIDTH))
+        pixels = (self.q(x) * F.silu(when))[:, None] * torch.linspace(1, 2, 3, device=x.device)[
+            :, None
+        ]
+        return (self.k(pixels) * self.v(pixels).tanh()) @ p[..., None]
+
+
+class ByRule(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return eight_bit_linear(x, self.weight, self.bias, "int8")
 
 
 class Drawing:
@@ -130,6 +154,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     MERGED: {},
     PADDED: {},
     PACKED: {},
+    CODED: {"numerics": ("int8",)},
     EFFECTIVE: {"lora": "merged"},
     LOW_RANK: {"lora": "unmerged"},
     HOISTED: {},
@@ -139,12 +164,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def drawings(kind: str, folder: Path, device: str = "cpu") -> tuple[Drawing, Drawing]:
     torch.manual_seed(0)
-    made = Scored() if kind == PADDED else Words()
+    made = {PADDED: Scored, CODED: Inner}.get(kind, Words)()
     eager: Any = made.to(device).eval().requires_grad_(False)
     if kind in (EFFECTIVE, LOW_RANK):
         add(eager, target_modules=TARGETS)
         add(eager, "b", rank=3, seed=2, target_modules=TARGETS)
     fast, loop = copy.deepcopy(eager), DenoiseLoop()
+    if kind == CODED:
+        for name in ("k", "v"):
+            getattr(eager, name).__class__ = ByRule
     options = tiny.options(cache_dir=str(folder), hoist=True, strict=True, **OPTIONS[kind])
     optimize_module(fast, options, adapter=Door(), loop=loop)
     return Drawing(eager, DenoiseLoop(), device), Drawing(fast, loop, device)
@@ -284,6 +312,7 @@ BETWEEN: dict[str, dict[str, Change]] = {
     MERGED: WEIGHTS,
     PADDED: WEIGHTS,
     PACKED: {name: WEIGHTS[name] for name in WEIGHTS if name not in SAME_BITS},
+    CODED: WEIGHTS,
     EFFECTIVE: WEIGHTS | ADAPTERS,
     LOW_RANK: WEIGHTS | ADAPTERS,
     HOISTED: WEIGHTS | ARGUMENTS,
@@ -293,6 +322,7 @@ WITHIN: dict[str, dict[str, Change]] = {
     MERGED: COUNTED | MOVED,
     PADDED: COUNTED | MOVED,
     PACKED: {name: WEIGHTS[name] for name in COUNTED | MOVED if name not in SAME_BITS},
+    CODED: COUNTED | MOVED,
     EFFECTIVE: COUNTED | MOVED | ADAPTERS,
     LOW_RANK: COUNTED | MOVED | ADAPTERS,
     HOISTED: COUNTED | MOVED | ARGUMENTS,

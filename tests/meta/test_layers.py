@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "wording": (),
     "extensions": (),
-    "options": ("errors", "ir.device", "ir.eight_bit"),
+    "options": ("errors", "ir.device"),
     "ir": ("errors",),
     "frontend": ("errors", "options", "ir"),
     "passes": ("errors", "options", "ir"),

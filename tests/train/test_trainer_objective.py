@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,10 +319,14 @@ def test_sprites_generator_needs_a_number_of_steps(tiny_model: Path, tmp_path: P
         )
 
 
+def of_one(network: nn.Module) -> Any:
+    return SimpleNamespace(denoisers=[network], unet=network)
+
+
 def test_a_compiled_unet_is_trained_in_place() -> None:
     """Its gradients are judged in test_compiled_models.py."""
     unet = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1))
-    prepared = compiled.prepare(unet.train(), True)
+    prepared = compiled.prepare(of_one(unet.train()), True)
     assert prepared is unet
     prepared(torch.randn(2, 4, 8, 8)).square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in unet.parameters())
@@ -329,5 +334,5 @@ def test_a_compiled_unet_is_trained_in_place() -> None:
     assert {graph.role for graph in report.graphs} == {"forward", "backward"}
     assert not report.fallbacks
     plain = nn.Linear(2, 2)
-    assert compiled.prepare(plain, False) is plain
+    assert compiled.prepare(of_one(plain), False) is plain
     assert "forward" not in vars(plain)

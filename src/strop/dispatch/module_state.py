@@ -144,8 +144,8 @@ class ModuleState:
         self.offload, reason = parts_offload(self.module, everything)
         if self.offload is not None and not self._streams:
             self.offload, reason = None, MOVED
-        elif self.offload is not None and (own := self._options.format):
-            self.offload, reason = None, f"numerics={own.name!r} {IN_8_BITS}"
+        elif self.offload is not None and (own := self._options.eight_bit):
+            self.offload, reason = None, f"numerics={own!r} {IN_8_BITS}"
         self.effective.stay_beside(is_wanted=self.offload is not None)
         return reason
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from strop.errors import OptionError
 
 LEAST_ARCH = 80  # the oldest architecture that Triton compiles for
+# Formats of 8 bits, and the oldest architecture that multiplies them (``eight_bit``)
+EIGHT_BIT: Mapping[str, int] = {"int8": 80, "fp8": 89}
 WITH_BF16 = ("avx512_bf16", "neon_bf16")  # the CPUs that multiply pairs of bf16
 _FIRST_SPECIFIC = 90  # from which on Triton's PTX is for one architecture alone: sm_90a
 

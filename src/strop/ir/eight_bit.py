@@ -25,14 +25,14 @@ CODES, SCALES = "codes", "scales"  # what an argument that is made of weights ho
 @dataclass(frozen=True, slots=True)
 class Format:
     """Describe codes. ``most`` is the largest; ``multiple``: libraries multiply on a GPU if depth
-    and columns are multiples of it; ``sums`` is the type in which sums leave the product."""
+    and columns are multiples of it; ``sums`` is the type in which sums leave the product.
+    ``device.EIGHT_BIT`` says which GPUs multiply them."""
 
     name: str
     dtype: torch.dtype
     most: float
     multiple: int
     sums: torch.dtype
-    least_arch: int
 
     def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of rows (M, K) and their scales (M,) in fp32. A row that holds NaN or
@@ -48,9 +48,9 @@ class Format:
 FORMATS: Mapping[str, Format] = {
     one.name: one
     for one in (
-        Format("int8", torch.int8, 127.0, 8, torch.int32, 80),
+        Format("int8", torch.int8, 127.0, 8, torch.int32),
         # _scaled_mm by rows gives bf16, whatever the model computes in
-        Format("fp8", torch.float8_e4m3fn, 448.0, 16, torch.bfloat16, 89),
+        Format("fp8", torch.float8_e4m3fn, 448.0, 16, torch.bfloat16),
     )
 }
 

@@ -32,13 +32,13 @@ _SCALED_MM = "aten._scaled_mm.default"
 
 def left_exact(graph: Graph, options: Options) -> dict[Node, str]:
     """Return the linears of a graph that stay exact though 8 bits are allowed, with the reasons."""
-    own = options.format
+    own = FORMATS.get(options.eight_bit)
     found = reasons(graph, own, options.exact_layers) if own else {}
     return {node: reason for node, reason in found.items() if reason}
 
 
 def eight_bit_choice(graph: Graph, options: Options) -> Graph:
-    own = options.format
+    own = FORMATS.get(options.eight_bit)
     if own is None:
         return graph
     found = reasons(graph, own, options.exact_layers)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from strop.ir.eight_bit import FORMATS
+from strop.ir.device import EIGHT_BIT
 from strop.ir.graph import Builder, Graph, Node, finish
 from strop.ir.ops import OPS
 from strop.options import Options
@@ -33,7 +33,7 @@ class Found:
 def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
     """Apply each pattern in turn, in the order of their declaration."""
     patterns = registry.active()
-    known = {*FORMATS, *(pattern.numerics for pattern in patterns)}
+    known = {*EIGHT_BIT, *(pattern.numerics for pattern in patterns)}
     for name in sorted({*options.pattern_numerics} - known):
         _warn_of(name)
     if not patterns or NAME in options.disable:
