@@ -188,9 +188,9 @@ def line_of(name: str, contender: str, found: Mapping[str, Any]) -> str:
     if "failed" in found:
         return f"{begin}failed: {found['failed']}"
     peak = (found["peak_bytes"] or 0) / 2**20
-    rms = found.get("error", {}).get("rms", float("nan"))
+    error = f"{found['error']['rms']:.2e}" if "error" in found else "not judged without eager"
     numbers = f"{found['timing']['p50_ms']:.2f} ms, {peak:.0f} MiB, first {found['first_s']} s"
-    return f"{begin}{numbers}, error {rms:.2e}"
+    return f"{begin}{numbers}, error {error}"
 
 
 def measure_here(scheme_name: str, contender: str, folder: str, args: argparse.Namespace) -> None:
