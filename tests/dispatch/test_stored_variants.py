@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -230,3 +231,26 @@ def test_where_a_model_was_read_from_is_no_part_of_the_key(tmp_path: Path) -> No
         )
     assert keys[0][0] == keys[1][0]
     assert keys[0][1] != keys[1][1]
+
+
+@pytest.mark.parametrize("orders", [(False, True), (True, False)])
+def test_results_lie_as_eagers_do_for_the_order_of_weights(
+    orders: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """Channels-last weights of convolutions give channels-last results on a CPU, also where a plan
+    of the other order is on disk, and once a user has changed the order."""
+    x = torch.randn(2, 4, 6, 5)
+    for is_last in orders:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(4, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 3)).eval()
+        if is_last:
+            plain.to(memory_format=torch.channels_last)
+        fast = strop.optimize(copy.deepcopy(plain), options=Options(cache_dir=str(tmp_path)))
+        for _ in range(2):
+            with torch.no_grad():
+                found, wanted = fast(x), plain(x)
+            assert found.stride() == wanted.stride()
+            torch.testing.assert_close(found, wanted)
+            for model in (fast, plain):
+                model.to(memory_format=torch.channels_last)
+        assert fast.forward.counters.eager_calls == 0

@@ -385,8 +385,10 @@ class ModuleState:
             for path, m in self.parts
         )
         state = tuple(
-            (n, shape, layout_of(t), t.dtype, self.place or t.device)
-            for n, t, shape in zip(self.names, self.tensors, self.shapes, strict=True)
+            (n, shape, layout_of(t, device), t.dtype, device)
+            for n, t, shape, device in zip(
+                self.names, self.tensors, self.shapes, self.devices, strict=True
+            )
         )
         objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
@@ -395,10 +397,12 @@ class ModuleState:
         return hash((modules, state, *made, self.adapters, names))
 
 
-def layout_of(t: Tensor) -> tuple[int, ...] | None:
-    """Return the strides, or None for a tensor that is dense in one of the two usual orders:
-    ``place`` itself changes those."""
-    if t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)):
+def layout_of(t: Tensor, device: torch.device) -> tuple[int, ...] | None:
+    """Return the strides, or None for a contiguous tensor. On a GPU a channels-last one gives None
+    too: ``place`` itself lays weights of convolutions out so. Elsewhere eager's convolutions give
+    channels-last results for these."""
+    is_usual = t.dim() == 4 and device.type == "cuda"
+    if t.is_contiguous() or (is_usual and t.is_contiguous(memory_format=torch.channels_last)):
         return None
     return t.stride()
 

@@ -77,7 +77,7 @@ def key_of(
     parts.append(_config(module, state))
     parts += [*state.global_guards.text, *state.global_guards.containers, state.global_guards.code]
     parts += [
-        f"{n}:{shape}:{layout_of(t)}:{t.dtype}:{device.type}"
+        f"{n}:{shape}:{layout_of(t, device)}:{t.dtype}:{device.type}"
         for n, t, shape, device in zip(
             state.names, state.tensors, state.shapes, state.devices, strict=True
         )
