@@ -169,7 +169,7 @@ def test_a_product_reads_the_weight_as_it_is(dtype: torch.dtype, tmp_path: Path)
             assert torch.equal(found, fresh(x)), name
         before = found
     assert module.forward.counters.eager_calls == 0
-    assert strop.explain(module).num_graphs == 1
+    assert strop.explain(module).num_graphs == 2, "results of channels-last weights lie so"
 
 
 def test_it_is_packed_once_for_all_sizes_and_counted(tmp_path: Path) -> None:
