@@ -12,8 +12,9 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from torch import Tensor, nn
 
 import strop
-from strop.dispatch import model_offload
+from strop.dispatch import model_offload, offloaded_weights
 from strop.dispatch.model_offload import known_offload
+from tests.dispatch.test_model_offload import StandingMemory
 from tests.e2e import tiny
 
 PROMPT = torch.randn(1, 7, tiny.PROMPT_DIM, generator=torch.manual_seed(0))
@@ -56,9 +57,14 @@ def test_pictures_of_an_offloaded_pipeline(order: str, monkeypatch: pytest.Monke
     assert not strop.api.dispatchers_of(pipe)
 
 
+class LargeMemory(StandingMemory):
+    most_bytes = 1 << 23
+
+
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return an optimised pipeline behind two pictures: its weights lie where they stay."""
     monkeypatch.setattr(model_offload, "DEVICES", ("cpu",))
+    monkeypatch.setattr(offloaded_weights, "memory_on", LargeMemory)
     pipe = strop.optimize(tiny.pipeline(), options=tiny.options())
     pipe.enable_model_cpu_offload(device="cpu")
     for _ in range(2):

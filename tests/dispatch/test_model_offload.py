@@ -50,9 +50,10 @@ class StandingMemory:
     """Memory that stays at its addresses, and holds junk while it rests, as if it were unmapped."""
 
     stays = True
+    most_bytes: ClassVar[int] = 1 << 17
 
     def __init__(self, device: torch.device) -> None:
-        self._all = torch.full((1 << 17,), JUNK, dtype=torch.uint8)
+        self._all = torch.full((self.most_bytes,), JUNK, dtype=torch.uint8)
         self.tensor = self._all[:0]
 
     def grow(self, size_bytes: int) -> None:
