@@ -71,10 +71,10 @@ def pictures(
     """
     require_diffusion()
     arguments.check_folder(out)
+    where = arguments.chosen_device(device)
     if numerics:
         if ablate:
             raise typer.BadParameter("--ablate is for exact pictures; leave out --numerics")
-        where = arguments.chosen_device(device)
         bench_numerics.judge(numerics, where, prompts, budget, out)
         return
     from strop.bench import quality
@@ -82,7 +82,6 @@ def pictures(
     from strop.cli.stages import progress_bar
 
     quieten()
-    where = arguments.chosen_device(device)
     with progress_bar() as bar:
         task = bar.add_task("drawing", total=None, note="eager and default options")
         result = quality.run(

@@ -5,7 +5,6 @@ the hooks that diffusers would put back where they are stay: programs need not b
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,7 +15,7 @@ from torch import nn
 from strop.diffusion.changes import Changes, in_force, mend
 from strop.diffusion.denoise_loops import kinds
 from strop.diffusion.offloading import parts
-from strop.diffusion.parts import compiled_modules
+from strop.diffusion.parts import compiled_modules, modules_of
 from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.model_offload import follow, known_offload, may_be_loaded
 
@@ -60,7 +59,7 @@ class _Hooks:
 
     def __init__(self, pipe: Any) -> None:
         self._device = pipe._offload_device
-        self._components = {name: ref(module) for name, module in _modules(pipe).items()}
+        self._components = {name: ref(module) for name, module in modules_of(pipe).items()}
         self._set = [
             (ref(each), ref(each.hook), ref(vars(each.model)["forward"]))
             for each in _hooks_of(pipe)
@@ -71,7 +70,7 @@ class _Hooks:
         device, in the same models, of which no part has a hook of its own."""
         if others or device != self._device:
             return False
-        now, hooks = _modules(pipe), _hooks_of(pipe)
+        now, hooks = modules_of(pipe), _hooks_of(pipe)
         return (
             {*now} == {*self._components}
             and all(self._components[name]() is module for name, module in now.items())
@@ -90,7 +89,7 @@ class _Hooks:
             torch.cuda.empty_cache()
 
 
-def _stands(hook: Any, known: tuple[weakref.ref[Any], ...]) -> bool:
+def _stands(hook: Any, known: tuple[ref[Any], ...]) -> bool:
     own = vars(hook.model)
     return [each() for each in known] == [hook, hook.hook, own.get("forward")] and (
         own.get("_hf_hook") is hook.hook
@@ -99,10 +98,6 @@ def _stands(hook: Any, known: tuple[weakref.ref[Any], ...]) -> bool:
 
 def _hooks_of(pipe: Any) -> list[Any]:
     return getattr(pipe, "_all_hooks", [])
-
-
-def _modules(pipe: Any) -> dict[str, nn.Module]:
-    return {name: m for name, m in pipe.components.items() if isinstance(m, nn.Module)}
 
 
 def _has_inner_hook(module: nn.Module) -> bool:

@@ -32,6 +32,11 @@ def parts_of(component: Any, name: str) -> dict[str, nn.Module]:
     return found
 
 
+def modules_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return all components that are modules, by their names."""
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
 def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
     """Return the modules of a pipeline that are compiled, by the path a user would write."""
     held = pipe.components

@@ -22,7 +22,7 @@ from strop.diffusion.model_offload import offload_pinned
 from strop.diffusion.noise import PLACE, draw_without_waiting
 from strop.diffusion.offloading import HOOKS, QUICK, search_quickly
 from strop.diffusion.optimised import is_claimed, new_record, record_of
-from strop.diffusion.parts import COMPONENTS, DENOISERS, compiled_modules
+from strop.diffusion.parts import COMPONENTS, DENOISERS, compiled_modules, modules_of
 from strop.diffusion.pictures import NAME, convert_on_device
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
@@ -74,7 +74,7 @@ def optimize_pipeline(
                 made = {**how, **further.get(name, NOTHING)}
                 _compile(module, own_options[name], name, own, _part_of(pipe, name), **made)
         _mark_own_bar(pipe, loop, changes)
-    left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
+    left = {name: part for name, part in modules_of(pipe).items() if name not in COMPONENTS}
     if left:
         log.warning(
             "%s: not compiled: %s; a module by itself is: strop.optimize(pipe.%s)",
@@ -220,16 +220,12 @@ def _mark_own_bar(pipe: Any, loop: DenoiseLoop, changes: Changes) -> None:
         changes.put([pipe], "progress_bar", _MarkedBar(pipe.progress_bar, loop, pipe))
 
 
-def _modules(pipe: Any) -> dict[str, nn.Module]:
-    return {n: part for n, part in pipe.components.items() if isinstance(part, nn.Module)}
-
-
 def _listed(modules: Mapping[str, nn.Module]) -> str:
     return ", ".join(f"{name} ({type(module).__name__})" for name, module in modules.items())
 
 
 def _nothing_known(pipe: Any) -> str:
-    modules = _modules(pipe)
+    modules = modules_of(pipe)
     has = _listed(modules) or "no module at all"
     advice = f": strop.optimize(pipe.{next(iter(modules))})" if modules else ""
     return (
