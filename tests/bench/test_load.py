@@ -77,7 +77,10 @@ def test_a_must_is_missed(
 
 
 def test_what_is_kept_is_seen() -> None:
-    """The process may have had the memory of it before: what is allocated says that it is kept."""
+    """The process may have had the memory of it before: what is allocated says that it is kept.
+
+    Others allocate and free a little beside it, so the bounds leave a tenth of it for them.
+    """
     kept, one = list[bytes](), torch.zeros(1)
 
     def call(number: int) -> Tensor:
@@ -85,7 +88,7 @@ def test_what_is_kept_is_seen() -> None:
         return one
 
     first, second = (called(call, [one], [0] * 30, 3, CPU) for _ in range(2))
-    assert 3_000_000 <= second.held_bytes - first.held_bytes < 3_300_000
+    assert 2_700_000 < second.held_bytes - first.held_bytes < 3_300_000
 
 
 def test_one_wrong_result_is_a_miss() -> None:
