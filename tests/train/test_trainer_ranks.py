@@ -238,10 +238,10 @@ def _scaled(ranks: Ranks) -> tuple[list[float], float, float]:
         nn.init.ones_(parameter)
     optimizer = FusedAdamW(model.parameters(), lr=0.1, max_grad_norm=1.0)
     scaler = GradScaler("cpu", init_scale=4.0)
-    norms = []
+    averaged, norms = ranks.averaged(list(model.parameters())), []
     for worst in (1.0, float("inf")):
         scaler.scale(model(torch.ones(1, 3)).sum() * (worst if ranks.rank else 3.0)).backward()
-        ranks.average(list(model.parameters()))
+        averaged.finish()
         update(optimizer, scaler)
         norms.append(float(optimizer.grad_norm))
     return model.weight.flatten().tolist(), scaler.get_scale(), norms[0]
@@ -265,19 +265,21 @@ def _averaged(ranks: Ranks) -> list[Any]:
     parameters[1].data = parameters[1].data.to(memory_format=torch.channels_last)
     parameters[2].data = parameters[2].data.double()
     found: list[Any] = []
+    averaged = ranks.averaged(parameters)
     for idle in (0, 0, 4):
         for place, parameter in enumerate(parameters):
             values = torch.arange(parameter.numel()).reshape(parameter.shape) * (
                 1.0 + 2 * ranks.rank
             )
             parameter.grad = None if place == idle else values.to(parameter.dtype)
-        ranks.average(parameters)
+        averaged.finish()
         grads = [p.grad for p in parameters]
         found.append([None if g is None else g.flatten().tolist() for g in grads])
         assert grads[1] is not None
         assert grads[1].stride() == parameters[1].stride()
         assert all(g is None or g.data_ptr() % 16 == 0 for g in grads)
-    return [found, len(ranks.channel._flat._buckets)]  # type: ignore[union-attr]
+    assert averaged._flat is not None
+    return [found, averaged._flat.num_buckets]
 
 
 def test_gradients_are_averaged_in_buckets(pair: Pair) -> None:

@@ -152,7 +152,9 @@ class Loop:
             self.network.unet = stepping.optimizer.shadow(self.network.unet)  # type: ignore[attr-defined]
         train_models.compile_modules(self.network, self.setup, options, self.ranks)
         self.stepping = stepping
-        self._shadows = getattr(stepping.optimizer, "shadows", [])
+        shadows = getattr(stepping.optimizer, "shadows", [])
+        ranks = self.ranks if self.setup.parallel == "average" else ALONE
+        self.averaged = ranks.averaged([*stepping.leaves, *shadows])
         half = None if self.setup.is_shadow else train_models.half_of(self.setup, self.device)
         unet = self.network.unet
         self.objective: Objective | FlowObjective
@@ -173,13 +175,18 @@ class Loop:
     def _core(self) -> tuple[Part, ...]:
         if not self.setup.graph:
             sync: tuple[Part, ...] = ()
-            if self.setup.parallel == "average" and self.ranks.count > 1:
-                sync = (("sync", self._average),)
+            if self.averaged.count > 1:
+                sync = (("sync", self.averaged.finish),)
             head = (("forward", self._forward), ("backward", self._backward))
             return (*head, *sync, *self.stepping.parts)
         compile_step: Any = strop.train.compile_step
         whole = compile_step(
-            self.objective, self.stepping.optimizer, accumulate=1, scaler=None, graph=True
+            self.objective,
+            self.stepping.optimizer,
+            accumulate=1,
+            scaler=None,
+            graph=True,
+            process_group=None if self.averaged.count == 1 else torch.distributed.group.WORLD,
         )
 
         def step() -> None:
@@ -240,10 +247,8 @@ class Loop:
         self.loss = self.objective(*self._tensors())
 
     def _backward(self) -> None:
-        self.stepping.scaled(self.loss).backward()
-
-    def _average(self) -> None:
-        self.ranks.average([*self.stepping.leaves, *self._shadows])
+        with self.averaged.backward():
+            self.stepping.scaled(self.loss).backward()
 
     def _end(self) -> None:
         if not self.setup.graph:

@@ -46,6 +46,7 @@ from strop.runtime.build.loader import KernelLoader, kernel_loader
 from strop.runtime.run import choices
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.limits import looks_too_far
+from strop.runtime.run.ready_results import Told
 from strop.runtime.run.workspace import workspace_of
 from strop.wording import counted
 
@@ -317,20 +318,28 @@ class AotProgram:
     def __call__(self, *arguments: Any) -> list[Any]:
         return self.run(arguments)
 
-    def run(self, arguments: Sequence[Any], env: Mapping[str, int] | None = None) -> list[Any]:
-        """Run the program. ``env`` holds the sizes, where they are known. Raises UnsupportedError
-        for tensors of a transform of ``torch.func``, which have no memory."""
+    def run(
+        self,
+        arguments: Sequence[Any],
+        env: Mapping[str, int] | None = None,
+        told: Told | None = None,
+    ) -> list[Any]:
+        """Run the program. ``env`` holds the sizes, where they are known; ``told`` gets results
+        that are complete before the run ends. Raises UnsupportedError for tensors of a transform of
+        ``torch.func``, which have no memory."""
         try:
             if self.device.type != "cuda":
-                return self._run(arguments, env)
+                return self._run(arguments, env, told)
             with torch.cuda.device(self.device):  # kernels are launched in the current context
-                return self._run(arguments, env)
+                return self._run(arguments, env, told)
         except RuntimeError:
             if any(isinstance(a, Tensor) and _is_wrapped(a) for a in arguments):
                 raise UnsupportedError(_WRAPPED) from None
             raise
 
-    def _run(self, arguments: Sequence[Any], env: Mapping[str, int] | None) -> list[Any]:
+    def _run(
+        self, arguments: Sequence[Any], env: Mapping[str, int] | None, told: Told | None
+    ) -> list[Any]:
         tensors = [
             self._placed(a) if is_tensor else None
             for a, is_tensor in zip(arguments, self._is_tensor, strict=True)
@@ -368,7 +377,7 @@ class AotProgram:
 
                 results = run_checked(bound, self._checked, inputs, "dynamo")[0]
             else:
-                results = bound.run(inputs)
+                results = bound.run(inputs, told=told)
             for place in self._repeated:  # autograd marks tensors, and these have gradients apart
                 results[place] = results[place].detach()
             if self._views is not None:

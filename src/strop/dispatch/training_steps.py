@@ -23,6 +23,7 @@ from strop.dispatch.dynamo import AotLog, AotProgram, AotRecord, refuse_foreign,
 from strop.dispatch.effects import Effects
 from strop.dispatch.first_order import once
 from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.gradient_listeners import told_of
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.partition import Joint
 from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
@@ -116,7 +117,7 @@ class _Run(torch.autograd.Function):
             else:
                 arguments.append(next(kept))
         with torch._C._DisableAutocast():
-            computed = step.backward.run(arguments, ctx.env)
+            computed = step.backward.run(arguments, ctx.env, told_of(ctx.sources))
         depends = step.keeps_tensors or any(t.requires_grad for t in tangents)
         found = iter(once(computed, (*ctx.sources, *tangents)) if depends else computed)
         if not torch._C._autograd._get_current_graph_task_keep_graph():

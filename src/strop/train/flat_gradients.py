@@ -9,47 +9,151 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+from strop.errors import TrainingError
+from strop.wording import counted
 
 BUCKET_BYTES = 64 << 20
 _ALIGNED_BYTES = 16  # of each gradient, as the sweeps of the optimizer read
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Know a gradient again, without holding it: where it lies, and which version of it."""
+
+    address: int
+    version: int
+
+    @staticmethod
+    def of(gradient: Tensor) -> Arrival:
+        return Arrival(gradient.data_ptr(), gradient._version)
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Tell whether this is all of the parameter's gradient."""
+        return parameter.grad is not None and self == Arrival.of(parameter.grad)
+
+
 @dataclass(frozen=True)
 class _Bucket:
-    """Hold parameters, the memory of their gradients, and a view of it for each."""
+    """Hold parameters, the memory of their gradients, and a view of it for each. ``comes_early``:
+    a backward graph tells of all of them before it ends."""
 
     parameters: tuple[Tensor, ...]
     memory: Tensor
     views: tuple[Tensor, ...]
+    comes_early: bool
 
 
 class FlatGradients:
-    """Holds the buckets of parameters that have gradients."""
+    """Holds the buckets of parameters that have gradients: first those that come ``early``, in
+    their order, then the others. Buckets are sent in one order."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._looks = _looks(parameters)
-        self._buckets = [_bucket(part) for part in buckets_of(parameters)]
+    def __init__(
+        self,
+        early: Sequence[Tensor],
+        late: Sequence[Tensor],
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._group = group
+        self._looks = set(_looks([*early, *late]))
+        first = [_bucket(part, comes_early=True) for part in buckets_of(early[::-1])]
+        rest = [_bucket(part, comes_early=False) for part in buckets_of(late)]
+        self._buckets = [*first, *rest]
+        self._place_of = {p: at for at, bucket in enumerate(first) for p in bucket.parameters}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._here: dict[int, dict[Tensor, Tensor]] = {}  # by bucket: its gradients so far
+        self._arrivals: dict[Tensor, Arrival] = {}  # of gradients that have been copied
+        self._filled: set[int] = set()
+        self._sent: list[Any] = []
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Tell whether a pass has begun whose gradients nobody has asked for."""
+        return bool(self._sent or self._filled or self._here)
+
+    @property
+    def num_early(self) -> int:
+        return sum(bucket.comes_early for bucket in self._buckets)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters, with gradients of the same kind."""
-        return self._looks == _looks(parameters)
+        return self._looks == set(_looks(parameters))
+
+    @torch.no_grad()
+    def take(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take a gradient that a backward graph has completed, and send its bucket if that is
+        complete and those before it have been sent."""
+        at = self._place_of.get(parameter)
+        if at is None:
+            return
+        if parameter in self._arrivals or parameter in self._here.get(at, ()):
+            raise TrainingError(
+                "a weight has had two gradients in one backward pass, and in the first one only "
+                "one: what a step calls must not change. Make the step anew where it does"
+            )
+        here = self._here.setdefault(at, {})
+        here[parameter] = gradient
+        bucket = self._buckets[at]
+        if len(here) == len(bucket.parameters):
+            self._fill(at, [here[p] for p in bucket.parameters])
+            self._arrivals.update((p, Arrival.of(g)) for p, g in here.items())
+            del self._here[at]
+            while len(self._sent) in self._filled:
+                self._send()
+
+    def _fill(self, at: int, gradients: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(self._buckets[at].views, list(gradients))
+        self._filled.add(at)
+
+    def _send(self) -> None:
+        """Send the next bucket. NCCL divides on its way; gloo does not know how to."""
+        memory = self._buckets[len(self._sent)].memory
+        op = ReduceOp.AVG if memory.is_cuda else ReduceOp.SUM
+        self._sent.append(all_reduce(memory, op, self._group, async_op=True))
 
     @torch.no_grad()
     def average(self, count: int) -> None:
-        """Sum the gradients over all ranks and divide by their number; a NaN or inf of one rank is
-        one on all. The sums have one order, so that all ranks get the same bits."""
-        sent = []
-        for bucket in self._buckets:
-            torch._foreach_copy_(bucket.views, _grads(bucket.parameters))
-            sent.append(torch.distributed.all_reduce(bucket.memory, async_op=True))
-        for bucket, work in zip(self._buckets, sent, strict=True):
+        """Send the other buckets, and give each parameter the mean of its gradients over all
+        ranks."""
+        self._here.clear()
+        changed = [p for p, seen in self._arrivals.items() if not seen.is_of(p)]
+        for at in range(len(self._sent), len(self._buckets)):
+            if at not in self._filled:
+                self._fill(at, _grads(self._buckets[at].parameters))
+            self._send()
+        for bucket, work in zip(self._buckets, self._sent, strict=True):
             work.wait()
-            bucket.memory.div_(count)
+            if not bucket.memory.is_cuda:
+                bucket.memory.div_(count)
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
+        self._begin()
+        if changed:
+            raise TrainingError(
+                f"{counted(len(changed), 'gradient')} had already been averaged over ranks when "
+                "something else changed or added to them, which it did not do in the first step: "
+                "what a step does must not change. Make the step anew where it does"
+            )
+
+    def abandon(self) -> None:
+        """End a pass whose gradients do not fit: other ranks may have sent more of its buckets, or
+        fewer, so all are sent. What has been averaged is dropped."""
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for work in self._sent:
+            work.wait()
+        self._begin()
 
 
 def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -83,7 +187,7 @@ def _cut(parameters: list[Tensor]) -> list[list[Tensor]]:
     return parts
 
 
-def _bucket(parameters: Sequence[Tensor]) -> _Bucket:
+def _bucket(parameters: Sequence[Tensor], *, comes_early: bool) -> _Bucket:
     first = parameters[0].grad
     assert first is not None
     step = _ALIGNED_BYTES // first.element_size()
@@ -96,7 +200,7 @@ def _bucket(parameters: Sequence[Tensor]) -> _Bucket:
         memory.as_strided(p.shape, dense_strides(p), start)
         for p, start in zip(parameters, starts, strict=True)
     ]
-    return _Bucket(tuple(parameters), memory, tuple(views))
+    return _Bucket(tuple(parameters), memory, tuple(views), comes_early)
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:

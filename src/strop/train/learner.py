@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from strop.errors import OptionError
 from strop.train import library_optimizers
+from strop.train.averaged_gradients import bit_sums
 from strop.train.fused_steps import FusedSteps
 from strop.train.ranks import ALONE, Ranks
 from strop.train.settings import Settings
@@ -40,6 +41,8 @@ class Learner:
             self._shards = _sharded(self.parameters, ranks, keeps_rooms=keeps_rooms)
             if settings.shard_gradients:
                 self._summed = ranks.summed(self._shards)
+        self._averaged = ranks.averaged(self.parameters)
+        self._is_whole = settings.gradient_accumulation_steps == 1  # a backward pass is a step's
         self.steps = self._made_steps(settings)
 
     def _made_steps(self, settings: Settings) -> WeightSteps:
@@ -54,14 +57,16 @@ class Learner:
             module.train(mode)
 
     def backward(self, loss: Tensor) -> None:
-        self.steps.scaled(loss).backward()
+        early = self._is_whole and self._shards is None
+        with self._averaged.backward() if early else nullcontext():
+            self.steps.scaled(loss).backward()
         if self._summed is not None:
             self._summed.end_pass()
 
     def average_gradients(self) -> None:
         """Put the mean over ranks in the place of each gradient that this rank needs."""
         if self._shards is None:
-            self._ranks.average(self.parameters)
+            self._averaged.finish()
         elif self._summed is not None:
             self._ranks.finish(self._summed)
         else:
@@ -73,16 +78,9 @@ class Learner:
         if self._shards is not None:
             self._ranks.gather(self._shards)
 
-    @torch.no_grad()
     def fingerprint(self) -> list[int]:
         """Return sums over the bits of all weights: equal on ranks whose weights are."""
-        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        sums = [
-            p.detach().contiguous().view(kinds[p.element_size()]).sum(dtype=torch.int64)
-            for p in self.parameters
-        ]
-        found: list[int] = torch.stack(sums).tolist()
-        return found
+        return bit_sums(self.parameters)
 
     def forget_gradients(self) -> None:
         if self._summed is not None:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from strop.errors import OptionError, TrainingError
-from strop.train.flat_gradients import FlatGradients
+from strop.train.averaged_gradients import AveragedGradients
 from strop.train.messages import FAILED, LostRanksError, Messages
 from strop.train.places import GroupPlace
 from strop.train.settings import Settings
@@ -64,10 +64,11 @@ class Ranks:
         """Return the mean over ranks of a tensor on the device."""
         return value if self.channel is None else self.channel.mean(value)
 
-    def average(self, parameters: Sequence[Tensor]) -> None:
-        """Put the mean over ranks in the place of each gradient."""
-        if self.channel is not None:
-            self.channel.average(parameters)
+    def averaged(self, parameters: Sequence[Tensor]) -> AveragedGradients:
+        """Return what puts the mean over ranks in the place of each gradient."""
+        if self.channel is None:
+            return AveragedGradients(parameters, 1, lambda value, what: [value])
+        return self.channel.averaged(parameters)
 
     def average_sharded(self, shards: ShardedParameters) -> None:
         """Give each rank the mean gradients of what it steps."""
@@ -171,7 +172,6 @@ class Channel:
     hosts: Any  # the group that speaks over gloo
     witness: Witness
     gpu: GpuSteps | None = None
-    _flat: FlatGradients | None = None
     _has_grads: list[bool] | None = None  # of sharded parameters, in the last step
     _turns: Iterator[int] = field(default_factory=itertools.count)
 
@@ -196,14 +196,8 @@ class Channel:
             torch.distributed.all_reduce(total)
         return total / self.count
 
-    def average(self, parameters: Sequence[Tensor]) -> None:
-        active = [p for p in parameters if p.grad is not None]
-        if self._flat is None or not self._flat.fits(active):
-            has_grads = [p.grad is not None for p in parameters]
-            self.check_same("parameters with a gradient", has_grads)
-            self._flat = FlatGradients(active)
-        with self._meeting("average of gradients"):
-            self._flat.average(self.count)
+    def averaged(self, parameters: Sequence[Tensor]) -> AveragedGradients:
+        return AveragedGradients(parameters, self.count, self.all_of, self._meeting)
 
     def average_sharded(self, shards: ShardedParameters) -> None:
         has_grads = shards.has_gradients

@@ -12,16 +12,19 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from strop.dispatch.signature import Skeleton, flatten, rebuild
 from strop.errors import CaptureError, OptionError, StropError, UnsupportedError
 from strop.runtime.run import graph_keep_alive
 from strop.train import diagnosis, recording
+from strop.train.averaged_gradients import AveragedGradients, averaged_over
 from strop.train.closure_walk import Reached, WatchedModules, reached
 from strop.train.recording import Recorder, Recording
 from strop.train.static_gradients import StaticGradients
@@ -110,10 +113,16 @@ class WholeStep:
     leads_nowhere = True  # to modules of a loss, which may hold the step as well
 
     def __init__(
-        self, loss_fn: Callable[..., Tensor], updating: Updating, accumulate: int, graph: bool
+        self,
+        loss_fn: Callable[..., Tensor],
+        updating: Updating,
+        accumulate: int,
+        graph: bool,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._loss_fn, self._updating, self.accumulate = loss_fn, updating, accumulate
-        self._graph = graph
+        self._graph, self._group = graph, group
+        self._averaged: AveragedGradients | None = None
         self._recorder: Recorder | None = None
         self._device: torch.device | None = None
         self._part = 0  # micro-batches since the last update
@@ -128,6 +137,7 @@ class WholeStep:
         call = self._call_of(args, kwargs)
         is_last = self._part + 1 == self.accumulate
         self._choose_recorder(leaves[0].device)
+        self._choose_averages(leaves)
         if self._recorder is None:
             loss = self._plain(partial(self._loss_fn, *args, **kwargs), leaves, is_last)
         else:
@@ -152,9 +162,14 @@ class WholeStep:
     def _micro(self, call: Callable[[], Any], leaves: Sequence[Tensor], is_last: bool) -> Tensor:
         """Run what a graph records."""
         torch.clear_autocast_cache()  # weights that were cast before the last update
-        loss = self._backward(call, leaves)
+        averaged = self._averaged
+        is_whole = averaged is not None and self.accumulate == 1
+        with averaged.backward() if averaged is not None and is_whole else nullcontext():
+            loss = self._backward(call, leaves)
         torch.clear_autocast_cache()
         if is_last:
+            if averaged is not None:
+                averaged.finish()
             self._updating.update()
         return loss
 
@@ -261,7 +276,8 @@ class WholeStep:
         homes = self._static_gradients.places(leaves, bytes(map(max, before, after)))
         own = [leaf.data_ptr() for leaf in leaves]
         places = self._watched.places()
-        return list(map(id, leaves)), own, places, homes, self._updating.standing()
+        averaged = self._averaged.generation if self._averaged is not None else 0
+        return list(map(id, leaves)), own, places, homes, self._updating.standing(), averaged
 
     def _trim(self) -> None:
         recorded = [b for b in self._buckets.values() if b.recording is not None]
@@ -302,6 +318,13 @@ class WholeStep:
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = grad
 
+    def _choose_averages(self, leaves: Sequence[Tensor]) -> None:
+        known = self._averaged
+        if self._group is None or (known is not None and _are_same(known.parameters, leaves)):
+            return
+        self._averaged = averaged_over(self._group, leaves)
+        self._buckets.clear()
+
     # ---- arguments -----------------------------------------------------------------------------
 
     def _choose_recorder(self, device: torch.device) -> None:
@@ -338,20 +361,33 @@ def compile_step(
     accumulate: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     graph: bool = True,
+    process_group: ProcessGroup | None = None,
 ) -> WholeStep:
     """Compile a training step: ``step(*args)`` runs ``loss_fn(*args)``, its backward pass and the
     update.
 
     ``accumulate``: an update every so many calls, of gradients of loss / accumulate; all of them
     are None after it. ``graph``: replay CUDA graphs on a GPU; else, and on a CPU, the same step
-    runs as it is. Raises OptionError for arguments that cannot be served, CaptureError where
-    ``loss_fn`` waits for the device.
+    runs as it is. ``process_group``: put the mean over its ranks in the place of each gradient, as
+    DistributedDataParallel does; buckets of gradients are sent while the backward pass goes on,
+    and a graph holds that, too. All ranks must begin with the same weights, and call the step
+    equally often. Raises OptionError for arguments that cannot be served, CaptureError where
+    ``loss_fn`` waits for the device, TrainingError where ranks do not fit together.
     """
     if not callable(loss_fn):
         raise OptionError(f"loss_fn is a {type(loss_fn).__name__}: it must be a function")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise OptionError(f"accumulate is {accumulate!r}: it must be a whole number from 1 on")
-    return WholeStep(loss_fn, Updating(optimizer, scaler), accumulate, graph)
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise OptionError(
+            f"process_group is a {type(process_group).__name__}: it must be one of "
+            "torch.distributed, such as torch.distributed.group.WORLD behind init_process_group"
+        )
+    return WholeStep(loss_fn, Updating(optimizer, scaler), accumulate, graph, process_group)
+
+
+def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(is_, tensors, others))
 
 
 def _check_loss(loss: Any) -> None:
@@ -368,7 +404,8 @@ def _check_loss(loss: Any) -> None:
 def _capturable(watched: WatchedModules) -> WatchedModules:
     if watched.has_kind(nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
-            "a CUDA graph of a step under DistributedDataParallel is not built; use "
+            "a CUDA graph cannot hold what DistributedDataParallel does on the host: give the step "
+            "the module in it (ddp.module) and process_group=torch.distributed.group.WORLD; or use "
             "compile_step(graph=False)"
         )
     return watched

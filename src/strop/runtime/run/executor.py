@@ -26,6 +26,7 @@ from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.fewer_threads import shares_of
 from strop.runtime.run.layouts import is_laid_out, laid_out, read_as
 from strop.runtime.run.link import Linked, Resources, link
+from strop.runtime.run.ready_results import Stage, Told, stages_of
 from strop.runtime.run.shape_plan import ShapePlans
 from strop.runtime.run.weight_stream import Streaming
 from strop.runtime.run.workspace import KEPT_BYTES, Workspace
@@ -166,13 +167,18 @@ class Bound:
     # running
 
     def run(
-        self, inputs: Sequence[Tensor], stamp: Stamp | None = None, moment: Moment | None = None
+        self,
+        inputs: Sequence[Tensor],
+        stamp: Stamp | None = None,
+        moment: Moment | None = None,
+        told: Told | None = None,
     ) -> list[Any]:
         """Run all parts. ``inputs`` are the arguments that are not state, in order; ``stamp`` is
-        that of the steady ones; ``moment`` is the place of the call in a denoise loop."""
+        that of the steady ones; ``moment`` is the place of the call in a denoise loop. ``told``
+        gets the results that are complete before the run ends, each when it is."""
         with self._workspace.lock:
             try:
-                return self._run(inputs, stamp, moment)
+                return self._run(inputs, stamp, moment, told)
             except BaseException as error:
                 self.let_go()  # of what it has made so far; the next run begins anew
                 if _is_about_memory(error):
@@ -182,7 +188,11 @@ class Bound:
                 raise
 
     def _run(
-        self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None
+        self,
+        inputs: Sequence[Tensor],
+        stamp: Stamp | None,
+        moment: Moment | None,
+        told: Told | None,
     ) -> list[Any]:
         linked = self._begin(inputs)
         if not self.hoisted.is_there(stamp):
@@ -196,7 +206,7 @@ class Bound:
         else:
             self.look_up(rows)
         self._is_looked_up = rows is not None
-        results = self._run_late(linked)
+        results = self._run_late(linked, told)
         if rows is None:
             self.make_timetable(moment, inputs)
         if self.is_large:
@@ -278,11 +288,21 @@ class Bound:
         for position in positions:
             self.around(position, steps[position])
 
-    def _run_late(self, linked: Linked) -> list[Any]:
+    @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.plan)
+
+    def _run_late(self, linked: Linked, told: Told | None = None) -> list[Any]:
         plan, slots, device = self.plan, linked.slots, self._workspace.device
         for number, (shape, strides, dtype) in plan.results:
             linked.put(number, torch.empty_strided(shape, strides, dtype=dtype, device=device))
-        self._walk(linked, plan.order.late)
+        if told is None:
+            self._walk(linked, plan.order.late)
+        else:
+            for stage in self._stages:
+                self._walk(linked, stage.steps)
+                for place in stage.ready:
+                    told(place, linked.returned[place]())
         returned = [get() for get in linked.returned]
         for place, first in self._repeated:
             returned[place] = returned[first]

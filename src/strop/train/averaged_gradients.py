@@ -1,0 +1,133 @@
+"""Average gradients over ranks, beginning while the backward pass goes on.
+
+Gradients travel in flat buckets (see ``flat_gradients``). The first pass is watched: a compiled
+backward graph tells of each gradient when it is complete, and buckets follow the order in which
+those of rank 0 came. From the second pass on a bucket is sent as soon as its last gradient is
+there (https://arxiv.org/abs/2006.15704, section 3.2.3). All ranks send the same buckets in one
+order, whatever graphs they run. Gradients of which nobody tells are sent when the pass has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from strop.dispatch.gradient_listeners import listening
+from strop.errors import TrainingError
+from strop.train.flat_gradients import Arrival, FlatGradients
+
+AllOf = Callable[[Any, str], list[Any]]  # the values of all ranks, by a value and what it is for
+
+
+class AveragedGradients:
+    """Put the mean over ranks in the place of each gradient of ``parameters``.
+
+    ``backward`` is around the backward pass of a step that has only one, and ``finish`` comes
+    before the gradients are read. ``all_of`` speaks to the other hosts; ``meeting`` is what waiting
+    for other ranks happens in. ``generation`` changes whenever gradients come to lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        count: int,
+        all_of: AllOf,
+        meeting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.parameters, self.count = tuple(parameters), count
+        self._all_of, self._meeting, self._group = all_of, meeting, group
+        self._flat: FlatGradients | None = None
+        self._came: dict[Tensor, Arrival | None] = {}  # of the pass that is watched
+        self.generation = 0
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Send gradients of the pass in here as they come. Gradients of passes before it would be
+        missing in them, so where there are any, all are sent by ``finish``."""
+        if self.count == 1 or any(p.grad is not None for p in self.parameters):
+            yield
+            return
+        self._came = {}
+        if self._flat is not None and self._flat.is_unfinished:  # the step before has failed
+            self._flat.abandon()
+        with listening(self.parameters, self._watch if self._flat is None else self._flat.take):
+            yield
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what has not been sent, and wait for all. A NaN or inf of one rank is one on all.
+        The sums have one order, so that all ranks get the same bits. Raises TrainingError if a
+        gradient that was sent has changed since."""
+        if self.count == 1:
+            return
+        active = [p for p in self.parameters if p.grad is not None]
+        if self._flat is None or not self._flat.fits(active):
+            self._lay_out(active)
+        assert self._flat is not None
+        with self._meeting("average of gradients"):
+            self._flat.average(self.count)
+
+    @property
+    def num_early(self) -> int:
+        """Count the buckets that are sent before the backward pass ends."""
+        return 0 if self._flat is None else self._flat.num_early
+
+    def _watch(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Note a gradient, without holding it: autograd would copy what somebody else holds."""
+        again = parameter in self._came  # then it is a part of the gradient only
+        self._came[parameter] = None if again else Arrival.of(gradient)
+
+    def _lay_out(self, active: Sequence[Tensor]) -> None:
+        if self._flat is not None:
+            with self._meeting("average of gradients"):
+                self._flat.abandon()
+        places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        alone = [places[p] for p, seen in self._came.items() if seen is not None and seen.is_of(p)]
+        said = self._all_of(([p.grad is not None for p in self.parameters], alone), "gradients")
+        if any(other[0] != said[0][0] for other in said):
+            raise TrainingError(
+                "ranks do not have gradients of the same weights: all must run the same model, "
+                "with the same parts of it frozen"
+            )
+        everywhere = set.intersection(*(set(other[1]) for other in said))
+        early = [self.parameters[place] for place in said[0][1] if place in everywhere]
+        late = set(active).difference(early)
+        self._flat = FlatGradients(early, [p for p in active if p in late], self._group)
+        self.generation += 1
+
+
+def averaged_over(group: ProcessGroup, parameters: Sequence[Tensor]) -> AveragedGradients:
+    """Return what averages gradients over a process group. Raises TrainingError unless all of its
+    ranks have the same bits in all parameters."""
+
+    def all_of(value: Any, what: str) -> list[Any]:
+        found: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(found, value, group)
+        return found
+
+    said = all_of(bit_sums(parameters), "weights")
+    odd = [rank for rank, other in enumerate(said) if other != said[0]]
+    if odd:
+        raise TrainingError(
+            f"ranks 0 and {odd[0]} of the process group do not begin with the same weights: load "
+            "the same file on all, or send those of rank 0 with torch.distributed.broadcast"
+        )
+    return AveragedGradients(parameters, group.size(), all_of, group=group)
+
+
+@torch.no_grad()
+def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return sums over the bits of all tensors: equal on ranks whose tensors are."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64)
+        for t in tensors
+    ]
+    found: list[int] = torch.stack(sums).tolist()
+    return found
