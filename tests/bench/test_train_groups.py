@@ -63,13 +63,14 @@ def test_compilers_and_a_batch_that_was_asked_for() -> None:
     ]
 
 
-def test_a_graph_of_several_gpus_is_refused_by_name() -> None:
-    (row,) = chosen_rows(["P9"], only=["strop-graph", "strop"])
-    plain, graph = row.contenders
-    assert not train_measure.refusal(plain, TINY)
-    assert "CUDA graph of a step on several GPUs" in train_measure.refusal(graph, TINY)
-    shadow = next(c for c in LADDER.contenders if c.name == "shadow")
-    assert not train_measure.setup_here(shadow.setup, 2).graph
+def test_a_graph_of_cut_gradients_is_refused_by_name() -> None:
+    (row,) = chosen_rows(["P9"], only=["strop-graph"])
+    (graph,) = row.contenders
+    assert not train_measure.refusal(graph, TINY), "gradients are averaged in it"
+    cut = replace(graph, setup=replace(graph.setup, parallel="zero1"))
+    assert "gradients are cut over several GPUs" in train_measure.refusal(cut, TINY)
+    assert not train_measure.refusal(cut, replace(TINY, processes=1))
+    assert not train_measure.setup_here(cut.setup, 2).graph
 
 
 def test_the_rung_of_two_gpus_says_what_it_is() -> None:

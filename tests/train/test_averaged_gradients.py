@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import strop
 from strop.errors import TrainingError
-from strop.train import averaged_gradients, compile_step, flat_gradients
+from strop.train import compile_step, flat_gradients
 from strop.train.optimizers import FusedAdamW
 from strop.train.ranks import Ranks
+from strop.train.sharded_parameters import ShardedParameters
 from tests.train.pair import Pair
 
 pytestmark = pytest.mark.skipif(
@@ -51,17 +52,6 @@ def _loss(net: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
-class Sends:
-    """Counts the buckets that had been sent when each backward pass ended."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def note(self, averaged: averaged_gradients.AveragedGradients) -> None:
-        flat = averaged._flat
-        self.counts.append(0 if flat is None else len(flat._sent))
-
-
 def _small_buckets() -> Any:
     patch = pytest.MonkeyPatch()
     patch.setattr(flat_gradients, "BUCKET_BYTES", 2 * WIDTH * WIDTH * 4)
@@ -70,7 +60,7 @@ def _small_buckets() -> Any:
 
 def _trained(ranks: Ranks) -> tuple[list[list[Tensor]], list[int], int]:
     """Gradients of three steps, of sizes that differ between ranks, and what was sent early."""
-    patch, sends = _small_buckets(), Sends()
+    patch, sends = _small_buckets(), list[int]()
     net = Net()
     strop.optimize(net, train=True)
     averaged = ranks.averaged(list(net.parameters()))
@@ -78,12 +68,12 @@ def _trained(ranks: Ranks) -> tuple[list[list[Tensor]], list[int], int]:
     for step in range(3):
         with averaged.backward():
             _loss(net, _rows(ranks.rank, step, 4 + 2 * ranks.rank * (step == 2))).backward()
-            sends.note(averaged)
+            sends.append(averaged.num_sent)
         averaged.finish()
         found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
         net.zero_grad()
     patch.undo()
-    return found, sends.counts, averaged.num_early
+    return found, sends, averaged.num_early
 
 
 def test_buckets_are_sent_within_the_backward_pass(pair: Pair) -> None:
@@ -100,6 +90,37 @@ def test_buckets_are_sent_within_the_backward_pass(pair: Pair) -> None:
         expected = torch.autograd.grad(sum(losses) / 2, list(net.parameters()))  # type: ignore[arg-type]
         for grad, right in zip(grads, expected, strict=True):
             torch.testing.assert_close(grad, right, rtol=1e-5, atol=1e-7)
+
+
+def _shared_out(ranks: Ranks) -> tuple[list[list[Tensor | None]], list[int]]:
+    """The same, where each rank gets the gradients that it steps alone."""
+    patch, sends = _small_buckets(), list[int]()
+    net = Net()
+    strop.optimize(net, train=True)
+    shards = ShardedParameters(list(net.parameters()), ranks.rank, ranks.count)
+    averaged, found = ranks.averaged_sharded(shards), []
+    for step in range(3):
+        with averaged.backward():
+            _loss(net, _rows(ranks.rank, step)).backward()
+            sends.append(averaged.num_sent)
+        averaged.finish()
+        found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        net.zero_grad()
+    patch.undo()
+    assert len(shards.buckets) == averaged.num_early
+    return found, sends
+
+
+def test_shares_are_sent_within_the_backward_pass(pair: Pair) -> None:
+    first, second = pair.run(_shared_out)
+    assert first[1] == second[1] == [0, DEPTH // 2, DEPTH // 2]
+    for step, (mine, theirs) in enumerate(zip(first[0], second[0], strict=True)):
+        net = Net()
+        losses = [_loss(net, _rows(rank, step)) for rank in range(2)]
+        expected = torch.autograd.grad(sum(losses) / 2, list(net.parameters()))  # type: ignore[arg-type]
+        for a, b, right in zip(mine, theirs, expected, strict=True):
+            assert (a is None) != (b is None)
+            torch.testing.assert_close(b if a is None else a, right, rtol=1e-5, atol=1e-7)
 
 
 def _changing(ranks: Ranks) -> list[Any]:

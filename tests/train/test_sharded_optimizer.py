@@ -49,13 +49,14 @@ def _stepped(ranks: Ranks) -> dict[str, Any]:
     flat_gradients.BUCKET_BYTES = 128
     parameters = _parameters()
     shards = ShardedParameters(parameters, ranks.rank, ranks.count)
+    averaged = ranks.averaged_sharded(shards)
     own = [any(p is mine for mine in shards.own) for p in parameters]
     grads, weights = [], []
     for idle in (0, 0, 5, None):
         for place, p in enumerate(parameters):
             values = torch.arange(p.numel()).reshape(p.shape) * (1.0 + 2 * ranks.rank)
             p.grad = None if place == idle else values.to(p.dtype)
-        ranks.average_sharded(shards)
+        averaged.finish()
         grads.append([None if p.grad is None else p.grad.flatten().tolist() for p in parameters])
         for p in parameters:
             if p.grad is not None:
@@ -105,11 +106,12 @@ def _clipped(ranks: Ranks) -> dict[str, Any]:
     optimizer = FusedAdamW(
         shards.own, lr=0.1, max_grad_norm=0.5, process_group=torch.distributed.group.WORLD
     )
+    averaged = ranks.averaged_sharded(shards)
     scaler, norms, weights = GradScaler("cpu", init_scale=4.0), [], []
     for worst in (1.0, float("inf")):
         loss = model(torch.ones(1, 3)).square().sum() * (worst if ranks.rank else 1.0)
         scaler.scale(loss).backward()
-        ranks.average_sharded(shards)
+        averaged.finish()
         update(optimizer, scaler)
         ranks.gather(shards)
         norms.append(float(optimizer.grad_norm))

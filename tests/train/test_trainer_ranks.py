@@ -278,8 +278,8 @@ def _averaged(ranks: Ranks) -> list[Any]:
         assert grads[1] is not None
         assert grads[1].stride() == parameters[1].stride()
         assert all(g is None or g.data_ptr() % 16 == 0 for g in grads)
-    assert averaged._flat is not None
-    return [found, averaged._flat.num_buckets]
+    assert averaged._sent is not None
+    return [found, len(averaged._sent.buckets)]
 
 
 def test_gradients_are_averaged_in_buckets(pair: Pair) -> None:

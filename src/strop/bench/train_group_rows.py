@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strop.bench.train_work import OURS, SCRIPT, TORCH, Contender, TrainRow, Work, eager_of
+from strop.bench.train_work import GRAPH, OURS, SCRIPT, TORCH, Contender, TrainRow, Work, eager_of
 
 _CACHED = Work(batch=32, is_cached=True)
 _SDXL = Work("sdxl", 4, is_cached=True, has_ema=False)
@@ -18,10 +18,23 @@ _FEWER = "half of the activations kept"
 _SHADOW = replace(OURS, is_shadow=True)
 
 
-def _scaling(work: Work) -> tuple[Contender, ...]:
+def _ours(work: Work) -> tuple[Contender, ...]:
+    """Return Strop's contenders; with a graph, the sums over ranks are in it."""
+    travels = "bf16 copies of weights, whose gradients travel"
+    whole = "whole step in a CUDA graph"
     return (
         Contender("strop", work, OURS),
-        Contender("strop-shadow", work, _SHADOW, "bf16 copies of weights, whose gradients travel"),
+        Contender("strop-graph", work, GRAPH, whole),
+        Contender("strop-shadow", work, _SHADOW, travels),
+        Contender(
+            "strop-shadow-graph", work, replace(GRAPH, is_shadow=True), f"{travels}; {whole}"
+        ),
+    )
+
+
+def _scaling(work: Work) -> tuple[Contender, ...]:
+    return (
+        *_ours(work),
         Contender("diffusers", work, SCRIPT, _RECIPE),
         eager_of(work),
         Contender("torch", work, TORCH, _INDUCTOR),
@@ -90,8 +103,7 @@ GROUP_ROWS: tuple[TrainRow, ...] = (
         "P12c",
         "SD1.5 512², batch 8 a GPU, VAE and text in the loop: beside the plain recipe",
         (
-            Contender("strop", _IN_LOOP, OURS),
-            Contender("strop-shadow", _IN_LOOP, _SHADOW, "bf16 copies of weights"),
+            *_ours(_IN_LOOP),
             Contender("diffusers", _IN_LOOP, SCRIPT, _RECIPE),
             eager_of(_IN_LOOP),
         ),
@@ -104,8 +116,7 @@ GROUP_ROWS: tuple[TrainRow, ...] = (
         "P12d",
         "SD1.5 512², batch 8 a GPU, VAE and text in the loop: beside DDP with Inductor",
         (
-            Contender("strop", _IN_LOOP, OURS),
-            Contender("strop-shadow", _IN_LOOP, _SHADOW, "bf16 copies of weights"),
+            *_ours(_IN_LOOP),
             Contender("torch", _IN_LOOP, TORCH, _INDUCTOR),
             eager_of(_IN_LOOP),
         ),
@@ -120,6 +131,7 @@ GROUP_ROWS: tuple[TrainRow, ...] = (
         "Flux.1 512², LoRA of rank 16, batch 1, bf16 base, cached",
         (
             Contender("strop", _FLUX, OURS),
+            Contender("strop-graph", _FLUX, GRAPH, "whole step in a CUDA graph"),
             eager_of(_FLUX),
             Contender("torch", _FLUX, TORCH, "Inductor, fused AdamW"),
         ),

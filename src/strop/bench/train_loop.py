@@ -154,7 +154,7 @@ class Loop:
         self.stepping = stepping
         shadows = getattr(stepping.optimizer, "shadows", [])
         ranks = self.ranks if self.setup.parallel == "average" else ALONE
-        self.averaged = ranks.averaged([*stepping.leaves, *shadows])
+        self.averaged = stepping.averaged or ranks.averaged([*stepping.leaves, *shadows])
         half = None if self.setup.is_shadow else train_models.half_of(self.setup, self.device)
         unet = self.network.unet
         self.objective: Objective | FlowObjective

@@ -72,14 +72,18 @@ def refusal(contender: Contender, plan: Plan) -> str:
     count = count_of(contender, plan)
     if contender.setup.graph == "needed" and not can_graph():
         return "not built: strop.train.compile_step, one CUDA graph of the whole step"
-    if contender.setup.graph == "needed" and count > 1:
-        return "not built: a CUDA graph of a step on several GPUs"
+    if contender.setup.graph == "needed" and not _graph_holds_sums(contender.setup, count):
+        return "not built: a CUDA graph of a step whose gradients are cut over several GPUs"
     return ""
+
+
+def _graph_holds_sums(setup: Setup, count: int) -> bool:
+    return count == 1 or setup.parallel == "average"
 
 
 def setup_here(setup: Setup, count: int = 1) -> Setup:
     """Return the setup without what is optional and not built, here or for so many processes."""
-    is_built = can_graph() and count == 1
+    is_built = can_graph() and _graph_holds_sums(setup, count)
     return replace(setup, graph="") if setup.graph and not is_built else setup
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from strop.bench.train_work import Setup, Work
 from strop.train import EMASchedule, FusedAdamW, GradScaler
+from strop.train.averaged_gradients import AveragedGradients
 from strop.train.ranks import ALONE, Ranks
 from strop.train.sharded_parameters import ShardedParameters
 
@@ -23,13 +24,15 @@ Act = Callable[[], None]
 @dataclass(frozen=True, slots=True)
 class Stepping:
     """Hold the parts of an update, with the names of the split. ``norm``: of the gradients of the
-    last step."""
+    last step. ``averaged``: what gives each rank the gradients that it steps, if they are shared
+    out."""
 
     optimizer: torch.optim.Optimizer
     scaler: Any
     parts: tuple[tuple[str, Act], ...]
     norm: Callable[[], Tensor | None]
     leaves: tuple[Tensor, ...] = ()  # what gets gradients
+    averaged: AveragedGradients | None = None
 
     def scaled(self, loss: Tensor) -> Tensor:
         found: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
@@ -83,10 +86,8 @@ def _average(
     return (("EMA", average),)
 
 
-def _sync(shards: ShardedParameters, ranks: Ranks, setup: Setup) -> Act:
-    """Return what comes between the backward pass and the update."""
-    if setup.parallel == "zero1":
-        return lambda: ranks.average_sharded(shards)
+def _summing(shards: ShardedParameters, ranks: Ranks) -> Act:
+    """Have gradients summed within the backward pass; returns what comes behind it."""
     summed = ranks.summed(shards)
 
     def end() -> None:
@@ -123,11 +124,12 @@ def _fused(
             scaler.update()
 
     parts: tuple[tuple[str, Act], ...] = (("update", update),)
+    averaged = None
     if shards is not None:
         cut = shards
-        parts = (
-            ("sync", _sync(cut, ranks, setup)),
-            *parts,
-            ("gather", lambda: ranks.gather(cut)),
-        )
-    return Stepping(optimizer, scaler, parts, lambda: optimizer.grad_norm, tuple(params))
+        parts = (*parts, ("gather", lambda: ranks.gather(cut)))
+        if setup.parallel == "zero1":
+            averaged = ranks.averaged_sharded(shards)
+        else:
+            parts = (("sync", _summing(shards, ranks)), *parts)
+    return Stepping(optimizer, scaler, parts, lambda: optimizer.grad_norm, tuple(params), averaged)

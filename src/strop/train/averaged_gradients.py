@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch.distributed import ProcessGroup
 
 from strop.dispatch.gradient_listeners import listening
 from strop.errors import TrainingError
-from strop.train.flat_gradients import Arrival, FlatGradients
+from strop.train.flat_gradients import Arrival, Bucket, SentGradients, flat_buckets
 
 AllOf = Callable[[Any, str], list[Any]]  # the values of all ranks, by a value and what it is for
+LayOut = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Bucket]]  # by ``flat_buckets``
 
 
 class AveragedGradients:
@@ -29,7 +31,8 @@ class AveragedGradients:
 
     ``backward`` is around the backward pass of a step that has only one, and ``finish`` comes
     before the gradients are read. ``all_of`` speaks to the other hosts; ``meeting`` is what waiting
-    for other ranks happens in. ``generation`` changes whenever gradients come to lie elsewhere.
+    for other ranks happens in; ``lay_out`` makes the buckets. ``generation`` changes whenever
+    gradients come to lie elsewhere.
     """
 
     def __init__(
@@ -38,11 +41,11 @@ class AveragedGradients:
         count: int,
         all_of: AllOf,
         meeting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-        group: ProcessGroup | None = None,
+        lay_out: LayOut = flat_buckets,
     ) -> None:
         self.parameters, self.count = tuple(parameters), count
-        self._all_of, self._meeting, self._group = all_of, meeting, group
-        self._flat: FlatGradients | None = None
+        self._all_of, self._meeting, self._lay_out = all_of, meeting, lay_out
+        self._sent: SentGradients | None = None
         self._came: dict[Tensor, Arrival | None] = {}  # of the pass that is watched
         self.generation = 0
 
@@ -54,9 +57,9 @@ class AveragedGradients:
             yield
             return
         self._came = {}
-        if self._flat is not None and self._flat.is_unfinished:  # the step before has failed
-            self._flat.abandon()
-        with listening(self.parameters, self._watch if self._flat is None else self._flat.take):
+        if self._sent is not None and self._sent.is_unfinished:  # the step before has failed
+            self._sent.abandon()
+        with listening(self.parameters, self._watch if self._sent is None else self._sent.take):
             yield
 
     @torch.no_grad()
@@ -67,26 +70,31 @@ class AveragedGradients:
         if self.count == 1:
             return
         active = [p for p in self.parameters if p.grad is not None]
-        if self._flat is None or not self._flat.fits(active):
-            self._lay_out(active)
-        assert self._flat is not None
+        if self._sent is None or not self._sent.fits(active):
+            self._divide(active)
+        assert self._sent is not None
         with self._meeting("average of gradients"):
-            self._flat.average(self.count)
+            self._sent.average(self.count)
 
     @property
     def num_early(self) -> int:
         """Count the buckets that are sent before the backward pass ends."""
-        return 0 if self._flat is None else self._flat.num_early
+        return 0 if self._sent is None else self._sent.num_early
+
+    @property
+    def num_sent(self) -> int:
+        """Count the buckets of this pass that are on their way."""
+        return 0 if self._sent is None else self._sent.num_sent
 
     def _watch(self, parameter: Tensor, gradient: Tensor) -> None:
         """Note a gradient, without holding it: autograd would copy what somebody else holds."""
         again = parameter in self._came  # then it is a part of the gradient only
         self._came[parameter] = None if again else Arrival.of(gradient)
 
-    def _lay_out(self, active: Sequence[Tensor]) -> None:
-        if self._flat is not None:
+    def _divide(self, active: Sequence[Tensor]) -> None:
+        if self._sent is not None:
             with self._meeting("average of gradients"):
-                self._flat.abandon()
+                self._sent.abandon()
         places = {parameter: place for place, parameter in enumerate(self.parameters)}
         alone = [places[p] for p, seen in self._came.items() if seen is not None and seen.is_of(p)]
         said = self._all_of(([p.grad is not None for p in self.parameters], alone), "gradients")
@@ -98,7 +106,8 @@ class AveragedGradients:
         everywhere = set.intersection(*(set(other[1]) for other in said))
         early = [self.parameters[place] for place in said[0][1] if place in everywhere]
         late = set(active).difference(early)
-        self._flat = FlatGradients(early, [p for p in active if p in late], self._group)
+        buckets = self._lay_out(early, [p for p in active if p in late])
+        self._sent = SentGradients(buckets)
         self.generation += 1
 
 
@@ -118,7 +127,9 @@ def averaged_over(group: ProcessGroup, parameters: Sequence[Tensor]) -> Averaged
             f"ranks 0 and {odd[0]} of the process group do not begin with the same weights: load "
             "the same file on all, or send those of rank 0 with torch.distributed.broadcast"
         )
-    return AveragedGradients(parameters, group.size(), all_of, group=group)
+    return AveragedGradients(
+        parameters, group.size(), all_of, lay_out=partial(flat_buckets, group=group)
+    )
 
 
 @torch.no_grad()

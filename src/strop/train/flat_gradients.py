@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,33 +38,68 @@ class Arrival:
         return parameter.grad is not None and self == Arrival.of(parameter.grad)
 
 
+class Bucket(Protocol):
+    """Carry gradients of some parameters over ranks together. ``comes_early``: a backward graph
+    tells of all of them before it ends."""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def comes_early(self) -> bool: ...
+
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        """Copy the gradients of all parameters, in their order."""
+        ...
+
+    def send(self) -> Any:
+        """Begin to sum over ranks; returns what is to be waited for."""
+        ...
+
+    def land(self, count: int) -> None:
+        """Give parameters their gradients, which are the mean over ``count`` ranks."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Bucket:
-    """Hold parameters, the memory of their gradients, and a view of it for each. ``comes_early``:
-    a backward graph tells of all of them before it ends."""
+class FlatBucket:
+    """Hold parameters, the memory of their gradients, and a view of it for each; all ranks get all
+    of the sums."""
 
     parameters: tuple[Tensor, ...]
     memory: Tensor
     views: tuple[Tensor, ...]
     comes_early: bool
+    group: ProcessGroup | None
+
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(self.views, list(gradients))
+
+    def send(self) -> Any:
+        """NCCL divides on its way; gloo does not know how to."""
+        op = ReduceOp.AVG if self.memory.is_cuda else ReduceOp.SUM
+        return all_reduce(self.memory, op, self.group, async_op=True)
+
+    def land(self, count: int) -> None:
+        if not self.memory.is_cuda:
+            self.memory.div_(count)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
 
 
-class FlatGradients:
-    """Holds the buckets of parameters that have gradients: first those that come ``early``, in
-    their order, then the others. Buckets are sent in one order."""
+class SentGradients:
+    """Sends the buckets of one backward pass after the other, always in the same order."""
 
-    def __init__(
-        self,
-        early: Sequence[Tensor],
-        late: Sequence[Tensor],
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self._group = group
-        self._looks = set(_looks([*early, *late]))
-        first = [_bucket(part, comes_early=True) for part in buckets_of(early[::-1])]
-        rest = [_bucket(part, comes_early=False) for part in buckets_of(late)]
-        self._buckets = [*first, *rest]
-        self._place_of = {p: at for at, bucket in enumerate(first) for p in bucket.parameters}
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = tuple(buckets)
+        parameters = [p for bucket in buckets for p in bucket.parameters]
+        self._looks = set(_looks(parameters))
+        self._place_of = {
+            p: at
+            for at, bucket in enumerate(buckets)
+            if bucket.comes_early
+            for p in bucket.parameters
+        }
         self._begin()
 
     def _begin(self) -> None:
@@ -74,17 +109,18 @@ class FlatGradients:
         self._sent: list[Any] = []
 
     @property
-    def num_buckets(self) -> int:
-        return len(self._buckets)
+    def num_early(self) -> int:
+        return sum(bucket.comes_early for bucket in self.buckets)
+
+    @property
+    def num_sent(self) -> int:
+        """Count the buckets of this pass that are on their way."""
+        return len(self._sent)
 
     @property
     def is_unfinished(self) -> bool:
         """Tell whether a pass has begun whose gradients nobody has asked for."""
         return bool(self._sent or self._filled or self._here)
-
-    @property
-    def num_early(self) -> int:
-        return sum(bucket.comes_early for bucket in self._buckets)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters, with gradients of the same kind."""
@@ -104,40 +140,31 @@ class FlatGradients:
             )
         here = self._here.setdefault(at, {})
         here[parameter] = gradient
-        bucket = self._buckets[at]
+        bucket = self.buckets[at]
         if len(here) == len(bucket.parameters):
-            self._fill(at, [here[p] for p in bucket.parameters])
+            bucket.fill([here[p] for p in bucket.parameters])
+            self._filled.add(at)
             self._arrivals.update((p, Arrival.of(g)) for p, g in here.items())
-            del self._here[at]
+            del self._here[at]  # autograd copies a gradient that somebody else holds
             while len(self._sent) in self._filled:
                 self._send()
 
-    def _fill(self, at: int, gradients: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(self._buckets[at].views, list(gradients))
-        self._filled.add(at)
-
     def _send(self) -> None:
-        """Send the next bucket. NCCL divides on its way; gloo does not know how to."""
-        memory = self._buckets[len(self._sent)].memory
-        op = ReduceOp.AVG if memory.is_cuda else ReduceOp.SUM
-        self._sent.append(all_reduce(memory, op, self._group, async_op=True))
+        self._sent.append(self.buckets[len(self._sent)].send())
 
     @torch.no_grad()
     def average(self, count: int) -> None:
         """Send the other buckets, and give each parameter the mean of its gradients over all
-        ranks."""
+        ranks. Raises TrainingError if a gradient that was sent has changed since."""
         self._here.clear()
         changed = [p for p, seen in self._arrivals.items() if not seen.is_of(p)]
-        for at in range(len(self._sent), len(self._buckets)):
+        for at in range(len(self._sent), len(self.buckets)):
             if at not in self._filled:
-                self._fill(at, _grads(self._buckets[at].parameters))
+                self.buckets[at].fill(_grads(self.buckets[at].parameters))
             self._send()
-        for bucket, work in zip(self._buckets, self._sent, strict=True):
+        for bucket, work in zip(self.buckets, self._sent, strict=True):
             work.wait()
-            if not bucket.memory.is_cuda:
-                bucket.memory.div_(count)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
+            bucket.land(count)
         self._begin()
         if changed:
             raise TrainingError(
@@ -146,10 +173,11 @@ class FlatGradients:
                 "what a step does must not change. Make the step anew where it does"
             )
 
+    @torch.no_grad()
     def abandon(self) -> None:
         """End a pass whose gradients do not fit: other ranks may have sent more of its buckets, or
         fewer, so all are sent. What has been averaged is dropped."""
-        while len(self._sent) < len(self._buckets):
+        while len(self._sent) < len(self.buckets):
             self._send()
         for work in self._sent:
             work.wait()
@@ -162,6 +190,14 @@ def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _looks(parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
     return [(id(p), p.grad.dtype) for p in parameters if p.grad is not None]
+
+
+def flat_buckets(
+    early: Sequence[Tensor], late: Sequence[Tensor], group: ProcessGroup | None = None
+) -> list[FlatBucket]:
+    """Lay out the gradients of parameters: first those that come early, in their order."""
+    first = [_bucket(part, group, comes_early=True) for part in buckets_of(early[::-1])]
+    return [*first, *(_bucket(part, group, comes_early=False) for part in buckets_of(late))]
 
 
 def buckets_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -187,7 +223,9 @@ def _cut(parameters: list[Tensor]) -> list[list[Tensor]]:
     return parts
 
 
-def _bucket(parameters: Sequence[Tensor], *, comes_early: bool) -> _Bucket:
+def _bucket(
+    parameters: Sequence[Tensor], group: ProcessGroup | None, *, comes_early: bool
+) -> FlatBucket:
     first = parameters[0].grad
     assert first is not None
     step = _ALIGNED_BYTES // first.element_size()
@@ -200,7 +238,7 @@ def _bucket(parameters: Sequence[Tensor], *, comes_early: bool) -> _Bucket:
         memory.as_strided(p.shape, dense_strides(p), start)
         for p, start in zip(parameters, starts, strict=True)
     ]
-    return _Bucket(tuple(parameters), memory, tuple(views), comes_early)
+    return FlatBucket(tuple(parameters), memory, tuple(views), comes_early, group)
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -35,13 +35,16 @@ class Learner:
             if parameter.requires_grad
         }
         self.parameters = list(self.named.values())
-        self._shards, self._summed = None, None
+        self._shards, self._summed, self._averaged = None, None, None
         if settings.shards_states and ranks.count > 1:
             keeps_rooms = not settings.shard_gradients
             self._shards = _sharded(self.parameters, ranks, keeps_rooms=keeps_rooms)
             if settings.shard_gradients:
                 self._summed = ranks.summed(self._shards)
-        self._averaged = ranks.averaged(self.parameters)
+            else:
+                self._averaged = ranks.averaged_sharded(self._shards)
+        else:
+            self._averaged = ranks.averaged(self.parameters)
         self._is_whole = settings.gradient_accumulation_steps == 1  # a backward pass is a step's
         self.steps = self._made_steps(settings)
 
@@ -57,20 +60,18 @@ class Learner:
             module.train(mode)
 
     def backward(self, loss: Tensor) -> None:
-        early = self._is_whole and self._shards is None
-        with self._averaged.backward() if early else nullcontext():
+        averaged = self._averaged if self._is_whole else None
+        with nullcontext() if averaged is None else averaged.backward():
             self.steps.scaled(loss).backward()
         if self._summed is not None:
             self._summed.end_pass()
 
     def average_gradients(self) -> None:
         """Put the mean over ranks in the place of each gradient that this rank needs."""
-        if self._shards is None:
+        if self._averaged is not None:
             self._averaged.finish()
-        elif self._summed is not None:
+        if self._summed is not None:
             self._ranks.finish(self._summed)
-        else:
-            self._ranks.average_sharded(self._shards)
 
     def step(self, rate: float) -> None:
         self.before_changes()

@@ -70,10 +70,10 @@ class Ranks:
             return AveragedGradients(parameters, 1, lambda value, what: [value])
         return self.channel.averaged(parameters)
 
-    def average_sharded(self, shards: ShardedParameters) -> None:
-        """Give each rank the mean gradients of what it steps."""
-        if self.channel is not None:
-            self.channel.average_sharded(shards)
+    def averaged_sharded(self, shards: ShardedParameters) -> AveragedGradients:
+        """Return what gives each rank the mean gradients of what it steps."""
+        assert self.channel is not None
+        return self.channel.averaged_sharded(shards)
 
     def summed(self, shards: ShardedParameters) -> ShardedGradients:
         """Have gradients summed into the shares of ranks while backward passes go on."""
@@ -199,13 +199,10 @@ class Channel:
     def averaged(self, parameters: Sequence[Tensor]) -> AveragedGradients:
         return AveragedGradients(parameters, self.count, self.all_of, self._meeting)
 
-    def average_sharded(self, shards: ShardedParameters) -> None:
-        has_grads = shards.has_gradients
-        if has_grads != self._has_grads:
-            self.check_same("parameters with a gradient", has_grads)
-            self._has_grads = has_grads
-        with self._meeting("average of gradients, each to its rank"):
-            shards.average_gradients()
+    def averaged_sharded(self, shards: ShardedParameters) -> AveragedGradients:
+        return AveragedGradients(
+            shards.parameters, self.count, self.all_of, self._meeting, shards.buckets_of
+        )
 
     def summed(self, shards: ShardedParameters) -> ShardedGradients:
         return ShardedGradients(

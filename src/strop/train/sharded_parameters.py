@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import ReduceOp
 
 from strop.train.flat_gradients import buckets_of, dense_strides
 
@@ -69,6 +70,35 @@ class ShardedBucket:
             parameter.grad = mine if has_gradient(parameter) else None
 
 
+@dataclass(frozen=True)
+class SummedBucket:
+    """Implement ``flat_gradients.Bucket`` by memory that stays: each rank gets the sums of what it
+    steps. ``parameters`` are those with gradients."""
+
+    bucket: ShardedBucket
+    rank: int
+    parameters: tuple[Tensor, ...]
+    comes_early: bool
+
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        given = dict(zip(self.parameters, gradients, strict=True))
+        pairs = list(zip(self.bucket.parameters, self.bucket.room().views, strict=True))
+        for parameter, view in pairs:
+            if parameter not in given:
+                view.zero_()  # a weight lies there
+        _copy([(view, given[p]) for p, view in pairs if p in given])
+
+    def send(self) -> Any:
+        """NCCL divides on its way; gloo does not know how to."""
+        op = ReduceOp.AVG if self.bucket.own.is_cuda else ReduceOp.SUM
+        return reduce_scatter(self.bucket.own, self.bucket.room().memory, op)
+
+    def land(self, count: int) -> None:
+        if not self.bucket.own.is_cuda:
+            self.bucket.own.div_(count)
+        self.bucket.give_gradients(self.rank, set(self.parameters).__contains__)
+
+
 class ShardedParameters:
     """These are the parameters of a model, cut over ``count`` ranks, of which this is ``rank``. All
     ranks cut alike, as the cut depends on sizes alone.
@@ -98,29 +128,18 @@ class ShardedParameters:
         }
         return [parameter for parameter in self.parameters if id(parameter) in owned]
 
-    @property
-    def has_gradients(self) -> list[bool]:
-        """Tell of each parameter whether it has a gradient."""
-        return [parameter.grad is not None for parameter in self.parameters]
-
-    @torch.no_grad()
-    def average_gradients(self) -> None:
-        """Give each parameter of this rank the mean of its gradients over all ranks, and have no
-        gradient of the others. A NaN or inf of one rank is one on the rank that steps."""
-        sent = []
+    def buckets_of(self, early: Sequence[Tensor], late: Sequence[Tensor]) -> list[SummedBucket]:
+        """Return the buckets that have gradients: those of which all gradients come ``early``, in
+        the order in which they are complete, and then the others."""
+        coming = {parameter: place for place, parameter in enumerate(early)}
+        active = coming.keys() | set(late)
+        found = []
         for bucket in self.buckets:
-            room = bucket.room()
-            for parameter, view in zip(bucket.parameters, room.views, strict=True):
-                if parameter.grad is None:
-                    view.zero_()  # a weight lies there
-            pairs = zip(bucket.parameters, room.views, strict=True)
-            given = [(view, p.grad) for p, view in pairs if p.grad is not None]
-            _copy(given)
-            sent.append(reduce_scatter(bucket.own, room.memory))
-        for bucket, work in zip(self.buckets, sent, strict=True):
-            work.wait()
-            bucket.own.div_(self.count)
-            bucket.give_gradients(self.rank, lambda parameter: parameter.grad is not None)
+            parts = tuple(p for p in bucket.parameters if p in active)
+            if parts:
+                last = max(coming.get(p, len(coming)) for p in parts)
+                found.append((last, SummedBucket(bucket, self.rank, parts, last < len(coming))))
+        return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -189,11 +208,11 @@ def _view(row: Tensor, parameter: Tensor, start: int) -> Tensor:
     return row.as_strided(parameter.shape, dense_strides(parameter), at)
 
 
-def reduce_scatter(own: Tensor, memory: Tensor) -> Any:
+def reduce_scatter(own: Tensor, memory: Tensor, op: Any = ReduceOp.SUM) -> Any:
     """Begin to sum the rows of a memory over all ranks, each into ``own`` of its rank; returns what
     is to be waited for."""
     call = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-    return call(own, memory.flatten(), async_op=True)
+    return call(own, memory.flatten(), op, async_op=True)
 
 
 def _all_gather(memory: Tensor, own: Tensor) -> Any:
