@@ -299,8 +299,9 @@ def test_graphs_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         accumulate: int = 1,
         scaler: Any = None,
         graph: bool = True,
+        process_group: Any = None,
     ) -> Callable[..., Tensor]:
-        assert (accumulate, scaler, graph) == (1, None, True)
+        assert (accumulate, scaler, graph, process_group) == (1, None, True, None)
 
         def step(*tensors: Tensor) -> Tensor:
             loss = loss_fn(*tensors)
