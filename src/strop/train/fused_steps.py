@@ -15,6 +15,7 @@ from strop.train.ema import EMASchedule
 from strop.train.optimizers import FusedAdamW
 from strop.train.scaler import GradScaler, update
 from strop.train.settings import Settings
+from strop.train.updating import Updating
 from strop.train.weight_steps import States
 
 AVERAGE = "ema"
@@ -61,14 +62,24 @@ class FusedSteps:
     def scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def step(self, rate: float) -> None:
+    @property
+    def updating(self) -> Updating:
+        return Updating(self.optimizer, self.scaler)
+
+    def before(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.averages is not None:
             self.averages.settle()
-        update(self.optimizer, self.scaler)
+
+    def after(self) -> None:
         if self.averages is not None:
             self.averages.step()
+
+    def step(self, rate: float) -> None:
+        self.before(rate)
+        update(self.optimizer, self.scaler)
+        self.after()
 
     def tensors_of(self, parameter: Tensor) -> States:
         state = self.optimizer.state.get(parameter, {})

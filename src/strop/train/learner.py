@@ -16,6 +16,7 @@ from strop.train.fused_steps import FusedSteps
 from strop.train.ranks import ALONE, Ranks
 from strop.train.settings import Settings
 from strop.train.sharded_parameters import ShardedParameters
+from strop.train.updating import Updating
 from strop.train.weight_steps import States, WeightSteps
 from strop.wording import counted
 
@@ -78,6 +79,19 @@ class Learner:
         self.steps.step(rate)
         if self._shards is not None:
             self._ranks.gather(self._shards)
+
+    @property
+    def updating(self) -> Updating | None:
+        """Return what a graph of a whole step does at its end, between ``before_step`` and
+        ``after_step``; None where no graph can hold the step of all weights."""
+        return None if self.is_sharded else self.steps.updating
+
+    def before_step(self, rate: float) -> None:
+        self.before_changes()
+        self.steps.before(rate)
+
+    def after_step(self) -> None:
+        self.steps.after()
 
     def fingerprint(self) -> list[int]:
         """Return sums over the bits of all weights: equal on ranks whose weights are."""

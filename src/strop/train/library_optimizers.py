@@ -95,6 +95,7 @@ class LibrarySteps:
     """Implement ``WeightSteps``: clip, step, and average the weights."""
 
     skips_steps = False
+    updating = None  # numbers of a step are read on the host
 
     def __init__(
         self, inner: torch.optim.Optimizer, max_norm: float, averages: Averages | None
@@ -123,20 +124,26 @@ class LibrarySteps:
     def scaled(self, loss: Tensor) -> Tensor:
         return loss
 
-    @torch.no_grad()
-    def step(self, rate: float) -> None:
+    def before(self, rate: float) -> None:
         for group in self.inner.param_groups:
             group["lr"] = rate
+        if self.averages is not None:
+            self.averages.settle()
+
+    def after(self) -> None:
+        if self.averages is not None:
+            self.averages.step()
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        self.before(rate)
         owners = [p for p in self._parameters if p.grad is not None]
         grads = [p.grad for p in owners if p.grad is not None]
         self.norm = torch.nn.utils.get_total_norm(grads)
         torch.nn.utils.clip_grads_with_norm_(owners, self.max_norm, self.norm)
-        if self.averages is not None:
-            self.averages.settle()
         self.inner.step()
         self.inner.zero_grad()
-        if self.averages is not None:
-            self.averages.step()
+        self.after()
 
     def put_weights_to_draw(self) -> None:
         if self.averages is not None:

@@ -27,6 +27,7 @@ from strop.train.objective import Objective
 from strop.train.saving import Saver
 from strop.train.schedules import learning_rate
 from strop.train.session import Session
+from strop.train.step_runs import make_runs
 
 _REPORT_S = 1.0
 
@@ -98,6 +99,9 @@ class TrainingLoop:
         self.step = self.saved = session.step
         self.total = session.total
         self.stop = Stop()
+        self.runs = make_runs(
+            session.settings, self.objective, self.learner, self.ranks, watch.warn
+        )
         self.saver = Saver(session.settings, session.ranks)
         self.learner.before_changes = self.saver.settle
         self._window = _Window()
@@ -151,19 +155,16 @@ class TrainingLoop:
     def _one(self, reader: Reader) -> bool:
         """Run a step of the optimizer. A signal in its middle takes it back; then returns False."""
         size, losses = self.settings.gradient_accumulation_steps, []
+        rate = learning_rate(self.settings, self.step, self.total)
         self.ranks.at(self.step + 1)
         for part in range(size):
             if self._told_to_stop():
-                self.learner.forget_gradients()
+                self.runs.forget()
                 return False
-            batch = reader.next()
-            loss = self.objective(batch, self.step * size + part)
-            self.learner.backward(loss / size)
-            losses.append(loss.detach())
+            batch, is_last = reader.next(), part == size - 1
+            number = self.step * size + part
+            losses.append(self.runs.micro_batch(batch, number, rate if is_last else None))
             self._window.images += batch.share.drawn
-        self.learner.average_gradients()
-        rate = learning_rate(self.settings, self.step, self.total)
-        self.learner.step(rate)
         self.step += 1
         self._window.losses.append(self.ranks.mean(torch.stack(losses).mean()))
         self._window.norms.append(self.learner.norm.clone())

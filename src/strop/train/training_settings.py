@@ -183,6 +183,12 @@ class TrainingSettings:
         "longer.",
         fixed=True,
     )
+    step_graph: bool = setting(
+        True,
+        bool,
+        "Training",
+        "On a GPU, capture forward pass, backward pass and update as one CUDA graph.",
+    )
     allow_tf32: bool = setting(False, bool, "Training", "Multiply matrices in TF32 on a GPU.")
     deterministic: bool = setting(
         False,

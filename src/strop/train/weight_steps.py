@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from strop.train.updating import Updating
+
 States = Mapping[str, Tensor]  # of a weight, by their own names
 
 
@@ -30,6 +32,20 @@ class WeightSteps(Protocol):
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss whose gradients ``step`` expects."""
+        ...
+
+    @property
+    def updating(self) -> Updating | None:
+        """Return what ``step`` does between ``before`` and ``after``, for a graph; None where it
+        reads numbers on the host."""
+        ...
+
+    def before(self, rate: float) -> None:
+        """Make ready for a step with this learning rate."""
+        ...
+
+    def after(self) -> None:
+        """Take over what a step has changed."""
         ...
 
     def step(self, rate: float) -> None:

@@ -31,6 +31,8 @@ from strop.train.static_gradients import StaticGradients
 from strop.train.updating import Updating
 from strop.wording import counted
 
+Averages = Callable[[Sequence[Tensor]], AveragedGradients]
+
 WARM_UPS = 2  # calls of a bucket before its capture
 MOST_GRAPHS = 32  # the least recently used one goes
 MOST_BUCKETS = 1024  # with a number that is another one at each call there is no end of them
@@ -118,10 +120,13 @@ class WholeStep:
         updating: Updating,
         accumulate: int,
         graph: bool,
-        group: ProcessGroup | None = None,
+        averages: Averages | None = None,
+        on_failure: Callable[[CaptureError], None] | None = None,
     ) -> None:
+        """``averages`` makes what averages the gradients of leaves over ranks. ``on_failure`` gets
+        why a step cannot be captured, which is then run without graphs; else that is raised."""
         self._loss_fn, self._updating, self.accumulate = loss_fn, updating, accumulate
-        self._graph, self._group = graph, group
+        self._graph, self._averages, self._on_failure = graph, averages, on_failure
         self._averaged: AveragedGradients | None = None
         self._recorder: Recorder | None = None
         self._device: torch.device | None = None
@@ -145,6 +150,12 @@ class WholeStep:
             with self._recorder.working():
                 loss = self._serve(self._recorder, call, leaves, is_last)
         return loss
+
+    def forget(self) -> None:
+        """Drop the gradients of micro-batches since the last update."""
+        self._part = 0
+        for leaf in self._updating.leaves:
+            leaf.grad = None
 
     def report(self) -> StepReport:
         """Return the counts so far."""
@@ -212,10 +223,22 @@ class WholeStep:
         loss = self._run_kept(call, leaves, is_last)
         if bucket.uses >= WARM_UPS:
             bucket.after = self._static_gradients.settle(leaves)
-            self._record(recorder, bucket, call.copied(), leaves, before, is_last, around)
+            try:
+                self._record(recorder, bucket, call.copied(), leaves, before, is_last, around)
+            except CaptureError as error:
+                if self._on_failure is None:
+                    raise
+                self._go_without(error)
+                return loss
             bucket.standing = self._standing(leaves, before, bucket.after)
         self._trim()
         return loss
+
+    def _go_without(self, error: CaptureError) -> None:
+        assert self._on_failure is not None
+        self._on_failure(error)
+        self._graph, self._recorder = False, None
+        self._buckets.clear()
 
     def _run_kept(self, call: _Call, leaves: Sequence[Tensor], is_last: bool) -> Tensor:
         with (
@@ -320,9 +343,9 @@ class WholeStep:
 
     def _choose_averages(self, leaves: Sequence[Tensor]) -> None:
         known = self._averaged
-        if self._group is None or (known is not None and _are_same(known.parameters, leaves)):
+        if self._averages is None or (known is not None and _are_same(known.parameters, leaves)):
             return
-        self._averaged = averaged_over(self._group, leaves)
+        self._averaged = self._averages(leaves)
         self._buckets.clear()
 
     # ---- arguments -----------------------------------------------------------------------------
@@ -383,7 +406,8 @@ def compile_step(
             f"process_group is a {type(process_group).__name__}: it must be one of "
             "torch.distributed, such as torch.distributed.group.WORLD behind init_process_group"
         )
-    return WholeStep(loss_fn, Updating(optimizer, scaler), accumulate, graph, process_group)
+    averages = None if process_group is None else partial(averaged_over, process_group)
+    return WholeStep(loss_fn, Updating(optimizer, scaler), accumulate, graph, averages)
 
 
 def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
