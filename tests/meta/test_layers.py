@@ -134,6 +134,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.gradient_listeners",
         "runtime.build.loader",
         "runtime.run.graph_keep_alive",
+        "runtime.run.sizes",
         "dispatch.signature",
     ),
     "bench": (

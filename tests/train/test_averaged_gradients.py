@@ -69,7 +69,10 @@ def _trained(ranks: Ranks) -> tuple[list[list[Tensor]], list[int], int]:
         with averaged.backward():
             _loss(net, _rows(ranks.rank, step, 4 + 2 * ranks.rank * (step == 2))).backward()
             sends.append(averaged.num_sent)
+        written = [p.grad.data_ptr() for p in net.parameters() if p.grad is not None]
         averaged.finish()
+        means = [p.grad.data_ptr() for p in net.parameters() if p.grad is not None]
+        assert (written == means) == (step > 0), "kernels write into buckets from the second step"
         found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
         net.zero_grad()
     patch.undo()

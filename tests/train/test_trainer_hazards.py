@@ -271,12 +271,12 @@ def test_a_leak_would_be_seen(tiny_model: Path, pictures: Path, tmp_path: Path) 
         **values(tiny_model, pictures, tmp_path, max_train_steps=50, checkpointing_steps=50),
     )
     loop, kept = TrainingLoop(made, trainer.Watch()), []
-    honest = loop.objective
+    honest = loop.runs.objective
 
     def leaky(batch: Batch, number: int) -> Tensor:
         kept.append(honest(batch, number))
         return kept[-1]
 
-    loop.objective = leaky  # type: ignore[assignment]
+    loop.runs.objective = leaky  # type: ignore[assignment]
     counts = [count for count, _ in measured(loop, 25, resident_bytes)]
     assert counts[1] - counts[0] > MOST_TENSORS

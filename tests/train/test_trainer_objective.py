@@ -265,12 +265,12 @@ def test_a_loss_that_is_not_finite_ends_the_training(
         mixed_precision=precision,
     )
     loop = TrainingLoop(made, trainer.Watch())
-    honest = loop.objective
+    honest = loop.runs.objective
 
     def poisoned(batch: Batch, number: int) -> Tensor:
         return honest(batch, number) * (math.nan if number == 3 else 1.0)
 
-    loop.objective = poisoned  # type: ignore[assignment]
+    loop.runs.objective = poisoned  # type: ignore[assignment]
     advice = r"Start anew in another --output_dir with a lower --learning_rate"
     with pytest.raises(TrainingError, match=rf"loss of step 4 is nan; checkpoint-2 .*{advice}"):
         loop.run()

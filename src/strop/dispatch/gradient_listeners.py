@@ -6,48 +6,70 @@ average gradients would begin only then; told of each as it comes, they do so me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from strop.runtime.run.ready_results import Told
+from strop.runtime.run.sizes import Look
 
-Take = Callable[[Tensor, Tensor], None]  # a leaf, and its gradient by one backward graph
 
-_takers: dict[int, tuple[Tensor, Take]] = {}  # by the leaf's id; autograd has threads of its own
+class Listener(Protocol):
+    """Gets gradients of leaves, each as one backward graph computes it."""
+
+    def home(self, leaf: Tensor, look: Look) -> Tensor | None:
+        """Return memory of this shape, strides and type for the gradient, or None."""
+        ...
+
+    def take(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Take a gradient that is complete, on the stream, and in the thread, of its graph."""
+        ...
+
+
+_listeners: dict[int, tuple[Tensor, Listener]] = {}  # by the leaf's id; autograd has threads
 
 
 @contextmanager
-def listening(leaves: Sequence[Tensor], take: Take) -> Iterator[None]:
-    """Call ``take`` for gradients of ``leaves`` that compiled backward graphs compute in here. It
-    is called on the stream, and in the thread, that runs them. Who has hooks on its gradient, which
-    may change it, is left out, and so is all that no graph of Strop computes."""
-    added = {id(leaf): (leaf, take) for leaf in leaves if not _has_hooks(leaf)}
-    _takers.update(added)
+def listening(leaves: Sequence[Tensor], listener: Listener) -> Iterator[None]:
+    """Hand a listener the gradients of ``leaves`` that compiled backward graphs compute in here.
+    Who has hooks on its gradient, which may change it, is left out, and so is all that no graph of
+    Strop computes."""
+    added = {id(leaf): (leaf, listener) for leaf in leaves if not _has_hooks(leaf)}
+    _listeners.update(added)
     try:
         yield
     finally:
         for key in added:
-            _takers.pop(key, None)
+            _listeners.pop(key, None)
 
 
 def _has_hooks(leaf: Tensor) -> bool:
     return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """Hand results on, by the leaves that they are gradients of."""
+
+    leaves: Mapping[int, tuple[Tensor, Listener]]
+
+    def home(self, place: int, look: Look) -> Tensor | None:
+        leaf, listener = self.leaves.get(place, (None, None))
+        return None if leaf is None or listener is None else listener.home(leaf, look)
+
+    def ready(self, place: int, result: Tensor) -> None:
+        if place in self.leaves:
+            leaf, listener = self.leaves[place]
+            listener.take(leaf, result)
+
+
 def told_of(sources: Sequence[Tensor]) -> Told | None:
-    """Return what a backward graph is to call for its results, the gradients of ``sources``; None
+    """Return what is to get the results of a backward graph, the gradients of ``sources``; None
     where nobody listens."""
-    if not _takers:
+    if not _listeners:
         return None
-    takers = {place: _takers[id(leaf)] for place, leaf in enumerate(sources) if id(leaf) in _takers}
-    if not takers:
-        return None
-
-    def told(place: int, gradient: Tensor) -> None:
-        if place in takers:
-            leaf, take = takers[place]
-            take(leaf, gradient)
-
-    return told
+    known = {at: _listeners[id(leaf)] for at, leaf in enumerate(sources) if id(leaf) in _listeners}
+    return _Sources(known) if known else None

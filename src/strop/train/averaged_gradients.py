@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from strop.dispatch.gradient_listeners import listening
 from strop.errors import TrainingError
+from strop.runtime.run.sizes import Look
 from strop.train.flat_gradients import Arrival, Bucket, SentGradients, flat_buckets
 
 AllOf = Callable[[Any, str], list[Any]]  # the values of all ranks, by a value and what it is for
@@ -59,7 +60,7 @@ class AveragedGradients:
         self._came = {}
         if self._sent is not None and self._sent.is_unfinished:  # the step before has failed
             self._sent.abandon()
-        with listening(self.parameters, self._watch if self._sent is None else self._sent.take):
+        with listening(self.parameters, self if self._sent is None else self._sent):
             yield
 
     @torch.no_grad()
@@ -70,11 +71,17 @@ class AveragedGradients:
         if self.count == 1:
             return
         active = [p for p in self.parameters if p.grad is not None]
-        if self._sent is None or not self._sent.fits(active):
-            self._divide(active)
-        assert self._sent is not None
-        with self._meeting("average of gradients"):
-            self._sent.average(self.count)
+        if self._sent is None:
+            self._sent = self._divide(active)
+        sent, fits = self._sent, self._sent.fits(active)
+        self._average(sent)
+        if not fits:  # some of these buckets had been sent before that was known
+            self._agree([place for place, p in enumerate(self.parameters) if p in set(active)], [])
+            others = [p for p in active if p not in sent.parameters]
+            if others:
+                self._average(SentGradients(self._lay_out([], others)))
+            self._sent = None  # the next pass is watched
+            self.generation += 1
 
     @property
     def num_early(self) -> int:
@@ -86,29 +93,39 @@ class AveragedGradients:
         """Count the buckets of this pass that are on their way."""
         return 0 if self._sent is None else self._sent.num_sent
 
-    def _watch(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Note a gradient, without holding it: autograd would copy what somebody else holds."""
-        again = parameter in self._came  # then it is a part of the gradient only
-        self._came[parameter] = None if again else Arrival.of(gradient)
+    def home(self, leaf: Tensor, look: Look) -> None:
+        """Have memory made for a gradient of the pass that is watched."""
 
-    def _divide(self, active: Sequence[Tensor]) -> None:
-        if self._sent is not None:
-            with self._meeting("average of gradients"):
-                self._sent.abandon()
+    def take(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Note a gradient of the pass that is watched, without holding it: autograd would copy what
+        somebody else holds."""
+        again = leaf in self._came  # then it is a part of the gradient only
+        self._came[leaf] = None if again else Arrival.of(gradient)
+
+    def _divide(self, active: Sequence[Tensor]) -> SentGradients:
+        """Divide what has gradients into buckets, as the pass that was watched has shown."""
         places = {parameter: place for place, parameter in enumerate(self.parameters)}
         alone = [places[p] for p, seen in self._came.items() if seen is not None and seen.is_of(p)]
-        said = self._all_of(([p.grad is not None for p in self.parameters], alone), "gradients")
+        said = self._agree([places[p] for p in active], alone)
+        everywhere = set.intersection(*map(set, said))
+        early = [self.parameters[place] for place in said[0] if place in everywhere]
+        late = set(active).difference(early)
+        self.generation += 1
+        return SentGradients(self._lay_out(early, [p for p in active if p in late]))
+
+    def _agree(self, active: Sequence[int], value: list[int]) -> list[list[int]]:
+        """Return the values of all ranks, which have gradients of the same parameters."""
+        said = self._all_of((active, value), "parameters with a gradient")
         if any(other[0] != said[0][0] for other in said):
             raise TrainingError(
                 "ranks do not have gradients of the same weights: all must run the same model, "
                 "with the same parts of it frozen"
             )
-        everywhere = set.intersection(*(set(other[1]) for other in said))
-        early = [self.parameters[place] for place in said[0][1] if place in everywhere]
-        late = set(active).difference(early)
-        buckets = self._lay_out(early, [p for p in active if p in late])
-        self._sent = SentGradients(buckets)
-        self.generation += 1
+        return [other[1] for other in said]
+
+    def _average(self, sent: SentGradients) -> None:
+        with self._meeting("average of gradients"):
+            sent.average(self.count)
 
 
 def averaged_over(group: ProcessGroup, parameters: Sequence[Tensor]) -> AveragedGradients:

@@ -6,6 +6,7 @@ flat buckets: one bucket is copied together while the network has the one before
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from strop.errors import TrainingError
+from strop.runtime.run.sizes import Look
 from strop.wording import counted
 
 BUCKET_BYTES = 64 << 20
@@ -48,8 +50,12 @@ class Bucket(Protocol):
     @property
     def comes_early(self) -> bool: ...
 
+    def place(self, parameter: Tensor) -> Tensor:
+        """Return where the gradient of a parameter comes to lie."""
+        ...
+
     def fill(self, gradients: Sequence[Tensor]) -> None:
-        """Copy the gradients of all parameters, in their order."""
+        """Copy the gradients of all parameters, in their order, that do not lie in place."""
         ...
 
     def send(self) -> Any:
@@ -72,8 +78,11 @@ class FlatBucket:
     comes_early: bool
     group: ProcessGroup | None
 
+    def place(self, parameter: Tensor) -> Tensor:
+        return next(v for p, v in zip(self.parameters, self.views, strict=True) if p is parameter)
+
     def fill(self, gradients: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(self.views, list(gradients))
+        copy_into(self.views, gradients)
 
     def send(self) -> Any:
         """NCCL divides on its way; gloo does not know how to."""
@@ -87,19 +96,39 @@ class FlatBucket:
             parameter.grad = view
 
 
+def copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Copy each gradient into its view, unless it lies there. One that lies there in another order
+    is copied twice."""
+    into, given = [], []
+    for view, gradient in zip(views, gradients, strict=True):
+        is_there = gradient.data_ptr() == view.data_ptr()
+        if not is_there or gradient.stride() != view.stride():
+            into.append(view)
+            given.append(gradient.clone() if is_there else gradient)
+    if into:
+        torch._foreach_copy_(into, given)
+
+
+def _fills(shape: Sequence[int], strides: Sequence[int], count: int) -> bool:
+    """Tell whether a tensor has so many elements, without a gap between them."""
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return span == count == math.prod(shape)
+
+
 class SentGradients:
     """Sends the buckets of one backward pass after the other, always in the same order."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = tuple(buckets)
-        parameters = [p for bucket in buckets for p in bucket.parameters]
-        self._looks = set(_looks(parameters))
-        self._place_of = {
+        self.parameters = {p for bucket in buckets for p in bucket.parameters}
+        self.types = {p: p.grad.dtype for p in self.parameters if p.grad is not None}
+        self._bucket_of = {
             p: at
             for at, bucket in enumerate(buckets)
             if bucket.comes_early
             for p in bucket.parameters
         }
+        self._places = {p: self.buckets[at].place(p) for p, at in self._bucket_of.items()}
         self._begin()
 
     def _begin(self) -> None:
@@ -123,14 +152,31 @@ class SentGradients:
         return bool(self._sent or self._filled or self._here)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
-        """Tell whether these are the parameters, with gradients of the same kind."""
-        return self._looks == set(_looks(parameters))
+        """Tell whether these are the parameters. Raises TrainingError for a gradient of another
+        type than before."""
+        types = {p: p.grad.dtype for p in parameters if p.grad is not None}
+        for parameter, dtype in types.items():
+            if (before := self.types.get(parameter, dtype)) != dtype:
+                raise TrainingError(
+                    f"a gradient is in {dtype}, which was in {before} in the first step: what a "
+                    "step computes must not change. Make the step anew where it does"
+                )
+        return types.keys() == self.types.keys()
+
+    def home(self, parameter: Tensor, look: Look) -> Tensor | None:
+        """Return the place of an early gradient in its bucket, as a tensor with a count of versions
+        of its own. A graph may see it in another shape than the parameter's."""
+        place, (shape, strides, dtype) = self._places.get(parameter), look
+        if place is None or place.dtype != dtype or not _fills(shape, strides, place.numel()):
+            return None
+        start = place.storage_offset()
+        return place.new_empty(0).set_(place.untyped_storage(), start, shape, strides)
 
     @torch.no_grad()
     def take(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take a gradient that a backward graph has completed, and send its bucket if that is
         complete and those before it have been sent."""
-        at = self._place_of.get(parameter)
+        at = self._bucket_of.get(parameter)
         if at is None:
             return
         if parameter in self._arrivals or parameter in self._here.get(at, ()):
@@ -154,17 +200,20 @@ class SentGradients:
 
     @torch.no_grad()
     def average(self, count: int) -> None:
-        """Send the other buckets, and give each parameter the mean of its gradients over all
+        """Send the other buckets, and give each parameter that has a gradient the mean over all
         ranks. Raises TrainingError if a gradient that was sent has changed since."""
         self._here.clear()
         changed = [p for p, seen in self._arrivals.items() if not seen.is_of(p)]
+        idle = [p for bucket in self.buckets for p in bucket.parameters if p.grad is None]
         for at in range(len(self._sent), len(self.buckets)):
             if at not in self._filled:
-                self.buckets[at].fill(_grads(self.buckets[at].parameters))
+                self.buckets[at].fill(list(map(_gradient, self.buckets[at].parameters)))
             self._send()
         for bucket, work in zip(self.buckets, self._sent, strict=True):
             work.wait()
             bucket.land(count)
+        for parameter in idle:
+            parameter.grad = None
         self._begin()
         if changed:
             raise TrainingError(
@@ -175,8 +224,8 @@ class SentGradients:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """End a pass whose gradients do not fit: other ranks may have sent more of its buckets, or
-        fewer, so all are sent. What has been averaged is dropped."""
+        """End a pass that has failed: other ranks may have sent more of its buckets, or fewer, so
+        all are sent. What has been averaged is dropped."""
         while len(self._sent) < len(self.buckets):
             self._send()
         for work in self._sent:
@@ -184,12 +233,8 @@ class SentGradients:
         self._begin()
 
 
-def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def _looks(parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-    return [(id(p), p.grad.dtype) for p in parameters if p.grad is not None]
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def flat_buckets(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 
-from strop.train.flat_gradients import buckets_of, dense_strides
+from strop.train.flat_gradients import buckets_of, copy_into, dense_strides
 
 IN_FLIGHT = 2  # buckets whose memory is not kept
 _ALIGNED_BYTES = 16  # of each gradient, as the sweeps of the optimizer read
@@ -73,20 +73,22 @@ class ShardedBucket:
 @dataclass(frozen=True)
 class SummedBucket:
     """Implement ``flat_gradients.Bucket`` by memory that stays: each rank gets the sums of what it
-    steps. ``parameters`` are those with gradients."""
+    steps."""
 
     bucket: ShardedBucket
     rank: int
-    parameters: tuple[Tensor, ...]
     comes_early: bool
 
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.bucket.parameters
+
+    def place(self, parameter: Tensor) -> Tensor:
+        pairs = zip(self.parameters, self.bucket.room().views, strict=True)
+        return next(view for p, view in pairs if p is parameter)
+
     def fill(self, gradients: Sequence[Tensor]) -> None:
-        given = dict(zip(self.parameters, gradients, strict=True))
-        pairs = list(zip(self.bucket.parameters, self.bucket.room().views, strict=True))
-        for parameter, view in pairs:
-            if parameter not in given:
-                view.zero_()  # a weight lies there
-        _copy([(view, given[p]) for p, view in pairs if p in given])
+        copy_into(self.bucket.room().views, gradients)
 
     def send(self) -> Any:
         """NCCL divides on its way; gloo does not know how to."""
@@ -96,7 +98,7 @@ class SummedBucket:
     def land(self, count: int) -> None:
         if not self.bucket.own.is_cuda:
             self.bucket.own.div_(count)
-        self.bucket.give_gradients(self.rank, set(self.parameters).__contains__)
+        self.bucket.give_gradients(self.rank, lambda parameter: True)
 
 
 class ShardedParameters:
@@ -129,17 +131,13 @@ class ShardedParameters:
         return [parameter for parameter in self.parameters if id(parameter) in owned]
 
     def buckets_of(self, early: Sequence[Tensor], late: Sequence[Tensor]) -> list[SummedBucket]:
-        """Return the buckets that have gradients: those of which all gradients come ``early``, in
-        the order in which they are complete, and then the others."""
+        """Return all buckets: first those of which all gradients come ``early``, in the order in
+        which they are complete."""
         coming = {parameter: place for place, parameter in enumerate(early)}
-        active = coming.keys() | set(late)
-        found = []
-        for bucket in self.buckets:
-            parts = tuple(p for p in bucket.parameters if p in active)
-            if parts:
-                last = max(coming.get(p, len(coming)) for p in parts)
-                found.append((last, SummedBucket(bucket, self.rank, parts, last < len(coming))))
-        return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]
+        never = len(coming)
+        lasts = [max(coming.get(p, never) for p in bucket.parameters) for bucket in self.buckets]
+        order = sorted(range(len(lasts)), key=lasts.__getitem__)
+        return [SummedBucket(self.buckets[at], self.rank, lasts[at] < never) for at in order]
 
     @torch.no_grad()
     def gather_weights(self) -> None:

@@ -43,10 +43,10 @@ class PlainRuns:
     report = None
 
     def __init__(self, objective: Objective, learner: Learner, size: int) -> None:
-        self._objective, self._learner, self._size = objective, learner, size
+        self.objective, self._learner, self._size = objective, learner, size
 
     def micro_batch(self, batch: Batch, number: int, rate: float | None) -> Tensor:
-        loss = self._objective(batch, number)
+        loss = self.objective(batch, number)
         self._learner.backward(loss / self._size)
         if rate is not None:
             self._learner.average_gradients()
@@ -71,7 +71,7 @@ class GraphRuns:
         ranks: Ranks,
         warn: Callable[[str], None],
     ) -> None:
-        self._objective, self._learner, self._warn = objective, learner, warn
+        self.objective, self._learner, self._warn = objective, learner, warn
 
         def loss(*, text: Any, **given: Any) -> Tensor:
             return objective.loss(DrawnBatch(text=Prompts(*text), **given))
@@ -90,7 +90,7 @@ class GraphRuns:
         return self._step.report()
 
     def micro_batch(self, batch: Batch, number: int, rate: float | None) -> Tensor:
-        given = _parts(self._objective.drawn(batch, number))
+        given = _parts(self.objective.drawn(batch, number))
         if rate is None:
             return self._step(**given)
         self._learner.before_step(rate)

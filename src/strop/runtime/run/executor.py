@@ -26,7 +26,7 @@ from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.fewer_threads import shares_of
 from strop.runtime.run.layouts import is_laid_out, laid_out, read_as
 from strop.runtime.run.link import Linked, Resources, link
-from strop.runtime.run.ready_results import Stage, Told, stages_of
+from strop.runtime.run.ready_results import Stage, Told, places_of, stages_of
 from strop.runtime.run.shape_plan import ShapePlans
 from strop.runtime.run.weight_stream import Streaming
 from strop.runtime.run.workspace import KEPT_BYTES, Workspace
@@ -289,20 +289,33 @@ class Bound:
             self.around(position, steps[position])
 
     @cached_property
+    def _places(self) -> dict[int, int]:
+        return places_of(self.plan)
+
+    @cached_property
     def _stages(self) -> tuple[Stage, ...]:
         return stages_of(self.plan)
 
     def _run_late(self, linked: Linked, told: Told | None = None) -> list[Any]:
         plan, slots, device = self.plan, linked.slots, self._workspace.device
-        for number, (shape, strides, dtype) in plan.results:
-            linked.put(number, torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        for number, look in plan.results:
+            home = None
+            if told is not None and number in self._places:
+                home = told.home(self._places[number], look)
+            shape, strides, dtype = look
+            linked.put(
+                number,
+                torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                if home is None
+                else home,
+            )
         if told is None:
             self._walk(linked, plan.order.late)
         else:
             for stage in self._stages:
                 self._walk(linked, stage.steps)
                 for place in stage.ready:
-                    told(place, linked.returned[place]())
+                    told.ready(place, linked.returned[place]())
         returned = [get() for get in linked.returned]
         for place, first in self._repeated:
             returned[place] = returned[first]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from strop.runtime.run.shape_plan import ShapePlan
+from strop.runtime.run.sizes import Look
 
-Told = Callable[[int, Tensor], None]  # a result's place among those returned, and the result
+
+class Told(Protocol):
+    """Gets results of a run by their places among those returned."""
+
+    def home(self, place: int, look: Look) -> Tensor | None:
+        """Return memory of this shape, strides and type that the result is to be written to, or
+        None for new memory."""
+        ...
+
+    def ready(self, place: int, result: Tensor) -> None:
+        """Take a result that is complete."""
+        ...
+
 
 _OWN_MEMORY = ("result", "call")  # kinds of buffers that nothing else lies in
 
@@ -22,6 +35,12 @@ class Stage:
 
     steps: tuple[int, ...]
     ready: tuple[int, ...]
+
+
+def places_of(plan: ShapePlan) -> dict[int, int]:
+    """Return the places of results that a run has memory made for, by buffer."""
+    made = {number for number, _ in plan.results}
+    return {number: place for place, number in _alone(plan) if number in made}
 
 
 def stages_of(plan: ShapePlan) -> tuple[Stage, ...]:
