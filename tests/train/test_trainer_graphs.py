@@ -52,6 +52,18 @@ def _trained(
     return loop, watch, tensors
 
 
+def _begun(model: Path, pictures: Path, output: Path, **more: Any) -> TrainingLoop:
+    made = trainer.session(
+        "lora",
+        pretrained_model_name_or_path=str(model),
+        train_data_dir=str(pictures),
+        output_dir=str(output),
+        max_train_steps=1,
+        **more,
+    )
+    return TrainingLoop(made, trainer.Watch())
+
+
 def _report(loop: TrainingLoop) -> StepReport:
     assert isinstance(loop.runs, GraphRuns)
     return loop.runs.report
@@ -132,19 +144,11 @@ def test_what_a_loss_reaches_is_watched(
 ) -> None:
     """A graph is stale where a weight moves, also one of a text encoder."""
     monkeypatch.setattr(recording, "make_recorder", lambda device: taped.Recorder())
-    made = trainer.session(
-        "lora",
-        pretrained_model_name_or_path=str(tiny_model),
-        train_data_dir=str(pictures),
-        output_dir=str(tmp_path),
-        max_train_steps=1,
-        train_text_encoder=True,
-    )
-    loop = TrainingLoop(made, trainer.Watch())
+    loop = _begun(tiny_model, pictures, tmp_path, train_text_encoder=True)
     assert isinstance(loop.runs, GraphRuns)
     modules = set(reached(loop.runs._step._loss_fn).modules)
-    assert made.unet in modules
-    assert set(made.learner.modules.values()) <= modules
+    assert loop.session.unet in modules
+    assert set(loop.learner.modules.values()) <= modules
 
 
 @pytest.mark.parametrize("more", [{"optimizer": "lion"}, {"step_graph": False}])
@@ -158,15 +162,7 @@ def test_what_reads_numbers_on_the_host_has_no_graph(
     if "optimizer" in more:
         pytest.importorskip("pytorch_optimizer")
     monkeypatch.setattr(recording, "make_recorder", lambda device: taped.Recorder())
-    made = trainer.session(
-        "lora",
-        pretrained_model_name_or_path=str(tiny_model),
-        train_data_dir=str(pictures),
-        output_dir=str(tmp_path),
-        max_train_steps=1,
-        **more,
-    )
-    assert isinstance(TrainingLoop(made, trainer.Watch()).runs, PlainRuns)
+    assert isinstance(_begun(tiny_model, pictures, tmp_path, **more).runs, PlainRuns)
 
 
 @pytest.mark.gpu
