@@ -166,36 +166,68 @@ def test_what_else_adds_to_a_gradient_is_seen(pair: Pair) -> None:
         torch.testing.assert_close(first[place], expected, rtol=1e-5, atol=1e-6)
 
 
-def _twice(ranks: Ranks) -> list[Tensor]:
+def _twice(ranks: Ranks) -> tuple[list[Tensor], list[int]]:
     """A module that is called twice in a step, and one whose gradients have hooks."""
     patch = _small_buckets()
     net = Net()
     strop.optimize(net, train=True)
     net.layers[1].weight.register_hook(lambda grad: grad * 2)
     averaged = ranks.averaged(list(net.parameters()))
-    found = list[Tensor]()
-    for step in range(2):
+    found, sends = list[Tensor](), list[int]()
+    for step in range(3):
         with averaged.backward():
             (_loss(net, _rows(ranks.rank, step)) + _loss(net, _rows(ranks.rank, 7))).backward()
+            sends.append(averaged.num_sent)
         averaged.finish()
         found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
         net.zero_grad()
-    assert not averaged.num_early
     patch.undo()
-    return found
+    return found, sends
 
 
 def test_gradients_of_several_graphs_wait_for_all(pair: Pair) -> None:
-    first, second = pair.run(_twice)
+    """torch tells of them when it has put them together."""
+    (first, sends), (second, other) = pair.run(_twice)
+    assert sends == other == [0, 4, 4], "in the order of torch, which makes four buckets"
     assert all(map(torch.equal, first, second))
     net = Net()
     net.layers[1].weight.register_hook(lambda grad: grad * 2)
-    for step in range(2):
+    for step in range(3):
         net.zero_grad()
         for rank in range(2):
             ((_loss(net, _rows(rank, step)) + _loss(net, _rows(rank, 7))) / 2).backward()
         for mine, parameter in zip(first[2 * DEPTH * step :], net.parameters(), strict=False):
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def _in_eager(ranks: Ranks) -> tuple[list[Tensor], list[int]]:
+    """Buckets that had been sent when the gradient of each layer was put together."""
+    patch, sends = _small_buckets(), list[int]()
+    net = Net()
+    averaged = ranks.averaged(list(net.parameters()))
+    for step in range(2):
+        net.zero_grad()
+        if step:
+            net.layers[1].weight.register_post_accumulate_grad_hook(
+                lambda weight: sends.append(averaged.num_sent)
+            )
+        with averaged.backward():
+            _loss(net, _rows(ranks.rank, step)).backward()
+            sends.append(averaged.num_sent)
+        averaged.finish()
+    patch.undo()
+    return [p.grad for p in net.parameters() if p.grad is not None], sends
+
+
+def test_in_eager_buckets_are_sent_within_the_pass_too(pair: Pair) -> None:
+    (first, sends), (second, other) = pair.run(_in_eager)
+    assert sends == other == [0, 2, 3], "the first two layers are last, and share a bucket"
+    assert all(map(torch.equal, first, second))
+    net = Net()
+    losses = [_loss(net, _rows(rank, 1)) for rank in range(2)]
+    expected = torch.autograd.grad(sum(losses) / 2, list(net.parameters()))  # type: ignore[arg-type]
+    for grad, right in zip(first, expected, strict=True):
+        torch.testing.assert_close(grad, right, rtol=1e-5, atol=1e-7)
 
 
 def _idle(ranks: Ranks) -> list[Any]:

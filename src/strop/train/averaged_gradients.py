@@ -1,14 +1,15 @@
 """Average gradients over ranks, beginning while the backward pass goes on.
 
 Gradients travel in flat buckets (see ``flat_gradients``). The first pass is watched: a compiled
-backward graph tells of each gradient when it is complete, and buckets follow the order in which
-those of rank 0 came. From the second pass on a bucket is sent as soon as its last gradient is
-there (https://arxiv.org/abs/2006.15704, section 3.2.3). All ranks send the same buckets in one
-order, whatever graphs they run. Gradients of which nobody tells are sent when the pass has ended.
+backward graph tells of each gradient when it is complete, torch of those that it computes itself,
+and buckets follow the order in which those of rank 0 came. From the second pass on a bucket is sent
+as soon as its last gradient is there (https://arxiv.org/abs/2006.15704, section 3.2.3). All ranks
+send the same buckets in one order, whatever graphs they run.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,6 +26,50 @@ from strop.train.flat_gradients import Arrival, Bucket, SentGradients, flat_buck
 
 AllOf = Callable[[Any, str], list[Any]]  # the values of all ranks, by a value and what it is for
 LayOut = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Bucket]]  # by ``flat_buckets``
+
+
+class WatchedPass:
+    """Notes when the gradients of one backward pass come, and from where."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Tensor, tuple[int, Arrival | None]] = {}
+        self._whole: dict[Tensor, int] = {}
+        self._times = itertools.count()
+
+    def home(self, leaf: Tensor, look: Look) -> None:
+        """Have memory made for a gradient."""
+
+    def take(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Note a gradient by one graph, without holding it: autograd would copy what somebody else
+        holds."""
+        again = leaf in self._graphs  # then it is a part of the gradient only
+        self._graphs[leaf] = next(self._times), None if again else Arrival.of(gradient)
+
+    def take_whole(self, leaf: Tensor) -> None:
+        """Note that torch has put together all of a gradient."""
+        self._whole[leaf] = next(self._times)
+
+    def order(self) -> tuple[list[Tensor], set[Tensor]]:
+        """Return leaves as their gradients were complete, and of which of them one graph told."""
+        by_graph = {
+            leaf: time
+            for leaf, (time, seen) in self._graphs.items()
+            if seen is not None and seen.is_of(leaf)
+        }
+        times = self._whole | by_graph
+        return sorted(times, key=times.__getitem__), set(by_graph)
+
+
+@contextmanager
+def _hooks(leaves: Sequence[Tensor], take_whole: Callable[[Tensor], None]) -> Iterator[None]:
+    """Have torch tell of each gradient that it has put together in here."""
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    handles = [leaf.register_post_accumulate_grad_hook(take_whole) for leaf in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class AveragedGradients:
@@ -47,7 +92,8 @@ class AveragedGradients:
         self.parameters, self.count = tuple(parameters), count
         self._all_of, self._meeting, self._lay_out = all_of, meeting, lay_out
         self._sent: SentGradients | None = None
-        self._came: dict[Tensor, Arrival | None] = {}  # of the pass that is watched
+        self._watched = WatchedPass()
+        self._by_graph = self._by_torch = self.parameters  # who tells of their gradients
         self.generation = 0
 
     @contextmanager
@@ -57,10 +103,11 @@ class AveragedGradients:
         if self.count == 1 or any(p.grad is not None for p in self.parameters):
             yield
             return
-        self._came = {}
         if self._sent is not None and self._sent.is_unfinished:  # the step before has failed
             self._sent.abandon()
-        with listening(self.parameters, self if self._sent is None else self._sent):
+        self._watched = WatchedPass()
+        listener = self._watched if self._sent is None else self._sent
+        with listening(self._by_graph, listener), _hooks(self._by_torch, listener.take_whole):
             yield
 
     @torch.no_grad()
@@ -81,6 +128,7 @@ class AveragedGradients:
             if others:
                 self._average(SentGradients(self._lay_out([], others)))
             self._sent = None  # the next pass is watched
+            self._by_graph = self._by_torch = self.parameters
             self.generation += 1
 
     @property
@@ -93,20 +141,13 @@ class AveragedGradients:
         """Count the buckets of this pass that are on their way."""
         return 0 if self._sent is None else self._sent.num_sent
 
-    def home(self, leaf: Tensor, look: Look) -> None:
-        """Have memory made for a gradient of the pass that is watched."""
-
-    def take(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Note a gradient of the pass that is watched, without holding it: autograd would copy what
-        somebody else holds."""
-        again = leaf in self._came  # then it is a part of the gradient only
-        self._came[leaf] = None if again else Arrival.of(gradient)
-
     def _divide(self, active: Sequence[Tensor]) -> SentGradients:
         """Divide what has gradients into buckets, as the pass that was watched has shown."""
         places = {parameter: place for place, parameter in enumerate(self.parameters)}
-        alone = [places[p] for p, seen in self._came.items() if seen is not None and seen.is_of(p)]
-        said = self._agree([places[p] for p in active], alone)
+        order, by_graph = self._watched.order()
+        self._by_graph = tuple(p for p in order if p in by_graph)
+        self._by_torch = tuple(p for p in order if p not in by_graph)
+        said = self._agree([places[p] for p in active], [places[p] for p in order])
         everywhere = set.intersection(*map(set, said))
         early = [self.parameters[place] for place in said[0] if place in everywhere]
         late = set(active).difference(early)

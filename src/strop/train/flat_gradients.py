@@ -41,8 +41,8 @@ class Arrival:
 
 
 class Bucket(Protocol):
-    """Carry gradients of some parameters over ranks together. ``comes_early``: a backward graph
-    tells of all of them before it ends."""
+    """Carry gradients of some parameters over ranks together. ``comes_early``: somebody tells of
+    each of them when it is complete."""
 
     @property
     def parameters(self) -> tuple[Tensor, ...]: ...
@@ -174,8 +174,8 @@ class SentGradients:
 
     @torch.no_grad()
     def take(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Take a gradient that a backward graph has completed, and send its bucket if that is
-        complete and those before it have been sent."""
+        """Take a gradient that is complete, and send its bucket if that is all there and those
+        before it have been sent."""
         at = self._bucket_of.get(parameter)
         if at is None:
             return
@@ -194,6 +194,11 @@ class SentGradients:
             del self._here[at]  # autograd copies a gradient that somebody else holds
             while len(self._sent) in self._filled:
                 self._send()
+
+    def take_whole(self, parameter: Tensor) -> None:
+        """Take a gradient that torch has put together."""
+        if parameter.grad is not None:
+            self.take(parameter, parameter.grad)
 
     def _send(self) -> None:
         self._sent.append(self.buckets[len(self._sent)].send())
