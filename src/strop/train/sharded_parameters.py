@@ -149,7 +149,8 @@ class ShardedParameters:
             room = bucket.room()
             trios = zip(bucket.parameters, room.views, bucket.owners, strict=True)
             _copy([(view, p) for p, view, owner in trios if owner == self.rank])
-            work = _all_gather(room.memory, room.memory[self.rank].clone())
+            own = room.memory[self.rank]  # NCCL takes its input from its place in the result
+            work = _all_gather(room.memory, own if own.is_cuda else own.clone())
             sent.append((bucket, room, work))
         while sent:
             self._take_over(*sent.popleft())
