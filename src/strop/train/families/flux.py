@@ -3,7 +3,7 @@ matching."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def tokens_of(latents: Tensor) -> Tensor:
     return tokens
 
 
-@lru_cache(maxsize=16)
+@cache  # graphs of steps point to what is kept here
 def _places(height: int, width: int, device: torch.device) -> Tensor:
     """Return index, row and column of each token; a copy from the host would make steps wait."""
     from diffusers import FluxPipeline
