@@ -1,4 +1,4 @@
-"""Two processes that are ranks of one group, to run functions in."""
+"""Processes that are ranks of one group, two as a rule, to run functions in."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ COUNT, PATIENCE_S = 2, 240.0
 Work = Callable[[Ranks], Any]
 
 
-def _work(rank: int, meeting: str, device: str, timeout_s: int, end: Connection) -> None:
+def _work(
+    rank: int, count: int, meeting: str, device: str, timeout_s: int, end: Connection
+) -> None:
     """A process: runs what it is handed, and ends where that raises, as a real one would."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    place, output = GroupPlace(rank, COUNT, rank, f"file://{meeting}"), Path(meeting).parent
+    place, output = GroupPlace(rank, count, rank, f"file://{meeting}"), Path(meeting).parent
     with open_channel(place, device, timeout_s, output) as ranks:
         while (asked := end.recv()) is not None:
             try:
@@ -41,14 +43,16 @@ def _work(rank: int, meeting: str, device: str, timeout_s: int, end: Connection)
 
 
 class Pair:
-    """Two processes that have met."""
+    """Two processes that have met, or ``count``."""
 
-    def __init__(self, folder: Path, device: str = "cpu", timeout_s: int = 120) -> None:
+    def __init__(
+        self, folder: Path, device: str = "cpu", timeout_s: int = 120, count: int = COUNT
+    ) -> None:
         context = torch.multiprocessing.get_context("spawn")
         self.ends, self.processes = [], []
-        for rank in range(COUNT):
+        for rank in range(count):
             mine, theirs = context.Pipe()
-            given = (rank, str(folder / "meeting"), device, timeout_s, theirs)
+            given = (rank, count, str(folder / "meeting"), device, timeout_s, theirs)
             process = context.Process(target=_work, args=given, daemon=True)
             process.start()
             self.ends.append(mine)

@@ -53,11 +53,13 @@ def batch(step: int, rank: int, device: Any = "cpu") -> Tensor:
     return torch.randn(5, 6, generator=source).to(device)
 
 
-def cut(net: Net, placed: Any = None, device: str = "cpu") -> Net:
+def cut(net: Net, placed: Any = None, device: str = "cpu", shape: tuple[int, ...] = (2,)) -> Net:
+    """The last dim of the mesh is cut along; along one before it weights are repeated."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device, (2,))
+    names = ("repeated", "cut")[-len(shape) :]
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for part in (*net.blocks, net):
         fully_shard(part, mesh=mesh, shard_placement_fn=placed)
     return net
@@ -92,7 +94,8 @@ def trained(net: Net, optimizer: Any, ranks: list[int], first: int = 0) -> list[
 
 def _stepped(ranks: Ranks, kind: str, by: str) -> dict[str, Any]:
     device = "cuda" if by == "rows on GPUs" else "cpu"
-    net = cut(Net().to(device), by_columns if by == "columns" else None, device)
+    shape = (2, 2) if by == "rows, repeated" else (2,)
+    net = cut(Net().to(device), by_columns if by == "columns" else None, device, shape)
     with pytest.MonkeyPatch.context() as patch:
         if by == "kernels":
             interpreted.use(patch)
@@ -125,6 +128,16 @@ def test_steps_are_those_of_one_process(kind: str, by: str, pair: Pair) -> None:
     _check(pair.run(partial(_stepped, kind=kind, by=by)), kind)
 
 
+def test_repeated_shares_are_stepped_alike(tmp_path: Path) -> None:
+    """HSDP: four ranks, each of which has the share of one other, too."""
+    four = Pair(tmp_path, count=4)
+    try:
+        found = four.run(partial(_stepped, kind="FusedAdamW", by="rows, repeated"))
+    finally:
+        four.stop()
+    _check(found, "FusedAdamW")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_steps_on_two_gpus(tmp_path: Path) -> None:
@@ -138,7 +151,7 @@ def test_steps_on_two_gpus(tmp_path: Path) -> None:
 def _check(found: list[dict[str, Any]], kind: str) -> None:
     net, start = Net(), Net().state_dict()
     optimizer = getattr(strop.train, kind)(net.parameters(), **EXTRAS)
-    norms = trained(net, optimizer, [0, 1])
+    norms = trained(net, optimizer, [*range(len(found))])
     assert max(norms) > 0.05, "it is clipped"
     for one in found:
         torch.testing.assert_close(one["norms"], norms, rtol=1e-5, atol=0)
@@ -148,7 +161,7 @@ def _check(found: list[dict[str, Any]], kind: str) -> None:
         torch.testing.assert_close(one["averages"], optimizer.ema.shadow_params, rtol=0, atol=1e-5)
         assert one["states"] == {"DTensor"}
     every = sum(v.numel() for s in optimizer.state.values() for k, v in s.items() if k != "step")
-    assert sum(one["held"] for one in found) == every
+    assert sum(one["held"] for one in found) == every * len(found) // 2, "halves"
     assert max(one["held"] for one in found) < 0.56 * every
 
 
