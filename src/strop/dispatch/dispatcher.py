@@ -468,6 +468,7 @@ class Dispatcher(ForwardStandIn):
         """Say whether a forward may run in pieces: nobody moves its weights, or calls it in a
         loop of which something is kept."""
         is_plain = type(self.adapter) is Adapter and not self.options.strict
+        is_plain &= not self.state.exchanges_with  # whose order is that of one program
         return is_plain and not self.hosted.may_move and self.cut.may_run()
 
     def _noted_cut(self, refusal: StropError, result: Any) -> Any:

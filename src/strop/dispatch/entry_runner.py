@@ -159,8 +159,8 @@ class EntryRunner:
             return self._run_bound(entry, tensors, stream, checked_loop)
         except torch.OutOfMemoryError:
             entry.bounds.clear()  # it holds what library calls have allocated
-            if not cuda_graphs.pool_of(entry.device).drop():
-                raise
+            if not cuda_graphs.pool_of(entry.device).drop() or entry.variant.program.has_exchanges:
+                raise  # other processes would not run the beginning again
         self._fallbacks.note("ran out of memory: all CUDA graphs were dropped, and it ran again")
         return self._run_bound(entry, tensors, stream, checked_loop)
 

@@ -47,7 +47,7 @@ def exchanged(x: Tensor, how: str, group: str, size: int) -> Tensor:
     return made
 
 
-def moved_bytes(shape: tuple[int, ...], dtype: torch.dtype, how: str, size: int) -> int:
-    """Return how many bytes a process sends to others, of an operand of this shape."""
-    numel = shape[0] * dtype.itemsize
-    return numel * (size - 1) // (size if how == ALL_TO_ALL else 1)
+def bytes_sent(own_bytes: int, how: str, size: int) -> int:
+    """Return how many bytes a process sends to others of an operand that has so many: all but its
+    own piece, or all of it to each."""
+    return own_bytes * (size - 1) // (size if how == ALL_TO_ALL else 1)
