@@ -1,0 +1,289 @@
+"""Two processes that divide the tokens of a transformer compute what diffusers computes in them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from torch import Tensor, nn
+
+import strop
+from strop.api import dispatchers_of
+from strop.bench.pipelines.all import PIPELINES
+from strop.bench.pipelines.tiny import drawn
+from strop.errors import OptionError, ShapeError
+from strop.ir.exchange import ALL_GATHER, ALL_TO_ALL, exchanged, rehearsed
+from strop.testing import assert_as_accurate_as_eager
+from tests.e2e import tiny
+from tests.train.test_ddp import Ranks
+
+WORLD = 2
+two_processes = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
+)
+Made = dict[str, Any]
+CONFIGS: dict[str, Made] = {
+    "FluxTransformer2DModel": {
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 16,
+        "axes_dims_rope": (4, 4, 8),
+    },
+    "WanTransformer3DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 32,
+        "num_layers": 3,
+        "rope_max_seq_len": 32,
+    },
+}
+
+
+def transformer(kind: str) -> Any:
+    torch.manual_seed(0)
+    return getattr(diffusers, kind)(**CONFIGS[kind]).eval().requires_grad_(False)
+
+
+def given(kind: str, side: int, batch: int, dtype: torch.dtype = torch.float32) -> Made:
+    """Arguments of a picture of that many tokens a side, the same in each process."""
+    generator = torch.Generator().manual_seed(side)
+
+    def drawn_as(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    if kind == "WanTransformer3DModel":
+        return {
+            "hidden_states": drawn_as(batch, 4, 2, 2 * side, 2 * side),
+            "timestep": torch.full((batch,), 7),
+            "encoder_hidden_states": drawn_as(batch, 6, 16),
+        }
+    places = torch.zeros(side * side, 3, dtype=dtype)
+    places[:, 1:] = torch.cartesian_prod(*[torch.arange(side)] * 2).to(dtype)
+    return {
+        "hidden_states": drawn_as(batch, side * side, 4),
+        "encoder_hidden_states": drawn_as(batch, 6, 16),
+        "pooled_projections": drawn_as(batch, 16),
+        "timestep": torch.full((batch,), 0.5, dtype=dtype),
+        "img_ids": places,
+        "txt_ids": torch.zeros(6, 3, dtype=dtype),
+    }
+
+
+def called(module: nn.Module, arguments: Made) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module(**arguments, return_dict=False)[0]
+    return found.clone()  # eager's is yet to be waited for
+
+
+# ---- in the processes --------------------------------------------------------------------------
+
+
+def settle(**config: Any) -> ContextParallelConfig:
+    """diffusers counts GPUs to name one, of which it makes no use here."""
+    torch.accelerator.device_count = lambda: WORLD  # type: ignore[assignment]
+    logging.getLogger("diffusers").disabled = True
+    warnings.simplefilter("ignore")
+    return ContextParallelConfig(**({"ulysses_degree": WORLD} | config))
+
+
+def compiled_and_eager(rank: int, kind: str, sizes: list[tuple[int, int]], early: bool) -> Made:
+    """What both give at each size of side and batch, beside the exact values."""
+    fast, eager = transformer(kind), transformer(kind)
+    exact = copy.deepcopy(eager).double()
+    if early:
+        strop.optimize(fast, options=tiny.options(strict=True))
+    for module in (fast, eager):
+        module.enable_parallelism(config=settle())
+    if not early:
+        strop.optimize(fast, options=tiny.options(strict=True))
+    found = []
+    for side, batch in sizes:
+        own = given(kind, side, batch)
+        ways = called(fast, own), called(eager, own)
+        found.append((*ways, called(exact, given(kind, side, batch, torch.float64))))
+    report = strop.explain(fast)
+    steps = [s for v in dispatchers_of(fast)[kind].variants.all for s in v.program.call_steps]
+    numbers = [dict(s.attrs)["number"] for s in steps if s.op == "exchange"]
+    return {"found": found, "text": str(report), "numbers": numbers}
+
+
+def one_in_eager(rank: int) -> Tensor:
+    """What a process gives that is compiled if it is the second, and runs in eager if not."""
+    module = transformer("FluxTransformer2DModel")
+    module.enable_parallelism(config=settle())
+    if rank:
+        strop.optimize(module, options=tiny.options(strict=True))
+    return called(module, given("FluxTransformer2DModel", 4, 1))
+
+
+def by_sizes_of_others(rank: int) -> Made:
+    """ulysses_anything asks for the sizes of all processes, and rings for a library's kernels."""
+    module = transformer("FluxTransformer2DModel")
+    module.enable_parallelism(config=settle(ulysses_anything=True))
+    own = given("FluxTransformer2DModel", 3, 1)
+    before = called(module, own)
+    strop.optimize(module, options=tiny.options())
+    after, text = called(module, own), str(strop.explain(module))
+    ring = transformer("FluxTransformer2DModel")
+    ring.enable_parallelism(config=settle(ulysses_degree=1, ring_degree=WORLD))
+    strop.optimize(ring, options=tiny.options(strict=True))
+    try:
+        called(ring, given("FluxTransformer2DModel", 4, 1))
+    except strop.errors.UnsupportedError as error:
+        text += str(error)
+    return {"before": before, "after": after, "text": text}
+
+
+def training(rank: int) -> str:
+    module = transformer("FluxTransformer2DModel").requires_grad_(True)
+    module.enable_parallelism(config=settle())
+    strop.optimize(module, options=tiny.options(), train=True)
+    own = given("FluxTransformer2DModel", 4, 1)
+    module(**own, return_dict=False)[0].square().mean().backward()
+    return str(strop.explain(module))
+
+
+def by_one_line(rank: int, name: str) -> Made:
+    """What a pipeline draws with and without, and whether it is then as it was."""
+    settle()
+    case = next(case for case in PIPELINES if case.name == name)
+    pipe, eager = case.made(), case.made()
+    before = [dict(vars(part)) for part in pipe.transformer.modules()]
+    strop.optimize(pipe, options=tiny.options(strict=True), parallel="context")
+    fast, wanted = drawn(case, pipe), drawn(case, eager)
+    text = str(strop.explain(pipe))
+    refused = []
+    for arguments in ({"height": 12, "width": 12}, {"max_sequence_length": 7}):
+        try:
+            drawn(case, pipe, **arguments)
+        except ShapeError as error:
+            refused.append(str(error))
+    strop.restore(pipe)
+    after = [dict(vars(part)) for part in pipe.transformer.modules()]
+    again = drawn(case, pipe)
+    return {
+        "fast": fast,
+        "wanted": wanted,
+        "again": again,
+        "is_as_before": all(a.keys() == b.keys() for a, b in zip(before, after, strict=True)),
+        "text": text,
+        "refused": refused,
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    found = Ranks(tmp_path_factory.mktemp("meetings"))
+    assert found.run(int) == list(range(WORLD))
+    yield found
+    found.stop()
+
+
+# ---- two processes -----------------------------------------------------------------------------
+
+
+@two_processes
+@pytest.mark.parametrize(
+    ("kind", "early", "exchanges"),
+    [
+        # three blocks of four exchanges, and the result
+        ("FluxTransformer2DModel", True, (12, 1)),
+        ("WanTransformer3DModel", False, (12, 1)),
+    ],
+)
+def test_one_graph_serves_all_sizes_no_further_from_the_truth_than_eager(
+    kind: str, early: bool, exchanges: tuple[int, int], ranks: Ranks
+) -> None:
+    sizes = [(4, 1), (6, 1), (2, 2)]
+    both = ranks.run(partial(compiled_and_eager, kind=kind, sizes=sizes, early=early))
+    for of_rank in both:
+        for fast, eager, exact in of_rank["found"]:
+            assert_as_accurate_as_eager(fast, eager, exact)
+        to_all, gathered = exchanges
+        said = f"to other processes a call: {to_all} {ALL_TO_ALL}, {gathered} {ALL_GATHER}"
+        assert said in of_rank["text"]
+        assert "3 calls (0 eager, 0 replays), 1 graph, 0 recompiles" in of_rank["text"]
+        assert of_rank["numbers"] == list(range(sum(exchanges)))
+    for first, second in zip(*(of_rank["found"] for of_rank in both), strict=True):
+        assert torch.equal(first[0], second[0])  # each process has the whole result
+
+
+@two_processes
+def test_a_compiled_process_and_one_in_eager_exchange_the_same(ranks: Ranks) -> None:
+    first, second = ranks.run(one_in_eager)
+    assert torch.equal(first, second)
+
+
+@two_processes
+def test_what_is_not_compiled_is_named(ranks: Ranks) -> None:
+    for found in ranks.run(by_sizes_of_others):
+        assert torch.equal(found["before"], found["after"])
+        assert "ulysses_anything=True asks the other processes for their sizes" in found["text"]
+        assert "by rings (ring_degree=2) is not compiled" in found["text"]
+
+
+@two_processes
+def test_training_steps_run_in_eager(ranks: Ranks) -> None:
+    for text in ranks.run(training):
+        assert "tokens are divided among processes (context parallelism)" in text
+
+
+@two_processes
+def test_a_pipeline_takes_one_line_and_gets_everything_back(ranks: Ranks) -> None:
+    for found in ranks.run(partial(by_one_line, name="flux")):
+        for fast, wanted, again in zip(
+            found["fast"], found["wanted"], found["again"], strict=True
+        ):
+            torch.testing.assert_close(fast, wanted, rtol=0, atol=1e-4)
+            assert torch.equal(again, wanted)
+        assert found["is_as_before"]
+        assert "parallel='context': tokens of 2 processes" in found["text"]
+        assert [text.split(", which")[0] for text in found["refused"]] == [
+            "hidden_states has 9 tokens",
+            "encoder_hidden_states has 7 tokens",
+        ]
+
+
+# ---- one process -------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_divided_is_refused_before_anything_is_compiled() -> None:
+    flux = transformer("FluxTransformer2DModel")
+    with pytest.raises(OptionError, match=r"torchrun --nproc-per-node 2[\s\S]*init_process_group"):
+        strop.optimize(flux, parallel="context")
+    with pytest.raises(OptionError, match="each process has one, where its model lies"):
+        strop.optimize(flux, parallel="context", devices=["cpu", "cpu"])
+    with pytest.raises(OptionError, match=r"UNet2DConditionModel: diffusers has no plan \(_cp_plan"):
+        strop.optimize(tiny.unet(), parallel="context")
+    with pytest.raises(OptionError, match="several GPUs train by 'strop train"):
+        strop.optimize(flux, parallel="context", train=True)
+    assert "forward" not in vars(flux)
+
+
+def test_a_rehearsal_tells_nobody() -> None:
+    x = torch.ones(4, dtype=torch.bfloat16)
+    with rehearsed():
+        to_all = exchanged(x, ALL_TO_ALL, "nobody's", 2)
+        gathered = exchanged(x, ALL_GATHER, "nobody's", 2)
+    assert torch.equal(to_all, torch.zeros_like(x))
+    assert gathered.shape == (8,)
+    with pytest.raises(RuntimeError, match="nobody's"):
+        exchanged(x, ALL_TO_ALL, "nobody's", 2)
