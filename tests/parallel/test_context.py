@@ -7,12 +7,14 @@ import logging
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ import strop
 from strop.api import dispatchers_of
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.tiny import drawn
+from strop.dispatch.parallel.context import Sharding
 from strop.errors import OptionError, ShapeError
 from strop.ir.exchange import ALL_GATHER, ALL_TO_ALL, exchanged, rehearsed
 from strop.testing import assert_as_accurate_as_eager
@@ -138,7 +141,7 @@ def by_sizes_of_others(rank: int) -> Made:
     """ulysses_anything asks for the sizes of all processes, and rings for a library's kernels."""
     module = transformer("FluxTransformer2DModel")
     module.enable_parallelism(config=settle(ulysses_anything=True))
-    own = given("FluxTransformer2DModel", 3, 1)
+    own = given("FluxTransformer2DModel", 4, 1)
     before = called(module, own)
     strop.optimize(module, options=tiny.options())
     after, text = called(module, own), str(strop.explain(module))
@@ -186,6 +189,36 @@ def by_one_line(rank: int, name: str) -> Made:
         "is_as_before": all(a.keys() == b.keys() for a, b in zip(before, after, strict=True)),
         "text": text,
         "refused": refused,
+    }
+
+
+def on_two_gpus(rank: int, meeting: str) -> None:
+    """A process of its own: runs step by step, then captures, then replays."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=WORLD
+    )
+    kind, device = "FluxTransformer2DModel", torch.device("cuda", rank)
+    fast, eager = (transformer(kind).to(device, torch.bfloat16) for _ in range(2))
+    exact = transformer(kind).to(device, torch.bfloat16).double()
+    sharding = Sharding(eager, WORLD)
+    strop.optimize(fast, options=tiny.options(strict=True), parallel="context")
+    for _ in range(3):
+        for side, batch in ((16, 1), (8, 2)):
+            own = moved(given(kind, side, batch, torch.bfloat16), device)
+            wide = moved(own, torch.float64)
+            assert_as_accurate_as_eager(called(fast, own), called(eager, own), called(exact, wide))
+    (row,) = strop.explain(fast).components
+    assert (row.num_calls, row.num_eager_calls, row.num_replays) == (6, 0, 4)
+    strop.restore(fast)  # NCCL waits for graphs that hold its calls
+    sharding.undo()
+    dist.destroy_process_group()
+
+
+def moved(arguments: Made, where: torch.device | torch.dtype) -> Made:
+    return {
+        name: value.to(where) if value.is_floating_point() or where is not torch.float64 else value
+        for name, value in arguments.items()
     }
 
 
@@ -249,9 +282,7 @@ def test_training_steps_run_in_eager(ranks: Ranks) -> None:
 @two_processes
 def test_a_pipeline_takes_one_line_and_gets_everything_back(ranks: Ranks) -> None:
     for found in ranks.run(partial(by_one_line, name="flux")):
-        for fast, wanted, again in zip(
-            found["fast"], found["wanted"], found["again"], strict=True
-        ):
+        for fast, wanted, again in zip(found["fast"], found["wanted"], found["again"], strict=True):
             torch.testing.assert_close(fast, wanted, rtol=0, atol=1e-4)
             assert torch.equal(again, wanted)
         assert found["is_as_before"]
@@ -260,6 +291,13 @@ def test_a_pipeline_takes_one_line_and_gets_everything_back(ranks: Ranks) -> Non
             "hidden_states has 9 tokens",
             "encoder_hidden_states has 7 tokens",
         ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs")
+def test_exchanges_are_part_of_a_cuda_graph(tmp_path: Path) -> None:
+    meeting = str(tmp_path / "meeting")
+    torch.multiprocessing.spawn(on_two_gpus, args=(meeting,), nprocs=WORLD)
 
 
 # ---- one process -------------------------------------------------------------------------------
@@ -271,7 +309,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled() -> None
         strop.optimize(flux, parallel="context")
     with pytest.raises(OptionError, match="each process has one, where its model lies"):
         strop.optimize(flux, parallel="context", devices=["cpu", "cpu"])
-    with pytest.raises(OptionError, match=r"UNet2DConditionModel: diffusers has no plan \(_cp_plan"):
+    with pytest.raises(OptionError, match=r"UNet2DConditionModel: diffusers has no plan"):
         strop.optimize(tiny.unet(), parallel="context")
     with pytest.raises(OptionError, match="several GPUs train by 'strop train"):
         strop.optimize(flux, parallel="context", train=True)

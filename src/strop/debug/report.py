@@ -365,7 +365,8 @@ def _graph_lines(g: GraphRow) -> list[str]:
             f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
         )
     lines += [_slow_line(k) for k in g.kernels if k.is_slow]
-    lines += [f"  {text}" for text in (*_exchange_texts(g), *_decoded_texts(g), *_eight_bit_texts(g))]
+    lines += [f"  {text}" for text in (*_exchange_texts(g), *_decoded_texts(g))]
+    lines += [f"  {text}" for text in _eight_bit_texts(g)]
     lines += [f"  its code fixes {text}" for text in g.fixed]
     lines += [f"  {text}" for text in _block_texts(g)]
     for op, origins in _opaque(g).items():

@@ -120,8 +120,8 @@ def _split(pipe: Any, known: Mapping[str, nn.Module], of_denoisers: Mapping[str,
         )
     if left and mode == CONTEXT:
         raise OptionError(
-            f"parallel={mode!r}: {type(pipe).__name__} has {_listed(left)}, which would give what it"
-            f" computes of all tokens to a model that has some: {UNABLE}"
+            f"parallel={mode!r}: {type(pipe).__name__} has {_listed(left)}, which would compute all"
+            f" tokens for a model that has some: {UNABLE}"
         )
     if left:
         log.warning(

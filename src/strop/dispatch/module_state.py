@@ -113,8 +113,7 @@ class ModuleState:
         self.replaced = replaced_part(everything) or refused or sharded_context.refusal(self.module)
         self.casts = layerwise_casting.casts_in(everything[1:])
         self.computed = computed_weights.computed_in(everything[1:])
-        self.shards = sharded_context.shards_in(everything[1:])
-        self.exchanges_with = sharded_context.settings_in(self.module)
+        self.shards, self.exchanges_with = sharded_context.found_in(self.module, everything[1:])
         held = list(tensor_places(self.parts, self.effective.tables))
         self._scan_modules(held)
         places = list(plain_places(held, self._looks))
@@ -126,9 +125,9 @@ class ModuleState:
         ]
         self._weights = identities((table, key) for _, table, key in places)
         self.tensors: list[Tensor] = self._weights.values
-        found = {*table_names(self.parts)}
-        self.tables = [name for name in self.names if name in found]
-        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in found]
+        tables = {*table_names(self.parts)}
+        self.tables = [name for name in self.names if name in tables]
+        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in tables]
         self.rows = tuple(map(len, self._tables))
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         self._owned += moving_hooks.registered(self.modules)

@@ -103,9 +103,7 @@ def functional_collectives() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _exchange(
-    importer: Importer, fx: FxNode, x: FxNode, how: str, group: str, size: int
-) -> Node:
+def _exchange(importer: Importer, fx: FxNode, x: FxNode, how: str, group: str, size: int) -> Node:
     last = importer.last_exchange
     inputs = [importer.node(x), *([last] if last is not None else [])]
     number = 0 if last is None else last.attrs["number"] + 1
@@ -122,7 +120,7 @@ def _exchange(
     return made
 
 
-EXCHANGES = {EXCHANGE: _exchange}
+EXCHANGES: dict[Any, Callable[..., Node]] = {EXCHANGE: _exchange}
 
 
 def refuse_unread(gm: torch.fx.GraphModule) -> None:
@@ -132,4 +130,3 @@ def refuse_unread(gm: torch.fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=EXCHANGE):
         if node not in read:
             raise CaptureError("it exchanges a tensor with other processes that it does not read")
-

@@ -46,13 +46,12 @@ def sharding_hooks(module: nn.Module) -> tuple[Any, ...]:
     none."""
     if "_diffusers_hook" not in vars(module):
         return ()
-    found, forward = list[Any](), None
-    for hook, forward in links(module):
-        if qualified(type(hook)) not in (_SPLIT, _GATHER):
-            return ()
-        found.append(hook)
-    is_inmost = getattr(forward, "is_strop", False) or is_own(forward, module)
-    return tuple(found) if is_inmost else ()
+    chain = list(links(module))
+    if not chain or any(qualified(type(hook)) not in (_SPLIT, _GATHER) for hook, _ in chain):
+        return ()
+    inmost = chain[-1][1]
+    is_whole = getattr(inmost, "is_strop", False) or is_own(inmost, module)
+    return tuple(hook for hook, _ in chain) if is_whole else ()
 
 
 def configs_of(module: nn.Module) -> list[Any]:
@@ -84,14 +83,14 @@ def refusal(module: nn.Module) -> str:
     return ""
 
 
-def shards_in(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, str]:
-    """Write out, by the paths of modules, how tokens are divided there: part of a program's key."""
-    return {path: text_of(hooks) for path, part in parts if (hooks := sharding_hooks(part))}
-
-
-def settings_in(module: nn.Module) -> tuple[str, ...]:
-    """Write out with whom a model exchanges tokens: part of a program's key."""
-    return tuple(map(_text_of_config, filter(None, map(_of_context, configs_of(module)))))
+def found_in(
+    module: nn.Module, parts: Iterable[tuple[str, nn.Module]]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Write out, by the paths of a model's ``parts``, how tokens are divided there, and with whom
+    the model exchanges some: part of a program's key."""
+    shards = {path: text_of(hooks) for path, part in parts if (hooks := sharding_hooks(part))}
+    configs = filter(None, map(_of_context, configs_of(module)))
+    return shards, tuple(map(_text_of_config, configs))
 
 
 def text_of(hooks: Iterable[Any]) -> str:
@@ -120,7 +119,7 @@ def _meshes(config: Any) -> tuple[Any, ...]:
 
 
 def watched_hooks(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield where it is held what ``shards_in`` and ``settings_in`` tell."""
+    """Yield where it is held what ``found_in`` tells."""
     if module.__dict__.get(_CONFIG) is not None:
         yield vars(module), _CONFIG
     for hook in sharding_hooks(module):

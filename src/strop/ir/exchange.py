@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +34,7 @@ def exchanged(x: Tensor, how: str, group: str, size: int) -> Tensor:
     The call is for the stream of the caller: it waits for what was launched there before, and what
     is launched there next waits for it. Under capture it becomes a part of the CUDA graph.
     """
-    from torch.distributed import distributed_c10d as c10d
-
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     x = x.contiguous()
     made = x.new_empty(x.shape[0] * (size if how == ALL_GATHER else 1))
     if _is_rehearsal.get():

@@ -120,9 +120,7 @@ class Sharding:
 
             mesh = _mesh(next(module.parameters()).device.type, size)
             divided: Any = module
-            divided.enable_parallelism(
-                config=ContextParallelConfig(ulysses_degree=size, mesh=mesh)
-            )
+            divided.enable_parallelism(config=ContextParallelConfig(ulysses_degree=size, mesh=mesh))
             hook = self._check_sizes
             self._handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 
