@@ -172,7 +172,8 @@ def by_one_line(rank: int, name: str) -> Made:
     before = [dict(vars(part)) for part in pipe.transformer.modules()]
     strop.optimize(pipe, options=tiny.options(strict=True), parallel="context")
     fast, wanted = drawn(case, pipe), drawn(case, eager)
-    text = str(strop.explain(pipe))
+    text, counters = str(strop.explain(pipe)), dispatchers_of(pipe)["transformer"].counters
+    others = [drawn(case, each, prompt="two blue dogs") for each in (pipe, eager)]
     refused = []
     for arguments in ({"height": 12, "width": 12}, {"max_sequence_length": 7}):
         try:
@@ -181,10 +182,11 @@ def by_one_line(rank: int, name: str) -> Made:
             refused.append(str(error))
     strop.restore(pipe)
     after = [dict(vars(part)) for part in pipe.transformer.modules()]
-    again = drawn(case, pipe)
+    again = [*drawn(case, pipe), *drawn(case, pipe, prompt="two blue dogs")]
     return {
-        "fast": fast,
-        "wanted": wanted,
+        "fast": [*fast, *others[0]],
+        "wanted": [*wanted, *others[1]],
+        "reuses": counters.hoisted.num_reuses,
         "again": again,
         "is_as_before": all(a.keys() == b.keys() for a, b in zip(before, after, strict=True)),
         "text": text,
@@ -286,6 +288,7 @@ def test_a_pipeline_takes_one_line_and_gets_everything_back(ranks: Ranks) -> Non
             torch.testing.assert_close(fast, wanted, rtol=0, atol=1e-4)
             assert torch.equal(again, wanted)
         assert found["is_as_before"]
+        assert found["reuses"] == 3  # what comes of the prompt: of steps behind the first ones
         assert "parallel='context': tokens of 2 processes" in found["text"]
         assert [text.split(", which")[0] for text in found["refused"]] == [
             "hidden_states has 9 tokens",
