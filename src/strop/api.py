@@ -63,8 +63,7 @@ def optimize(
     classifier-free guidance, on two GPUs, ``"batch"`` cuts the rows of a call evenly for all GPUs,
     or for ``devices``, the first of which is where the model lies. The others hold copies of the
     denoisers, which are kept equal to them. A row's values are those of the same model at the batch
-    of its piece. ``"context"``, in each process of a group (``torchrun``), divides the tokens of
-    each call of a transformer among the processes, each of which has all of the model on a GPU.
+    of its piece. ``"context"`` divides the tokens of a call among the processes of a group.
 
     Raises OptionError for anything that is neither a module nor a pipeline, for other keywords, for
     devices that are not there, and for tokens that cannot be divided.

@@ -57,6 +57,16 @@ CONFIGS: dict[str, Made] = {
         "num_layers": 3,
         "rope_max_seq_len": 32,
     },
+    "QwenImageTransformer2DModel": {
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (8, 4, 4),
+    },
 }
 
 
@@ -77,6 +87,15 @@ def given(kind: str, side: int, batch: int, dtype: torch.dtype = torch.float32) 
             "hidden_states": drawn_as(batch, 4, 2, 2 * side, 2 * side),
             "timestep": torch.full((batch,), 7),
             "encoder_hidden_states": drawn_as(batch, 6, 16),
+        }
+    if kind == "QwenImageTransformer2DModel":  # of prompts of two lengths
+        mask = torch.arange(6) < torch.tensor([[6], [4]])
+        return {
+            "hidden_states": drawn_as(batch, side * side, 16),
+            "encoder_hidden_states": drawn_as(batch, 6, 16),
+            "encoder_hidden_states_mask": mask[-batch:],
+            "timestep": torch.full((batch,), 0.5, dtype=dtype),
+            "img_shapes": [(1, side, side)] * batch,
         }
     places = torch.zeros(side * side, 3, dtype=dtype)
     places[:, 1:] = torch.cartesian_prod(*[torch.arange(side)] * 2).to(dtype)
@@ -153,6 +172,19 @@ def by_sizes_of_others(rank: int) -> Made:
     except strop.errors.UnsupportedError as error:
         text += str(error)
     return {"before": before, "after": after, "text": text}
+
+
+def odd_inside(rank: int) -> str:
+    """Tokens that the model makes itself: nine of one frame."""
+    settle()
+    module = transformer("WanTransformer3DModel")
+    strop.optimize(module, options=tiny.options(), parallel="context")
+    own = given("WanTransformer3DModel", 3, 1)
+    try:
+        called(module, own | {"hidden_states": own["hidden_states"][:, :, :1]})
+    except ShapeError as error:
+        return str(error)
+    return ""
 
 
 def training(rank: int) -> str:
@@ -273,6 +305,24 @@ def test_what_is_not_compiled_is_named(ranks: Ranks) -> None:
         assert torch.equal(found["before"], found["after"])
         assert "ulysses_anything=True asks the other processes for their sizes" in found["text"]
         assert "by rings (ring_degree=2) is not compiled" in found["text"]
+
+
+@two_processes
+def test_masks_are_gathered_in_the_graph(ranks: Ranks) -> None:
+    kind = "QwenImageTransformer2DModel"
+    work = partial(compiled_and_eager, kind=kind, sizes=[(4, 2)], early=True)
+    for of_rank in ranks.run(work):
+        for fast, eager, exact in of_rank["found"]:
+            assert_as_accurate_as_eager(fast, eager, exact)
+        # a mask for each of two blocks, and the result
+        assert f"8 {ALL_TO_ALL}, 3 {ALL_GATHER}" in of_rank["text"]
+        assert "1 call (0 eager, 0 replays), 1 graph" in of_rank["text"]
+
+
+@two_processes
+def test_tokens_that_the_model_makes_are_checked_too(ranks: Ranks) -> None:
+    for text in ranks.run(odd_inside):
+        assert text.startswith("WanTransformer3DModel has tokens which 2 processes cannot divide")
 
 
 @two_processes

@@ -124,8 +124,7 @@ class Dispatcher(ForwardStandIn):
         self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
-        self._prepared, self._refused = PreparedCalls(), RefusedCalls()
-        self._views = KeptViews()
+        self._prepared, self._refused, self._views = PreparedCalls(), RefusedCalls(), KeptViews()
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)

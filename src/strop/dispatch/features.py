@@ -140,6 +140,14 @@ def place_for(module: nn.Module) -> tuple[Any, str]:
     return module, "_old_forward" if is_inside and "_old_forward" in vars(module) else "forward"
 
 
+def forward_of(module: nn.Module) -> Any:
+    """Return what has been put in the place of a module's forward, inside of hooks that divide its
+    tokens among processes, or None."""
+    if sharding := sharding_hooks(module):
+        return sharding[-1].fn_ref.forward
+    return module.__dict__.get("forward")
+
+
 def _accelerate_hooks(module: nn.Module) -> list[Any]:
     if (hook := module.__dict__.get("_hf_hook")) is None:
         return []

@@ -43,7 +43,7 @@ from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.composed_tensors import is_composed
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
-from strop.frontend.exchanges import functional_collectives, gathered_by_pieces, refuse_unread
+from strop.frontend.exchanges import functional_collectives, refuse_unread, traced_collectives
 from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.formats import UnknownSizeError
 from strop.frontend.functional import WriteThroughViewError, make_functional
@@ -447,7 +447,7 @@ def tracing(
             record_origins(module, origins, entered),
             without_tensor_meta(),
             without_reports(),
-            gathered_by_pieces(),
+            traced_collectives(),
         ):
             yield
     except CaptureError:  # ours, which says what it is about

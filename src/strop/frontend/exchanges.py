@@ -65,15 +65,35 @@ def _waited(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def gathered_by_pieces() -> Iterator[None]:
+def traced_collectives() -> Iterator[None]:
     """Have torch put what it has gathered together, meanwhile, without questions about memory,
-    which it asks to see whether sizes depend on data."""
-    is_there = torch.distributed.is_available() and hasattr(_calls(), _TOGETHER)
-    if not is_there:  # 2.11 asks none
+    which it asks to see whether sizes depend on data (2.11 does not), and have ``all_gather`` into
+    a list of tensors be an exchange: diffusers gathers masks by it."""
+    if not torch.distributed.is_available():
         yield
         return
-    with replaced(_calls(), _TOGETHER, _put_together):
+    with (
+        replaced(_calls(), _TOGETHER, _put_together),
+        replaced(torch.distributed, "all_gather", _into_list),
+    ):
         yield
+
+
+def _into_list(own: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if get_proxy_mode() is None:  # another thread's
+            return own(tensor_list, tensor, group, async_op)
+        if async_op or any(place.shape != tensor.shape for place in tensor_list):
+            raise CaptureError("it gathers tensors of several sizes, or does not wait for them")
+        name, size = _named(group or torch.distributed.group.WORLD), len(tensor_list)
+        gathered = EXCHANGE(tensor.reshape(-1), ALL_GATHER, name, size)
+        for place, piece in zip(tensor_list, call_chunk(gathered, size), strict=True):
+            place.copy_(piece.reshape(place.shape))
+        return None
+
+    return all_gather
 
 
 def _put_together(own: Callable[..., Tensor]) -> Callable[..., Tensor]:

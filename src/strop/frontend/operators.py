@@ -21,7 +21,6 @@ from strop.frontend import joint
 from strop.frontend.autocast import as_autocast
 from strop.frontend.differentiated import LEVELS, asks_for_gradients, define
 from strop.frontend.draws import DRAWS
-from strop.frontend.equal_pieces import PIECES
 from strop.frontend.formats import pictures, pictures_on_cpu, traced
 from strop.frontend.layouts import LAYOUTS, as_pictures, call_contiguous, call_reshape
 from strop.frontend.opened import twins
@@ -571,7 +570,7 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **CALLS,
     **DRAWS,
 }
-TRACED = {**RETARGET, **LAYOUTS, **PIECES}
+TRACED = {**RETARGET, **LAYOUTS}
 _TWINS = twins(TRACED)
 
 

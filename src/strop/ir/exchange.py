@@ -35,6 +35,8 @@ def exchanged(x: Tensor, how: str, group: str, size: int) -> Tensor:
     is launched there next waits for it. Under capture it becomes a part of the CUDA graph.
     """
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    if x.dtype is torch.bool:  # libraries have no such type
+        return exchanged(x.view(torch.uint8), how, group, size).view(torch.bool)
     x = x.contiguous()
     made = x.new_empty(x.shape[0] * (size if how == ALL_GATHER else 1))
     if _is_rehearsal.get():

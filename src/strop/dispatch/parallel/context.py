@@ -20,6 +20,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.errors import OptionError, ShapeError
 from strop.frontend.hook_chains import is_own
 from strop.options import Options
+from strop.wording import counted
 
 Wanted = tuple[str, Sequence[str | torch.device] | None]  # a mode, and devices
 UNABLE = "diffusers has no plan (_cp_plan) of where its tokens can be divided"
@@ -52,7 +53,7 @@ class ContextDispatcher(Dispatcher):
         except AssertionError as error:
             if _UNEVEN not in str(error):
                 raise
-            raise ShapeError(f"{self.name}: its tokens {_uneven(self._size)}") from error
+            raise ShapeError(f"{self.name} has tokens {_uneven(self._size)}") from error
 
     @staticmethod
     def is_able(module: nn.Module) -> bool:
@@ -153,13 +154,13 @@ class Sharding:
             if not isinstance(value, Tensor) or value.dim() != split.expected_dims:
                 continue
             if (count := value.shape[split.split_dim]) % self._size:
-                raise ShapeError(f"{name} has {count} tokens, which {_uneven(self._size)}")
+                raise ShapeError(f"{name} has {counted(count, 'token')}, {_uneven(self._size)}")
 
 
 def _uneven(size: int) -> str:
     return (
-        f"{size} processes cannot divide evenly: choose a size of the picture, or a length of the"
-        f" prompt (max_sequence_length), for which they are a multiple of {size}"
+        f"which {size} processes cannot divide evenly: choose a size of the picture, or a length of"
+        f" the prompt (max_sequence_length), for which they are a multiple of {size}"
     )
 
 
