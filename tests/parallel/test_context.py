@@ -156,6 +156,36 @@ def one_in_eager(rank: int) -> Tensor:
     return called(module, given("FluxTransformer2DModel", 4, 1))
 
 
+def by_torch_compile(rank: int) -> Made:
+    kind = "FluxTransformer2DModel"
+    module, own = transformer(kind), given(kind, 4, 1)
+    module.enable_parallelism(config=settle())
+    eager = called(module, own)
+    compiled = torch.compile(module, backend="strop")
+    return {"eager": eager, "fast": called(compiled, own), "text": str(strop.explain(compiled))}
+
+
+def taken_back(rank: int, early: bool) -> list[Tensor]:
+    """What a module gives in eager, compiled, and after ``restore``."""
+    kind = "FluxTransformer2DModel"
+    module, own = transformer(kind), given(kind, 4, 1)
+    if early:
+        strop.optimize(module, options=tiny.options(strict=True))
+    module.enable_parallelism(config=settle())
+    if not early:
+        strop.optimize(module, options=tiny.options(strict=True))
+    fast = called(module, own)
+    strop.restore(module)
+    again = called(module, own)
+    return [fast, again, called(one_divided(kind), own)]
+
+
+def one_divided(kind: str) -> Any:
+    module = transformer(kind)
+    module.enable_parallelism(config=settle())
+    return module
+
+
 def by_sizes_of_others(rank: int) -> Made:
     """ulysses_anything asks for the sizes of all processes, and rings for a library's kernels."""
     module = transformer("FluxTransformer2DModel")
@@ -297,6 +327,22 @@ def test_one_graph_serves_all_sizes_no_further_from_the_truth_than_eager(
 def test_a_compiled_process_and_one_in_eager_exchange_the_same(ranks: Ranks) -> None:
     first, second = ranks.run(one_in_eager)
     assert torch.equal(first, second)
+
+
+@two_processes
+@pytest.mark.parametrize("early", [False, True])
+def test_restore_leaves_what_diffusers_does(early: bool, ranks: Ranks) -> None:
+    for fast, again, eager in ranks.run(partial(taken_back, early=early)):
+        assert torch.equal(again, eager)
+        torch.testing.assert_close(fast, eager, rtol=0, atol=1e-5)
+
+
+@two_processes
+def test_torch_compile_does_the_same(ranks: Ranks) -> None:
+    for found in ranks.run(by_torch_compile):
+        torch.testing.assert_close(found["fast"], found["eager"], rtol=0, atol=1e-5)
+        assert f"12 {ALL_TO_ALL}, 1 {ALL_GATHER}" in found["text"]
+        assert "1 call (0 eager, 0 replays), 1 graph" in found["text"]
 
 
 @two_processes
