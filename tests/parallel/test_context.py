@@ -142,9 +142,15 @@ def compiled_and_eager(rank: int, kind: str, sizes: list[tuple[int, int]], early
         ways = called(fast, own), called(eager, own)
         found.append((*ways, called(exact, given(kind, side, batch, torch.float64))))
     report = strop.explain(fast)
-    steps = [s for v in dispatchers_of(fast)[kind].variants.all for s in v.program.call_steps]
-    numbers = [dict(s.attrs)["number"] for s in steps if s.op == "exchange"]
-    return {"found": found, "text": str(report), "numbers": numbers}
+    programs = [variant.program for variant in dispatchers_of(fast)[kind].variants.all]
+    exchanges = [s for p in programs for s in p.call_steps if s.op == "exchange"]
+    return {
+        "found": found,
+        "text": str(report),
+        "numbers": [dict(step.attrs)["number"] for step in exchanges],
+        "read": [len(step.inputs) for step in exchanges],
+        "may_run_twice": any(program.is_pure for program in programs),
+    }
 
 
 def one_in_eager(rank: int) -> Tensor:
@@ -319,6 +325,8 @@ def test_one_graph_serves_all_sizes_no_further_from_the_truth_than_eager(
         assert said in of_rank["text"]
         assert "3 calls (0 eager, 0 replays), 1 graph, 0 recompiles" in of_rank["text"]
         assert of_rank["numbers"] == list(range(sum(exchanges)))
+        assert of_rank["read"] == [1, *[2] * (sum(exchanges) - 1)]  # the one before it, too
+        assert not of_rank["may_run_twice"]
     for first, second in zip(*(of_rank["found"] for of_rank in both), strict=True):
         assert torch.equal(first[0], second[0])  # each process has the whole result
 
