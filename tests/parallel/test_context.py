@@ -410,6 +410,7 @@ def test_exchanges_are_part_of_a_cuda_graph(tmp_path: Path) -> None:
 # ---- one process -------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_divided_is_refused_before_anything_is_compiled() -> None:
     flux = transformer("FluxTransformer2DModel")
     with pytest.raises(OptionError, match=r"torchrun --nproc-per-node 2[\s\S]*init_process_group"):
@@ -418,6 +419,13 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled() -> None
         strop.optimize(flux, parallel="context", devices=["cpu", "cpu"])
     with pytest.raises(OptionError, match=r"UNet2DConditionModel: diffusers has no plan"):
         strop.optimize(tiny.unet(), parallel="context")
+    by_name = {case.name: case for case in PIPELINES}
+    for name, said in (
+        ("sd3", r"has transformer \(SD3Transformer2DModel\): diffusers has no plan"),
+        ("flux-controlnet", r"has controlnet \(FluxControlNetModel\): diffusers has no plan"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            strop.optimize(by_name[name].made(), parallel="context")
     with pytest.raises(OptionError, match="several GPUs train by 'strop train"):
         strop.optimize(flux, parallel="context", train=True)
     assert "forward" not in vars(flux)

@@ -110,18 +110,16 @@ def _split(pipe: Any, known: Mapping[str, nn.Module], of_denoisers: Mapping[str,
     denoisers = {name: module for name, module in known.items() if name in DENOISERS}
     kind, mode = of_denoisers["kind"], of_denoisers["wanted"][0]
     found = [name for name, module in denoisers.items() if kind.is_able(module)]
+    left = {name: module for name, module in denoisers.items() if name not in found}
+    if mode == CONTEXT and (left or not found):  # what computes all tokens gives them to the others
+        has = _listed(left) or "no denoiser"
+        raise OptionError(f"parallel={mode!r}: {type(pipe).__name__} has {has}: {UNABLE}")
     for name in found:
         kind.check(known[name], of_denoisers["wanted"])
-    left = {name: module for name, module in denoisers.items() if name not in found}
     if not found:
         raise OptionError(
             f"parallel={mode!r}: {type(pipe).__name__} has no denoiser whose calls Strop knows how"
             f" to split; it has {_listed(left) or 'none'}"
-        )
-    if left and mode == CONTEXT:
-        raise OptionError(
-            f"parallel={mode!r}: {type(pipe).__name__} has {_listed(left)}, which would compute all"
-            f" tokens for a model that has some: {UNABLE}"
         )
     if left:
         log.warning(
