@@ -63,10 +63,10 @@ def optimize(
     classifier-free guidance, on two GPUs, ``"batch"`` cuts the rows of a call evenly for all GPUs,
     or for ``devices``, the first of which is where the model lies. The others hold copies of the
     denoisers, which are kept equal to them. A row's values are those of the same model at the batch
-    of its piece.
+    of its piece. ``"context"`` divides the tokens of a call among the processes of a group.
 
-    Raises OptionError for anything that is neither a module nor a pipeline, for other keywords, and
-    for devices that are not there.
+    Raises OptionError for anything that is neither a module nor a pipeline, for other keywords, for
+    devices that are not there, and for tokens that cannot be divided.
     """
     options = _checked_options(options, unknown)
     if not isinstance(train, bool):
@@ -136,9 +136,12 @@ def _parallel_how(
         raise OptionError(
             f"weights_budget_bytes and parallel={parallel!r}: a copy needs all weights on its GPU"
         )
+    from strop.dispatch.parallel.context import ContextDispatcher
     from strop.dispatch.parallel.served import ParallelDispatcher
+    from strop.dispatch.parallel.settings import CONTEXT
 
-    return {"kind": ParallelDispatcher, "wanted": (parallel, devices)}
+    kind = ContextDispatcher if parallel == CONTEXT else ParallelDispatcher
+    return {"kind": kind, "wanted": (parallel, devices)}
 
 
 def _check_step_cache(obj: Any, options: Options, parallel: str | None, *, train: bool) -> None:

@@ -22,6 +22,7 @@ from strop.dispatch import entry_runner
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.entry_runner import EntryRunner
+from strop.ir.program import Program
 from strop.runtime.build import driver
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run import executor
@@ -256,6 +257,20 @@ def test_graphs_give_way_to_a_call(
     (reason,) = module.forward.counters.fallbacks
     assert "all CUDA graphs were dropped, and it ran again" in reason
     assert caplog.messages == [f"Net: {reason}"]
+
+
+@pytest.mark.parametrize("where", ["in_copy", "in_capture"])
+def test_what_other_processes_take_part_in_never_runs_again(
+    gpu: Torch, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Program, "has_exchanges", True)
+    module = optimized(Net())
+    assert_right(module, 3)
+    setattr(gpu if where == "in_copy" else gpu.cuda, where, out_of_memory)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        module(X)
+    assert not module.forward.counters.fallbacks
+    assert module.forward.counters.replays == 0
 
 
 def test_what_does_not_fit_without_graphs_is_torchs_own_error(

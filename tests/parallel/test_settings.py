@@ -35,7 +35,6 @@ def test_guidance_takes_the_next_gpu_and_a_batch_takes_all(monkeypatch: pytest.M
     [
         ("cfg", None, GPU, r"needs two GPUs, and this process sees 1 GPU \(card 0\)"),
         ("batch", None, CPU, r"lies on cpu: move it first .* sees 1 GPU"),
-        ("context", None, GPU, "enable_parallelism"),
         ("both", None, GPU, "expected 'cfg' or 'batch'"),
         ("cfg", ["cpu"], CPU, "takes two devices"),
         ("cfg", ["cpu"] * 3, CPU, "takes two devices"),

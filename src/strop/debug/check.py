@@ -249,7 +249,8 @@ def _sizes(shape: Sequence[Expr], env: Mapping[str, int]) -> list[int]:
 
 def _has_judge(node: Node) -> bool:
     is_exact = node.attrs.get("numerics", EXACT) == EXACT  # else a pattern's, opted in by name
-    return has_reference(node.op) and not is_random(node) and is_exact
+    is_alone = node.op != "exchange"  # other processes take part in, which may not be checking
+    return has_reference(node.op) and not is_random(node) and is_exact and is_alone
 
 
 def _finite(x: Tensor) -> bool:

@@ -19,6 +19,7 @@ import torch
 from strop.fusion.plan import Group
 from strop.ir.device import Device
 from strop.ir.dims import Expr, const
+from strop.ir.exchange import bytes_sent
 from strop.ir.graph import Node
 from strop.ir.ops import OPS, Kind
 from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
@@ -98,10 +99,22 @@ def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
         return sum(
             _kernel_bytes(program, n, lookups.get(n), sizes) for n in dict.fromkeys(step.buffers)
         )
-    read = sum(_piece_bytes(program, ref, sizes) for ref in step.inputs)
+    refs = step.inputs[:1] if step.op == "exchange" else step.inputs  # others say its turn
+    read = sum(_piece_bytes(program, ref, sizes) for ref in refs)
     if step.place is not None:
         return read + _piece_bytes(program, step.place, sizes)
     return read + sum(_buffer_bytes(program, n, sizes) for n in step.outputs if n >= 0)
+
+
+def sent_bytes(program: Program, sizes: Sizes) -> int:
+    """Count what a run sends to other processes."""
+    total = 0
+    for step in program.call_steps:
+        if step.op == "exchange":
+            attrs = dict(step.attrs)
+            own = _piece_bytes(program, step.inputs[0], sizes)
+            total += bytes_sent(own, attrs["how"], attrs["size"])
+    return total
 
 
 def num_programs(program: Program, step: Step, sizes: Sizes, sms: int) -> int:

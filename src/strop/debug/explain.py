@@ -14,7 +14,7 @@ from torch import nn
 from strop.api import dispatchers_of, optimize, restore, with_cached_parts, with_twins
 from strop.backend import Compiled
 from strop.debug.chosen import chosen
-from strop.debug.costs import Machine, bytes_moved, machine
+from strop.debug.costs import Machine, bytes_moved, machine, sent_bytes
 from strop.debug.decoded import decoded_bytes, most_decoded_bytes
 from strop.debug.listing import call_text, graph_text, listing, type_text
 from strop.debug.report import (
@@ -306,6 +306,8 @@ def _graph_row(
         decoded_bytes=decoded_bytes(program, sizes),
         most_decoded_bytes=most_decoded_bytes(program, sizes),
         exact=program.exact,
+        exchanges=Counter(dict(step.attrs)["how"] for step in running if step.op == "exchange"),
+        sent_bytes=sent_bytes(program, sizes),
     )
 
 

@@ -18,6 +18,7 @@ from strop.errors import UnsupportedError
 from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.dims import Env, Expr
 from strop.ir.eight_bit import CODES, FORMATS
+from strop.ir.exchange import exchanged
 from strop.ir.graph import Graph, Node
 from strop.ir.mixed_product import mixed_product
 from strop.ir.ops import OPS, Kind
@@ -257,4 +258,7 @@ _RULES: dict[str, Rule] = {
     "folded_taps": lambda n, x, env: fold_taps(x[0]),
     "upsampled_conv2d": lambda n, x, env: upsampled(*x),
     "attention": _attention,
+    "exchange": lambda n, x, env: exchanged(
+        x[0].to(n.dtype), n.attrs["how"], n.attrs["group"], n.attrs["size"]
+    ),
 }

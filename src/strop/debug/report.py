@@ -133,6 +133,8 @@ class GraphRow:
     most_decoded_bytes: int = 0  # of these at one time, as weights that are read give theirs back
     eight_bit: Mapping[str, str] = field(default_factory=dict)  # weights in 8 bits, each with how
     exact: tuple[tuple[str, str], ...] = ()  # linears' modules without though asked, and why
+    exchanges: Mapping[str, int] = field(default_factory=dict)  # with other processes, by kind
+    sent_bytes: int = 0  # in them, by this process to all others together, in a call
 
     @property
     def bound_us(self) -> float:
@@ -363,7 +365,8 @@ def _graph_lines(g: GraphRow) -> list[str]:
             f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
         )
     lines += [_slow_line(k) for k in g.kernels if k.is_slow]
-    lines += [f"  {text}" for text in (*_decoded_texts(g), *_eight_bit_texts(g))]
+    lines += [f"  {text}" for text in (*_exchange_texts(g), *_decoded_texts(g))]
+    lines += [f"  {text}" for text in _eight_bit_texts(g)]
     lines += [f"  its code fixes {text}" for text in g.fixed]
     lines += [f"  {text}" for text in _block_texts(g)]
     for op, origins in _opaque(g).items():
@@ -385,6 +388,14 @@ def _decoded_texts(g: GraphRow) -> list[str]:
     return [
         f"decodes {g.decoded_bytes / 1e6:.2f} MB of weights kept in another type a call, {most}"
     ]
+
+
+def _exchange_texts(g: GraphRow) -> list[str]:
+    """Return a line on what processes send each other, if they do."""
+    if not g.exchanges:
+        return []
+    kinds = ", ".join(f"{count} {how}" for how, count in g.exchanges.items())
+    return [f"sends {g.sent_bytes / 1e6:.2f} MB to other processes a call: {kinds}"]
 
 
 def _eight_bit_texts(g: GraphRow) -> list[str]:

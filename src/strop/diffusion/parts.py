@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.features import forward_of
 
 # Components that each step of a denoise loop calls. Wan 2.2 has a second transformer for the end.
 DENOISERS = ("unet", "transformer", "transformer_2", "controlnet")
@@ -48,8 +49,9 @@ def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
 
 
 def dispatcher_in(module: Any) -> Dispatcher | None:
-    """Return the dispatcher that is the ``forward`` of a module."""
-    own = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
+    """Return the dispatcher that is the ``forward`` of a module, or stands inside of hooks that
+    divide its tokens among processes."""
+    own = forward_of(module) if isinstance(module, nn.Module) else None
     return own if isinstance(own, Dispatcher) and not own.has_left else None
 
 

@@ -27,7 +27,8 @@ from strop.diffusion.pictures import NAME, convert_on_device
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.features import place_for
 from strop.dispatch.known_dispatchers import dispatcher_of
-from strop.dispatch.parallel.rules import family_of
+from strop.dispatch.parallel.context import UNABLE
+from strop.dispatch.parallel.settings import CONTEXT
 from strop.dispatch.step_cache.served import StepCacheDispatcher
 from strop.errors import OptionError
 from strop.options import Options
@@ -107,14 +108,18 @@ def _split(pipe: Any, known: Mapping[str, nn.Module], of_denoisers: Mapping[str,
     if not of_denoisers:
         return []
     denoisers = {name: module for name, module in known.items() if name in DENOISERS}
-    found = [name for name, module in denoisers.items() if family_of(module) is not None]
-    for name in found:
-        of_denoisers["kind"].check(known[name], of_denoisers["wanted"])
+    kind, mode = of_denoisers["kind"], of_denoisers["wanted"][0]
+    found = [name for name, module in denoisers.items() if kind.is_able(module)]
     left = {name: module for name, module in denoisers.items() if name not in found}
+    if mode == CONTEXT and (left or not found):  # what computes all tokens gives them to the others
+        has = _listed(left) or "no denoiser"
+        raise OptionError(f"parallel={mode!r}: {type(pipe).__name__} has {has}: {UNABLE}")
+    for name in found:
+        kind.check(known[name], of_denoisers["wanted"])
     if not found:
         raise OptionError(
-            f"parallel={of_denoisers['wanted'][0]!r}: {type(pipe).__name__} has no denoiser whose"
-            f" calls Strop knows how to split; it has {_listed(left) or 'none'}"
+            f"parallel={mode!r}: {type(pipe).__name__} has no denoiser whose calls Strop knows how"
+            f" to split; it has {_listed(left) or 'none'}"
         )
     if left:
         log.warning(
@@ -205,7 +210,7 @@ def _compile_like(pipe: Any, path: str, module: nn.Module, known: Dispatcher) ->
         except OptionError as error:
             log.warning("%s has no step cache: %s", path, error)
             how = NOTHING
-    elif family_of(module) is None and known.how:
+    elif known.how and not known.how["kind"].is_able(module):
         log.warning("%s is not split over devices: nothing says how its calls are", path)
         how = NOTHING
     _compile(module, known.options, path, loop, component, **how)

@@ -31,6 +31,7 @@ from strop.dispatch.features import take_out
 from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
+from strop.dispatch.kept_views import KeptViews
 from strop.dispatch.known_dispatchers import ALL, have_others_rest
 from strop.dispatch.last_look import LastLook
 from strop.dispatch.low_rank_weights import RowAdapters
@@ -123,7 +124,7 @@ class Dispatcher(ForwardStandIn):
         self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
-        self._prepared, self._refused = PreparedCalls(), RefusedCalls()
+        self._prepared, self._refused, self._views = PreparedCalls(), RefusedCalls(), KeptViews()
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)
@@ -181,6 +182,8 @@ class Dispatcher(ForwardStandIn):
         kwargs, scale = without_scale(self.module, kwargs)
         if scale != 1.0 and (reason := self._unfit_scale(scale)):
             return DecidedCall(reason=reason)
+        if self.state.exchanges_with:
+            args, kwargs = self._views.of(args, kwargs)
         args, kwargs = self._reader.normalised(args, kwargs)
         try:
             call = self._reader.flattened(args, kwargs, scale)
@@ -468,6 +471,7 @@ class Dispatcher(ForwardStandIn):
         """Say whether a forward may run in pieces: nobody moves its weights, or calls it in a
         loop of which something is kept."""
         is_plain = type(self.adapter) is Adapter and not self.options.strict
+        is_plain &= not self.state.exchanges_with  # whose order is that of one program
         return is_plain and not self.hosted.may_move and self.cut.may_run()
 
     def _noted_cut(self, refusal: StropError, result: Any) -> Any:
@@ -512,7 +516,8 @@ class Dispatcher(ForwardStandIn):
         self._forget_prepared()
 
     def _forget_prepared(self) -> None:
-        """Forget what holds until the next look alone: short ways, and refusals."""
+        """Forget what holds until the next look alone: short ways, refusals, and views."""
+        self._views.forget()
         self._prepared.clear()
         self._refused.forget()
         self.short = cpu_fast_path.untaken

@@ -146,11 +146,14 @@ class EntryRunner:
 
     def _run_on_gpu(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
         """Run from a graph if there is one, else step by step. Where memory runs out, all graphs
-        are dropped, and it runs again."""
+        are dropped, and it runs again, unless other processes would have to do so too."""
+        may_run_again = not entry.variant.program.has_exchanges
         if self.wants_graph(entry):
             try:
                 return self._replay(entry, tensors, checked_loop)
             except cuda_graphs.NoGraphError as error:
+                if isinstance(error.__cause__, torch.OutOfMemoryError) and not may_run_again:
+                    raise error.__cause__ from None
                 entry.has_graph = False
                 self._fallbacks.note(f"runs without a CUDA graph: {error}")
         driver.enter_thread(entry.device.index)
@@ -159,7 +162,7 @@ class EntryRunner:
             return self._run_bound(entry, tensors, stream, checked_loop)
         except torch.OutOfMemoryError:
             entry.bounds.clear()  # it holds what library calls have allocated
-            if not cuda_graphs.pool_of(entry.device).drop():
+            if not (cuda_graphs.pool_of(entry.device).drop() and may_run_again):
                 raise
         self._fallbacks.note("ran out of memory: all CUDA graphs were dropped, and it ran again")
         return self._run_bound(entry, tensors, stream, checked_loop)

@@ -15,6 +15,7 @@ from strop.frontend.cache_hooks import CACHES, place_inside
 from strop.frontend.layerwise_casting import cast_of, refusal
 from strop.frontend.module_parts import has_other_forward
 from strop.frontend.moving_hooks import moving_hooks
+from strop.frontend.sharded_context import sharding_hooks
 
 # Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
 COMPILED = ("layerwise_casting", "peft_autocast_disable")
@@ -28,7 +29,7 @@ HOOKS: tuple[tuple[str, str, str], ...] = (
     *((start, cache, "disable_cache() of the model ends it") for start, cache in CACHES.items()),
     ("layer_skip", "skipping of layers", "leave out the guidance that skips layers"),
     ("smoothed_energy", "smoothed energy guidance", "leave out that guidance"),
-    ("cp_", "context parallelism", "run the model on one device"),
+    ("cp_", "context parallelism", "leave out the other hooks of this part"),
     ("tp_", "tensor parallelism", "run the model on one device"),
 )
 OFFLOADED = (
@@ -103,6 +104,8 @@ def replaced_part(parts: Sequence[tuple[str, nn.Module]]) -> str:
     for path, part in parts[1:]:
         if not has_other_forward(part):
             continue
+        if sharding_hooks(part):
+            continue
         if (cast := cast_of(part)) is None:
             return replacement_in(part, path)
         if reason := refusal(part, cast):
@@ -129,10 +132,20 @@ def place_for(module: nn.Module) -> tuple[Any, str]:
     hooks = moving_hooks(module)
     if hooks and "_hf_hook" not in vars(module):
         return hooks[0].fn_ref, "forward"
+    if sharding := sharding_hooks(module):
+        return sharding[-1].fn_ref, "forward"
     if (inside := place_inside(module)) is not None:
         return inside
     is_inside = bool(hooks) or whole_offload(module) is not None
     return module, "_old_forward" if is_inside and "_old_forward" in vars(module) else "forward"
+
+
+def forward_of(module: nn.Module) -> Any:
+    """Return what has been put in the place of a module's forward, inside of hooks that divide its
+    tokens among processes, or None."""
+    if sharding := sharding_hooks(module):
+        return sharding[-1].fn_ref.forward
+    return module.__dict__.get("forward")
 
 
 def _accelerate_hooks(module: nn.Module) -> list[Any]:

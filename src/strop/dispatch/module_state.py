@@ -25,7 +25,13 @@ from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
-from strop.frontend import computed_weights, int8_layers, layerwise_casting, moving_hooks
+from strop.frontend import (
+    computed_weights,
+    int8_layers,
+    layerwise_casting,
+    moving_hooks,
+    sharded_context,
+)
 from strop.frontend.adapted_layers import ACTS, LEFT_OVER, is_left_over
 from strop.frontend.clones import clone_structure
 from strop.frontend.composed_tensors import (
@@ -104,9 +110,10 @@ class ModuleState:
         self.turned.scan(self.parts)
         self.train_sensitive = sensitive_parts(self.modules)
         # why a part with another forward is in the way
-        self.replaced = replaced_part(everything) or refused
+        self.replaced = replaced_part(everything) or refused or sharded_context.refusal(self.module)
         self.casts = layerwise_casting.casts_in(everything[1:])
         self.computed = computed_weights.computed_in(everything[1:])
+        self.shards, self.exchanges_with = sharded_context.found_in(self.module, everything[1:])
         held = list(tensor_places(self.parts, self.effective.tables))
         self._scan_modules(held)
         places = list(plain_places(held, self._looks))
@@ -118,9 +125,9 @@ class ModuleState:
         ]
         self._weights = identities((table, key) for _, table, key in places)
         self.tensors: list[Tensor] = self._weights.values
-        found = {*table_names(self.parts)}
-        self.tables = [name for name in self.names if name in found]
-        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in found]
+        tables = {*table_names(self.parts)}
+        self.tables = [name for name in self.names if name in tables]
+        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in tables]
         self.rows = tuple(map(len, self._tables))
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         self._owned += moving_hooks.registered(self.modules)
@@ -170,6 +177,7 @@ class ModuleState:
             edges += layerwise_casting.watched_hooks(owner)
             edges += moving_hooks.watched_hooks(owner)
             edges += computed_weights.watched_hooks(owner)
+            edges += sharded_context.watched_hooks(owner)
             if isinstance(owner, GraphModule):  # its recompile() gives its class another one
                 edges.append((vars(type(owner)), "forward"))
         edges += self._scan_composed(held)
@@ -393,7 +401,8 @@ class ModuleState:
         objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
         names = (*self.global_guards.text, *self.global_guards.containers, *objects)
-        made = (self.make_ups, tuple(self.casts.items()), tuple(self.computed.items()))
+        found = (self.casts, self.computed, self.shards)
+        made = (self.make_ups, *(tuple(hooks.items()) for hooks in found), self.exchanges_with)
         return hash((modules, state, *made, self.adapters, names))
 
 

@@ -83,6 +83,7 @@ def key_of(
         )
     ]
     parts += map(repr, (*state.make_ups, *state.casts.items(), *state.computed.items()))
+    parts += map(repr, (*state.shards.items(), *state.exchanges_with))
     parts += map(_version, _libraries_of_weights(state))
     parts += [
         repr(state.adapters),

@@ -77,6 +77,8 @@ class TrainingDispatcher(Dispatcher):
             result = self._run_step(args, kwargs)
         except REFUSALS as error:
             refusal = str(error)
+        if refusal and self.state.exchanges_with:  # torch would cut it where it likes
+            return super()._run_eager(refusal, args, kwargs)
         if refusal:  # out of the handler: what is raised now does not come from there
             try:
                 result = self._run_traced_by_torch(refusal, args, kwargs)

@@ -185,6 +185,8 @@ class Steps:
             raise UnsupportedError(f"{name} is quantised, and is part of a step that trains others")
         for name in state.casts:
             raise UnsupportedError(f"{name} is under layerwise casting")
+        if state.exchanges_with:
+            raise UnsupportedError("its tokens are divided among processes (context parallelism)")
         for name in state.computed:
             raise UnsupportedError(f"hooks of torch make weights of {name}")
         device = device_of(state, shapes)

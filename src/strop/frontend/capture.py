@@ -43,6 +43,7 @@ from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.composed_tensors import is_composed
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
+from strop.frontend.exchanges import functional_collectives, refuse_unread, traced_collectives
 from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.formats import UnknownSizeError
 from strop.frontend.functional import WriteThroughViewError, make_functional
@@ -402,9 +403,10 @@ def _traced(
         nullcontext() if transform else blocks.watched(),
     ):
         function = transform(flat) if transform else flat
-        rules = {**DECOMPOSITIONS, **dict(opened())}
+        rules = {**DECOMPOSITIONS, **dict(opened()), **functional_collectives()}
         gm = make_fx(function, rules, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
+    refuse_unread(gm)
     settle_origins(gm, module, origins)
     reads.views.mark(gm)
     make_functional(gm)
@@ -445,6 +447,7 @@ def tracing(
             record_origins(module, origins, entered),
             without_tensor_meta(),
             without_reports(),
+            traced_collectives(),
         ):
             yield
     except CaptureError:  # ours, which says what it is about

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from strop.errors import CaptureError
-from strop.frontend import int8_layers
+from strop.frontend import int8_layers, sharded_context
 from strop.frontend.adapted_layers import is_folded
 from strop.frontend.computed_weights import compute, computed_weights
 from strop.frontend.layerwise_casting import cast_as, cast_of, left_out
@@ -75,10 +75,15 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     module = unsharded(module) if is_sharded(module) else module
     casts = list(left_out(module))
     memo |= {id(hook): None for _, _, hooks in casts for hook in hooks}
+    shards = list(sharded_context.left_out(module))
+    memo |= {id(hook): None for _, _, hooks in shards for hook in hooks}
+    memo |= {id(config): config for config in sharded_context.configs_of(module)}
     memo |= {id(weight): None for weight in computed_weights(module)}
     clone = copy.deepcopy(module, memo)
     for part, cast, _ in casts:
         cast_as(memo[id(part)], cast)
+    for part, sharding, _ in shards:
+        sharded_context.shard_as(memo[id(part)], sharding, is_root=part is module)
     for part in clone.modules():
         compute(part)
     for hooks in _HOOKS & vars(clone).keys():  # the module's own, which run around its forward
@@ -108,7 +113,8 @@ def _refuse_copy(part: nn.Module, *, is_root: bool, is_outermost: bool) -> None:
             "a part was sharded by fully_shard: call strop.optimize(train=True) behind that, which"
             " compiles such parts by themselves"
         )
-    if has_other_forward(part) and cast_of(part) is None and not is_outermost:
+    is_traced = cast_of(part) is not None or sharded_context.sharding_hooks(part)
+    if has_other_forward(part) and not is_traced and not is_outermost:
         raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
 
 

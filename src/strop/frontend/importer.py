@@ -32,6 +32,7 @@ from strop.frontend.complex_numbers import without_complex
 from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.draws import stands_for
+from strop.frontend.exchanges import EXCHANGES
 from strop.frontend.four_bits import of_bitsandbytes
 from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
@@ -80,6 +81,7 @@ _TABLES = (
     DECOMPOSITIONS,
     COMPOSITES,
     BITS,
+    EXCHANGES,
 )
 
 _NO_ORDER: Any = object()
@@ -102,6 +104,7 @@ class Importer:
     copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
     given: dict[FxNode, int] = field(default_factory=dict)  # results, by place among the outputs
     orders: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)  # import_graph's
+    last_exchange: Node | None = None  # with other processes, whose order is part of the graph
 
     def node(self, fx: Any) -> Node:
         value = self.values[fx] if isinstance(fx, FxNode) else fx

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._prims_common import is_contiguous_for_memory_format
 
 from strop.frontend.diagonals import fill_diagonal
+from strop.frontend.equal_pieces import PIECES
 from strop.frontend.formats import suggested, traced
 from strop.frontend.indexed import indexed, needs_operators, write_indexed
 
@@ -186,4 +187,5 @@ LAYOUTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__getitem__: _call_getitem,
     Tensor.__setitem__: _call_setitem,
     Tensor.fill_diagonal_: fill_diagonal,
+    **PIECES,
 }

@@ -212,4 +212,7 @@ CONTRACTIONS: tuple[Op, ...] = (
             flops=_attention_flops,
         ),
     ),
+    # x (n,)[, an earlier exchange, which is not read] -> (n,) or (n * size,): what the processes of
+    # a group send each other (``ir.exchange``), in the order of their numbers
+    Op("exchange", Kind.CONTRACTION, anchor=Anchor("exchange between processes")),
 )

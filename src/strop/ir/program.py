@@ -325,10 +325,15 @@ class Program:
     @property
     def is_pure(self) -> bool:
         """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
-        nothing in it may draw numbers or is code that nobody here knows."""
+        nothing in it may draw numbers, tells other processes or is code that nobody here knows."""
         calls = [step for step in self.call_steps if step.op in ("aten", "pattern")]
         is_known = all(dict(step.attrs).get("target") in PURE_CALLS for step in calls)
-        return is_known and not self.written_arguments
+        return is_known and not (self.written_arguments or self.has_exchanges)
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Tell whether other processes have to make the same run at the same time."""
+        return any(step.op == "exchange" for step in self.call_steps)
 
     @property
     def call_steps(self) -> tuple[CallStep, ...]:

@@ -122,6 +122,11 @@ class ParallelDispatcher(Dispatcher):
                 return super().__call__(*args, **kwargs)
 
     @staticmethod
+    def is_able(module: nn.Module) -> bool:
+        """Tell whether it is known which arguments of a module have a row for each picture."""
+        return family_of(module) is not None
+
+    @staticmethod
     def check(module: nn.Module, wanted: Wanted) -> Parallel:
         """Return over which devices calls of a module would be split. Raises OptionError for one of
         which nobody knows how, and for devices that are not there."""

@@ -11,11 +11,7 @@ from strop.errors import OptionError
 from strop.wording import counted
 
 MODES = ("cfg", "batch")
-_CONTEXT = (
-    "parallel='context' is not built: attention over several GPUs needs a process for each of them."
-    " Use diffusers' own: transformer.enable_parallelism(config=ContextParallelConfig(...)) under"
-    " torchrun, without strop.optimize of that transformer"
-)
+CONTEXT = "context"  # divides tokens among processes (``context.py``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +54,8 @@ def parallel_of(
 
     Raises OptionError for another mode, and for devices that are not there or not enough.
     """
-    if mode == "context":
-        raise OptionError(_CONTEXT)
     if mode not in MODES:
-        known = " or ".join(map(repr, MODES))
+        known = " or ".join(map(repr, (*MODES, CONTEXT)))
         raise OptionError(f"parallel={mode!r}: expected {known}, or None for one device")
     assert isinstance(mode, str)
     if devices is None:

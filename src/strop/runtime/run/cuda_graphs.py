@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from strop.ir.exchange import rehearsed
 from strop.ir.tensor_spec import TensorSpec
 from strop.runtime.loop.hoisting import Moment, Stamp
 from strop.runtime.run.executor import Bound
@@ -288,7 +289,8 @@ class GraphPool:
             static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
             generator = torch.cuda.default_generators[self.device.index]
             state = generator.get_state()
-            bound.run(static)  # lets libraries choose algorithms outside of the capture
+            with rehearsed():
+                bound.run(static)  # lets libraries choose algorithms outside of the capture
             generator.set_state(state)  # as if it had drawn nothing
             prologue = timed = None
             num_timed = 0

@@ -21,6 +21,7 @@ from torch import Tensor
 from strop.errors import ShapeError, UnsupportedError
 from strop.ir.contractions import AMONG_COLUMNS, GELU, GELU_TANH, SILU, Gate
 from strop.ir.device import Device
+from strop.ir.exchange import exchanged
 from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.mixed_product import mixed_product
 from strop.kernels.conv.folded_taps import SHARES
@@ -211,6 +212,11 @@ def _attention(attrs: Mapping[str, Any]) -> Call:
     return call
 
 
+def _exchange(attrs: Mapping[str, Any]) -> Call:
+    how, group, size = attrs["how"], attrs["group"], attrs["size"]
+    return lambda inputs: exchanged(inputs[0], how, group, size)
+
+
 def _write(attrs: Mapping[str, Any]) -> Call:
     return lambda inputs: inputs[0].copy_(inputs[1])
 
@@ -369,6 +375,7 @@ CUDA_PLANNED_OUT = {
 ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "conv2d": _conv2d,
     "attention": _attention,
+    "exchange": _exchange,
     "write": _write,
     "aten": _aten,
     "pattern": Replacement,
