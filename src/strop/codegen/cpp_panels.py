@@ -23,7 +23,7 @@ def fits(kernel: LoopKernel) -> bool:
         return False
     simple = nest.simplify(kernel)
     loops = Loops(simple)
-    is_by_rows = bool(simple.rows) and not loops.num_outer and not loops.is_tiled
+    is_by_rows = not loops.num_outer and not loops.is_tiled
     if not is_by_rows or not loops.is_flat or sum(p.stack_bytes for p in panels) > MOST_BYTES:
         return False
     loads = [s for s in simple.body if isinstance(s, Load) and simple.params[s.param].panel]
