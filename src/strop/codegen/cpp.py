@@ -184,8 +184,10 @@ def _print_row(loops: Loops) -> None:
     _declare_step(loops)
     with loops.tasks():
         cpp_panels.multiply(loops)
+        later = fetches(loops)
         sweeps.declare_buffers()
         with loops.rows():
+            print_fetches(loops, later, "row")
             sweeps.print_row()
 
 
