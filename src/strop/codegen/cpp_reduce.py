@@ -204,17 +204,25 @@ class RowSweeps:
                 self.loops.row_buffer(self.kept[out], scalar_type(stmt.dtype))
 
     def print_row(self) -> None:
-        sweeps, row = self.plan.sweeps, self.result_row
-        if row is not None:
+        self.find_result_row()
+        for place in range(len(self.plan.sweeps)):
+            self.print_sweep(place)
+
+    def find_result_row(self) -> None:
+        if (row := self.result_row) is not None:
             scalar, (name,) = TYPES[self.loops.kernel.params[row.param].dtype], self.kept.values()
             start = self._row_start(row.index)
             self.loops.out(f"{scalar}* const {name} = p{row.param} + {start};")
-        self._row_values(0)
-        for place, sweep in enumerate(sweeps):
-            if sweep.reduces or not all(map(self._is_done, sweep.stores)):
-                self._sweep(sweep)
-            if place + 1 == len(sweeps) or sweeps[place + 1].level > sweep.level:
-                self._row_values(sweep.level + 1)
+
+    def print_sweep(self, place: int) -> None:
+        """Print a sweep, and the values of the row that can be computed behind it."""
+        sweeps, sweep = self.plan.sweeps, self.plan.sweeps[place]
+        if place == 0:
+            self._row_values(0)
+        if sweep.reduces or sweep.cut or not all(map(self._is_done, sweep.stores)):
+            self._sweep(sweep)
+        if place + 1 == len(sweeps) or sweeps[place + 1].level > sweep.level:
+            self._row_values(sweep.level + 1)
 
     def _row_values(self, level: int) -> None:
         """Print the row values that need ``level`` reductions in sequence."""
