@@ -276,6 +276,8 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
 
 // ---- softmax -----------------------------------------------------------------------------------
 
+[[gnu::always_inline]] inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
 // exp(x) for x <= 0 or NaN: ``sp::exp_of_negative`` for a vector. With AVX-512 a power of 2 has any
 // exponent, so that what is too small needs no test.
 [[gnu::always_inline]] inline Floats power_of(Floats x) {
@@ -285,7 +287,7 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
   constexpr float bias = 127.0f, lowest = -87.0f;
 #endif
   const Floats zero = splat(12582912.0f + bias), least = splat(lowest);
-  const Floats y = x < least ? least : x;
+  const Floats y = larger(least, x);
   const Floats biased = y * splat(1.44269504088896341f) + zero;
   const Floats r = (biased - zero) * splat(-0.693147180559945309f) + y;
   Floats p = splat(1.9875691500e-4f);
@@ -304,8 +306,6 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
   return x < least ? Floats{} : power;
 #endif
 }
-
-[[gnu::always_inline]] inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // The lanes of one half beside those of the other, as many times as there are halves: by shuffles, as
 // g++ takes lanes out one by one.

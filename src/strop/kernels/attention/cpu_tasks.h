@@ -113,8 +113,16 @@ struct Task {
   int64_t row_words() const { return up_to(steps(), LANES); }
   int64_t columns() const { return up_to(of.values, LANES); }
 
+  // Tells whether queries can be read as words where they lie. Of many, rows that are not yet in a
+  // cache would each be waited for.
+  bool are_words() const {
+    constexpr bool is_word = sizeof(T) * EACH == sizeof(Word);
+    return is_word && of.queries <= KEYS && of.q.column == 1 && of.head % EACH == 0 && of.q.row % EACH == 0 &&
+           reinterpret_cast<uintptr_t>(q) % sizeof(Word) == 0;
+  }
+
   void run() {
-    for (int64_t n = 0; n < up_to(count, ROWS) && n < QUERIES; ++n)
+    for (int64_t n = are_words() ? count / ROWS * ROWS : 0; n < up_to(count, ROWS) && n < QUERIES; ++n)
       for (int64_t step = 0; step < steps(); step += LANES)
         store(queries + n * row_words() + step,
               n < count ? words<T, PAIRED>(q + (begin + n) * of.q.row, of.q.column, of.head, step)
@@ -168,12 +176,15 @@ struct Task {
     const int64_t last = least(n + M, count) - 1, most = seen_by(last, first);
     if (most == 0) return;
     const int64_t padded = up_to(most, LANES);
-    const Word* const rows_of = queries + n * row_words();
+    const bool is_there = are_words() && n + M <= count / ROWS * ROWS;
+    const Word* const rows_of =
+        is_there ? reinterpret_cast<const Word*>(q + (begin + n) * of.q.row) : queries + n * row_words();
+    const int64_t rows_step = is_there ? of.q.row / EACH : row_words();
     for (int64_t key = 0; key < padded; key += BLOCK) {
       const int64_t width = least(up_to(of.keys - first - key, LANES), BLOCK);
       const int vectors = int(least(padded - key, width) / LANES);
       const Word* const packed = keys + (first + key) * steps();
-      accumulate_wide<PAIRED, M>(vectors, {rows_of, row_words(), packed, width, steps()}, nullptr,
+      accumulate_wide<PAIRED, M>(vectors, {rows_of, rows_step, packed, width, steps()}, nullptr,
                                  float(of.scale), scores + key, KEYS);
     }
     float factors[M];
