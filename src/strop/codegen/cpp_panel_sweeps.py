@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from strop.codegen.cpp_loops import Loops
 from strop.codegen.cpp_reduce import RowSweeps
 from strop.codegen.cpp_text import scalar_type
 from strop.ir.code_panel import MOST_BYTES, ROWS
