@@ -16,7 +16,7 @@ from strop.ir.code_panel import MOST_BYTES, ROWS
 from strop.ir.loops import Apply, Literal, Load, Position, Reduce, outs_of
 
 MOST_KEPT = 1 << 16  # bytes of kept values: more would lie in no first cache from sweep to sweep
-_KINDS = ("sum", "prod", "amax", "amin", "moments")
+_OF_SOFTMAX = ("top", "powers")  # which leave more behind a sweep than numbers
 
 
 class PanelSweeps(RowSweeps):
@@ -34,7 +34,7 @@ class PanelSweeps(RowSweeps):
         if kept > MOST_KEPT or kept + sum(p.stack_bytes for p in panels) > MOST_BYTES:
             return False
         reduces = [stmt for stmt in loops.kernel.body if isinstance(stmt, Reduce)]
-        return all(stmt.kind in _KINDS for stmt in reduces)
+        return all(stmt.kind not in _OF_SOFTMAX for stmt in reduces)
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         return {
