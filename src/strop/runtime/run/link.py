@@ -167,7 +167,7 @@ def kind_of(plan: ShapePlan, position: int) -> str:
         if step.place is not None:
             return "placed call"
         planned = CUDA_PLANNED_OUT if plan.program.device == "cuda" else PLANNED_OUT
-        is_planned = step.op in planned or plan.taken_in.issuperset(step.outputs)
+        is_planned = step.op in planned or plan.takes_in(step)
         return "planned call" if is_planned else "allocating call"
     # grids are not empty, and kernels divide by sizes
     return "kernel" if step and plan.sizes.writes_any(step) else "nothing"
@@ -437,7 +437,7 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
-    is_placed = step.place is not None or at.plan.taken_in.issuperset(step.outputs)
+    is_placed = step.place is not None or at.plan.takes_in(step)
     allocates = choice.launches.result and not is_placed
     return launched.allocating(library) if allocates else launched.writing(library)
 

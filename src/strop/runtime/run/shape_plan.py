@@ -49,6 +49,10 @@ class ShapePlan:
     taken_in: frozenset[int]
     free: FreeSizes = NONE
 
+    def takes_in(self, step: CallStep) -> bool:
+        """Tell whether a call writes to the arena although its operator allocates."""
+        return not self.taken_in.isdisjoint(step.outputs)
+
     @property
     def sources(self) -> list[KernelSource]:
         """Return the kernels that run at this shape, each once."""
