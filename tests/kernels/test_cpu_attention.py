@@ -453,3 +453,18 @@ def test_a_program_runs_it_and_says_so(dtype: torch.dtype, folder: Path) -> None
     with torch.no_grad():
         switched_off(torch.randn(2, 256, 128).to(dtype))
     choice_of(strop.explain(switched_off), "sdpa")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [8, 31, 64, 77, 600])
+def test_marks_that_hide_nothing_change_no_bit(
+    kernels: Kernels, dtype: torch.dtype, keys: int
+) -> None:
+    torch.manual_seed(0)
+    operands = [dense((3, 2, n, 64), dtype) for n in (13, keys, keys)]
+    marks = torch.ones(3, 1, 13, keys, dtype=torch.bool)
+    assert torch.equal(ours(kernels, [*operands, marks]), ours(kernels, operands))
+    marks[1, :, :, keys // 2] = False
+    marks[2, :, 5, :-1] = False
+    wanted = ours(kernels, [*operands, marks.to(dtype).log()])  # -infinity as numbers
+    assert torch.equal(ours(kernels, [*operands, marks]), wanted)

@@ -26,7 +26,7 @@ ALLOWED = {
     "runtime/run/library_calls.py": "what torch is asked for each: code of the runtime, below",
     "runtime/run/packed_calls.py": "what oneDNN is asked for each: code of the runtime, below",
     "debug/reference.py": "what each computes, in fp64: the judge's own code, which shares nothing",
-    "codegen/cpp_reduce.py": "the reductions of a loop, in C++",
+    "codegen/cpp_text.py": "the reductions of a loop, in C++",
     "codegen/triton_reduce.py": "the reductions of a loop, in Triton",
     "codegen/triton_interpreter.py": "functions of libdevice, some of which are called alike",
     "ir/op.py": "functions of vmath.h, some of which are called alike",

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from strop.codegen import cpp_panels, nest, pieces
 from strop.codegen.cpp_fetches import fetches, print_fetches
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
+from strop.codegen.cpp_panel_sweeps import PanelSweeps
 from strop.codegen.cpp_parts import PartPrinter
 from strop.codegen.cpp_places import print_places
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
@@ -181,11 +182,17 @@ def _print_cols(loops: Loops, begin: str = "0", end: str = "") -> None:
 
 def _print_row(loops: Loops) -> None:
     sweeps = RowSweeps(loops)
+    panels = PanelSweeps(loops)
     _declare_step(loops)
     with loops.tasks():
         cpp_panels.multiply(loops)
+        if panels.fits:
+            panels.print_rows()
+            return
+        later = fetches(loops)
         sweeps.declare_buffers()
         with loops.rows():
+            print_fetches(loops, later, "row")
             sweeps.print_row()
 
 

@@ -21,13 +21,14 @@ def fetches(loops: Loops) -> list[tuple[str, str]]:
     """Print what says where a later row will look, and return what fetches it: for each lookup a
     pair of the place's function and the text of the fetch."""
     kernel = loops.kernel
-    if loops.num_outer or len(kernel.rows) != 1:
+    if loops.num_outer or not kernel.rows:
         return []
     found = []
     for number, (load, check) in enumerate(_lookups(loops)):
         name = f"place{number}_of"
         stmts = nest.closure(kernel.body, [check.value], frozenset(loops.printed))
-        with loops.out.block(f"const auto {name} = [&](const int64_t {kernel.rows[0].name})"):
+        with loops.out.block(f"const auto {name} = [&](const int64_t row)"):
+            loops.decode("row", kernel.rows)
             loops.statements(stmts)
             loops.out(f"return {check.value};")
         loops.out.lines[-1] += ";"

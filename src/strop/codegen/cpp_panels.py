@@ -23,7 +23,7 @@ def fits(kernel: LoopKernel) -> bool:
         return False
     simple = nest.simplify(kernel)
     loops = Loops(simple)
-    is_by_rows = bool(simple.rows) and not loops.num_outer and not loops.is_tiled
+    is_by_rows = not loops.num_outer and not loops.is_tiled
     if not is_by_rows or not loops.is_flat or sum(p.stack_bytes for p in panels) > MOST_BYTES:
         return False
     loads = [s for s in simple.body if isinstance(s, Load) and simple.params[s.param].panel]
@@ -32,18 +32,22 @@ def fits(kernel: LoopKernel) -> bool:
 
 def _is_of_rows(kernel: LoopKernel, load: Load) -> bool:
     """Tell whether a load reads the sums at a row and col of the kernel, one behind the other."""
-    panel, strides = kernel.params[load.param].panel, dict(load.index.strides)
+    panel = kernel.params[load.param].panel
     assert panel is not None
-    is_plain = load.dtype is torch.int32 and load.index.offset == nest.ZERO
-    if not is_plain or load.guard or load.lookups:
+    if load.dtype is not torch.int32 or load.guard or load.lookups:
         return False
-    axes = kernel.rows + kernel.cols
+    has_columns = kernel.num_cols.is_const and kernel.num_cols.value == panel.columns
+    return has_columns and _is_dense(kernel, load)
+
+
+def _is_dense(kernel: LoopKernel, load: Load) -> bool:
+    """Tell whether a load reads one element behind the other, from where the param begins."""
+    strides, axes = dict(load.index.strides), kernel.rows + kernel.cols
     steps = (product(a.size for a in axes[n + 1 :]) for n in range(len(axes)))
-    is_dense = all(
+    return load.index.offset == nest.ZERO and all(
         strides.get(axis.name, nest.ZERO) == step or axis.size == nest.ONE
         for axis, step in zip(axes, steps, strict=True)
     )
-    return is_dense and kernel.num_cols.is_const and kernel.num_cols.value == panel.columns
 
 
 def pack(loops: Loops) -> None:
@@ -59,8 +63,33 @@ def pack(loops: Loops) -> None:
 
 def multiply(loops: Loops) -> None:
     """Print what is done before the rows of a task: their sums are made."""
+    _fetch(loops)
     for number, panel in loops.panels.items():
         _multiply(loops, number, panel)
+
+
+def _fetch(loops: Loops) -> None:
+    """Print what brings rows into a cache while the sums are made: the codes of the next task, and
+    what is read beside the sums of this one."""
+    if not loops.panels or not loops.kernel.rows:
+        return
+    for number, panel in loops.panels.items():
+        size = f"code_sums::PANEL * {panel.depth}"
+        loops.out(f"sp::prefetch(p{number}, end, {panel.depth}, {size});")
+    for number in sorted(_rows_beside(loops)):
+        cols = loops.kernel.num_cols
+        loops.out(f"sp::prefetch(p{number}, begin, {cols}, code_sums::PANEL * {cols});")
+
+
+def _rows_beside(loops: Loops) -> set[int]:
+    """Return the params that are read, as the sums are, at each row and col one behind the
+    other."""
+    loads = (s for s in loops.kernel.body if isinstance(s, Load) and s.param not in loops.panels)
+    return {
+        load.param
+        for load in loads
+        if not (load.guard or load.lookups or load.bag) and _is_dense(loops.kernel, load)
+    }
 
 
 def _multiply(loops: Loops, number: int, panel: CodePanel) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
-from strop.codegen.cpp_text import TYPES, scalar_type
+from strop.codegen.cpp_text import OMP_REDUCTIONS, TYPES, combine, identity, scalar_type
 from strop.ir.dims import product
 from strop.ir.loops import Apply, Index, Load, Reduce, Stmt, Store, outs_of
 from strop.ir.ops import compute_dtype
@@ -31,23 +31,6 @@ LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
 # Numbers added at once, a register in fp64: g++ would take two, whose end is most of a short row.
 SUM_LANES, _FLOAT_SUM = 8, ("sum", "double")
 TOGETHER = 8  # rows whose moments a COLUMN kernel adds up in registers
-
-_OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
-
-
-def identity(kind: str, scalar: str) -> str:
-    return {
-        "sum": "0",
-        "prod": "1",
-        "amax": f"sp::lowest<{scalar}>()",
-        "amin": f"sp::highest<{scalar}>()",
-    }[kind]
-
-
-def combine(kind: str, scalar: str, into: str, value: str) -> str:
-    if kind in ("sum", "prod"):
-        return f"{into} {_OMP[kind]}= {value};"
-    return f"{into} = sp::{kind[1:]}<{scalar}>({into}, {value});"
 
 
 def total_type(stmt: Reduce) -> str:
@@ -89,7 +72,7 @@ class Part:
     @property
     def clause(self) -> str:
         nan = f" reduction(|:nan_{self.out})" if self.finds_nan else ""
-        return f" reduction({_OMP[self.kind]}:total_{self.out}){nan}"
+        return f" reduction({OMP_REDUCTIONS[self.kind]}:total_{self.out}){nan}"
 
     def declare(self) -> list[str]:
         text = f"{self.scalar} total_{self.out} = {identity(self.kind, self.scalar)};"
@@ -204,17 +187,25 @@ class RowSweeps:
                 self.loops.row_buffer(self.kept[out], scalar_type(stmt.dtype))
 
     def print_row(self) -> None:
-        sweeps, row = self.plan.sweeps, self.result_row
-        if row is not None:
+        self.find_result_row()
+        for place in range(len(self.plan.sweeps)):
+            self.print_sweep(place)
+
+    def find_result_row(self) -> None:
+        if (row := self.result_row) is not None:
             scalar, (name,) = TYPES[self.loops.kernel.params[row.param].dtype], self.kept.values()
             start = self._row_start(row.index)
             self.loops.out(f"{scalar}* const {name} = p{row.param} + {start};")
-        self._row_values(0)
-        for place, sweep in enumerate(sweeps):
-            if sweep.reduces or not all(map(self._is_done, sweep.stores)):
-                self._sweep(sweep)
-            if place + 1 == len(sweeps) or sweeps[place + 1].level > sweep.level:
-                self._row_values(sweep.level + 1)
+
+    def print_sweep(self, place: int) -> None:
+        """Print a sweep, and the values of the row that can be computed behind it."""
+        sweeps, sweep = self.plan.sweeps, self.plan.sweeps[place]
+        if place == 0:
+            self._row_values(0)
+        if sweep.reduces or sweep.cut or not all(map(self._is_done, sweep.stores)):
+            self._sweep(sweep)
+        if place + 1 == len(sweeps) or sweeps[place + 1].level > sweep.level:
+            self._row_values(sweep.level + 1)
 
     def _row_values(self, level: int) -> None:
         """Print the row values that need ``level`` reductions in sequence."""

@@ -126,3 +126,21 @@ def _cast(arg: str, dtype: torch.dtype) -> str:
     if dtype is torch.uint8:  # from a negative number by way of a signed type, as ATen
         return f"static_cast<uint8_t>(static_cast<int64_t>({arg}))"
     return f"static_cast<{TYPES[dtype]}>({arg})"
+
+
+OMP_REDUCTIONS = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
+
+
+def identity(kind: str, scalar: str) -> str:
+    return {
+        "sum": "0",
+        "prod": "1",
+        "amax": f"sp::lowest<{scalar}>()",
+        "amin": f"sp::highest<{scalar}>()",
+    }[kind]
+
+
+def combine(kind: str, scalar: str, into: str, value: str) -> str:
+    if kind in ("sum", "prod"):
+        return f"{into} {OMP_REDUCTIONS[kind]}= {value};"
+    return f"{into} = sp::{kind[1:]}<{scalar}>({into}, {value});"

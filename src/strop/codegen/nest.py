@@ -35,6 +35,7 @@ ONE, ZERO = const(1), const(0)
 # Computing a value again costs vector instructions; keeping it costs a store and loads.
 _DIVIDING = ("/", "sqrt")  # in the C++ of a row
 _KEEP_FROM = 3
+_CUT_FROM = 128  # cols
 
 
 def stride_of(index: Index, axis: str) -> Expr:
@@ -175,10 +176,12 @@ class Sweep:
     stmts: tuple[Stmt, ...] = ()
     keeps: tuple[str, ...] = ()  # values written to row buffers here
     reads: tuple[tuple[str, torch.dtype], ...] = ()  # values read from row buffers
+    cut: tuple[str, ...] = ()  # what it computes for the next sweep alone
 
     @property
     def roots(self) -> tuple[str, ...]:
-        return tuple(r.arg for r in self.reduces) + tuple(s.value for s in self.stores)
+        found = tuple(r.arg for r in self.reduces) + tuple(s.value for s in self.stores)
+        return found + self.cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +197,15 @@ def plan_sweeps(
     """Plan the passes over the cols of one row; ``outside`` are the values that do not vary over
     cols."""
     levels = _levels(kernel)
-    sweeps = [sweep for sweep in _bare_sweeps(kernel, levels, stores) if sweep.roots]
+    sweeps = [
+        sweep
+        for sweep in _bare_sweeps(kernel, levels, stores, _cuts(kernel, outside))
+        if sweep.roots
+    ]
     cost = _costs(kernel, outside)
     bodies = [closure(kernel.body, sweep.roots, outside) for sweep in sweeps]
     kept = _shared_frontier(sweeps, bodies, {v for v, c in cost.items() if c >= _KEEP_FROM})
+    kept |= {value for sweep in sweeps for value in sweep.cut}
     dtypes = {out: s.dtype for s in kernel.body if not isinstance(s, Store) for out in outs_of(s)}
     written: dict[str, None] = {}
     final = []
@@ -221,13 +229,28 @@ def _levels(kernel: LoopKernel) -> dict[str, int]:
 
 
 def _bare_sweeps(
-    kernel: LoopKernel, levels: dict[str, int], stores: tuple[Store, ...]
+    kernel: LoopKernel, levels: dict[str, int], stores: tuple[Store, ...], cuts: Sequence[str]
 ) -> Iterable[Sweep]:
     reduces = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
     depth = max((levels[out] for r in reduces for out in r.outs), default=0)
-    for level in range(depth):
-        yield Sweep(level, tuple(r for r in reduces if levels[r.arg] == level), ())
+    for level in range(depth + 1):
+        yield from (Sweep(level, (), (), cut=(v,)) for v in cuts if levels[v] == level)
+        if level < depth:
+            yield Sweep(level, tuple(r for r in reduces if levels[r.arg] == level), ())
     yield Sweep(depth, (), stores)
+
+
+def _cuts(kernel: LoopKernel, outside: frozenset[str]) -> tuple[str, ...]:
+    """Return what a kernel of panels computes in sweeps of its own: the operand of an operator such
+    as erf, and its result. Its steps wait for each other, and a processor has more elements at
+    work where a loop has fewer steps. Elsewhere rows are shorter than what that takes."""
+    columns = [param.panel.columns for param in kernel.params if param.panel is not None]
+    applied = [stmt for stmt in kernel.body if isinstance(stmt, Apply) and OPS[stmt.op].is_heavy]
+    if len(applied) != 1 or len(applied[0].args) != 1 or max(columns, default=0) < _CUT_FROM:
+        return ()
+    if not outside.isdisjoint((*applied[0].args, applied[0].out)):
+        return ()
+    return (*applied[0].args, applied[0].out)
 
 
 def _costs(kernel: LoopKernel, outside: frozenset[str]) -> dict[str, float]:

@@ -47,6 +47,9 @@ class Served(Protocol):
     entrance: Callable[..., Any] | None
 
 
+_OFFSET = Tensor.storage_offset
+
+
 def untaken(args: tuple[Any, ...]) -> Any:
     """Give no result, which means that the long way must be taken: no call is prepared."""
     return None
@@ -56,7 +59,7 @@ def takes(entry: Entry, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
     """Say whether the arguments of a call are the tensors that the program reads, as they are, and
     its results are new ones, whatever the arguments' memory or gradients."""
     variant = entry.variant
-    if entry.aliases or variant.same or variant.layout_reads or variant.wants is not None:
+    if entry.aliases or variant.same or variant.wants is not None:
         return False
     if len(args) != len(tensors) or not all(map(is_, args, tensors)):
         return False
@@ -73,7 +76,7 @@ def prepared(
 ) -> Short:
     """Prepare the fast path for calls that look like this one. ``drop`` is called when ``run`` is
     of no use any more."""
-    fits = _looks_like(tensors)
+    fits = _looks_like(tensors, at_begin=bool(entry.variant.layout_reads))
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
     is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 
@@ -103,14 +106,16 @@ def prepared(
     return short
 
 
-def _looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+def _looks_like(tensors: Sequence[Tensor], *, at_begin: bool) -> Callable[..., bool]:
     """Tell whether so many tensors have the class, shape, strides, dtype and device of these, and
     need gradients as they do; and whether inference mode, autocast for their device,
     torch.jit.trace and the transforms of torch.func are on or off as now. Dispatch modes are
-    another question."""
+    another question. ``at_begin``: whether each lies at the beginning of its memory, too."""
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     check: Callable[..., bool] = guards.check
-    return check
+    if not at_begin:
+        return check
+    return lambda *args: check(*args) and not any(map(_OFFSET, args))
 
 
 def plain_key(args: tuple[Any, ...]) -> Hashable:

@@ -75,6 +75,12 @@ class GlobalGuards:
     def _note(self) -> None:
         self._names = identities([(place.table, place.key) for place in self._places])
         self._items = [_items(content.value) for content in self._contents]
+        values = [content.value for content in self._contents]
+        self._others = [n for n, v in enumerate(values) if not isinstance(v, list | tuple | dict)]
+        self._listed = [value for value in values if isinstance(value, list | tuple | dict)]
+        self._lengths = [*map(len, self._listed)]
+        listed = [*chain.from_iterable(map(_parts, self._listed))]
+        self._num_listed, self._listed_at = len(listed), addresses(listed, len(listed))
         self._attributes = [dict(held) for held in self._owned]
         self._num_owned = sum(map(len, self._owned))
         self._kinds = list(map(type, self._objects))
@@ -95,8 +101,18 @@ class GlobalGuards:
             not same
             or sum(map(len, self._owned)) != self._num_owned
             or addresses(map(type, self._objects), len(self._kinds)) != self._kind_addresses
-            or not all(map(_has, self._contents, self._items))
+            or not self._hold_items()
         )
+
+    def _hold_items(self) -> bool:
+        """Tell whether containers hold what they did: first all lists and the like at once, by
+        identity, in half of the time that each takes by itself."""
+        if [*map(len, self._listed)] == self._lengths:
+            now = chain.from_iterable(map(_parts, self._listed))
+            if addresses(now, self._num_listed) == self._listed_at:
+                contents, items = self._contents, self._items
+                return all(_has(contents[n], items[n]) for n in self._others)
+        return all(map(_has, self._contents, self._items))
 
     def _are_equal(self) -> bool:
         """Bound anew to equal numbers and texts, which are taken over."""

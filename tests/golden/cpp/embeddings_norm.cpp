@@ -18,9 +18,25 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
     int64_t faults = 0;
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);
+    const auto place0_of = [&](const int64_t row) {
+      const int64_t r0 = row / s2;
+      const int64_t r1 = row % s2;
+      const int64_t v0 = sp::widen(p0[r0 * s2 + r1]);
+      return v0;
+    };
+    const auto place1_of = [&](const int64_t row) {
+      const int64_t r0 = row / s2;
+      const int64_t r1 = row % s2;
+      const int64_t v3 = r1;
+      return v3;
+    };
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row / s2;
       const int64_t r1 = row % s2;
+      if (row + 12 < s0) {
+        sp::prefetch(p1, place0_of(row + 12), 320, sp::min<int64_t>(256, 320));
+        sp::prefetch(p2, place1_of(row + 12), 320, sp::min<int64_t>(256, 320));
+      }
       float* const t0 = p3 + r0 * s3 + r1 * 320;
       const int64_t v0 = sp::widen(p0[r0 * s2 + r1]);
       const bool v1_outside = sp::is_outside(v0, 4);

@@ -205,8 +205,11 @@ void pack_columns(const int8_t* w, int64_t column, int64_t columns, int64_t dept
   Ints sums = {};
   for (int64_t step = 0; step < steps; step += LANES) {
     Words rows[LANES];
-    for (int n = 0; n < LANES; ++n)
-      rows[n] = column + n < columns ? words<VNNI>(w + (column + n) * depth, depth, step) : Words{};
+    for (int n = 0; n < LANES; ++n) {
+      const int8_t* const row = w + (column + n) * depth;
+      rows[n] = column + n < columns ? words<VNNI>(row, depth, step) : Words{};
+      __builtin_prefetch(row + LANES * depth + step * EACH<VNNI>);  // what is packed next
+    }
     transpose<LANES / 2>(rows);
     for (int n = 0; n < LANES && step + n < steps; ++n) {
       *reinterpret_cast<LooseWords*>(to + (step + n) * width) = rows[n];

@@ -101,14 +101,16 @@ constexpr T highest() {
 // ---- choices -----------------------------------------------------------------------------------
 
 // NaN in either operand gives NaN. Two choices, not one of two tests: of several in a row g++ makes
-// branches, and no vectors.
+// branches, and no vectors. A known limit is no NaN, so that one instruction does; of zeros the sign counts.
 template <class T>
 inline T max(T a, T b) {
+  if (__builtin_constant_p(b) && b == b && b != 0) return b > a ? b : a;
   const T larger = a > b ? a : b;
   return a != a ? a : larger;
 }
 template <class T>
 inline T min(T a, T b) {
+  if (__builtin_constant_p(b) && b == b && b != 0) return b < a ? b : a;
   const T smaller = a < b ? a : b;
   return a != a ? a : smaller;
 }

@@ -276,6 +276,8 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
 
 // ---- softmax -----------------------------------------------------------------------------------
 
+[[gnu::always_inline]] inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
 // exp(x) for x <= 0 or NaN: ``sp::exp_of_negative`` for a vector. With AVX-512 a power of 2 has any
 // exponent, so that what is too small needs no test.
 [[gnu::always_inline]] inline Floats power_of(Floats x) {
@@ -285,7 +287,7 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
   constexpr float bias = 127.0f, lowest = -87.0f;
 #endif
   const Floats zero = splat(12582912.0f + bias), least = splat(lowest);
-  const Floats y = x < least ? least : x;
+  const Floats y = larger(least, x);
   const Floats biased = y * splat(1.44269504088896341f) + zero;
   const Floats r = (biased - zero) * splat(-0.693147180559945309f) + y;
   Floats p = splat(1.9875691500e-4f);
@@ -305,20 +307,22 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
 #endif
 }
 
-[[gnu::always_inline]] inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
-inline float total(Floats x) {
-  float sum = 0.0f;
-  for (int half = LANES / 2; half; half /= 2)
-    for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
-  return sum + x[0];
+// The lanes of one half beside those of the other, as many times as there are halves: by shuffles, as
+// g++ takes lanes out one by one.
+template <int HALF, class F>
+[[gnu::always_inline]] inline float folded(Floats x, F f) {
+  Words other;
+  for (int lane = 0; lane < LANES; ++lane) other[lane] = (lane + HALF) % LANES;
+  const Floats found = f(x, Floats(sp::shuffled(Words(x), Words(x), other)));
+  if constexpr (HALF > 1) return folded<HALF / 2>(found, f);
+  else return found[0];
 }
 
-inline float largest(Floats x) {
-  float found = x[0];
-  for (int lane = 1; lane < LANES; ++lane) found = x[lane] > found ? x[lane] : found;
-  return found;
+[[gnu::always_inline]] inline float total(Floats x) {
+  return folded<LANES / 2>(x, [](Floats a, Floats b) { return a + b; });
 }
+
+[[gnu::always_inline]] inline float largest(Floats x) { return folded<LANES / 2>(x, larger); }
 
 struct RowState {
   float most = LOWEST, sum = 0.0f;
@@ -378,228 +382,11 @@ template <bool PAIRED>  // not inline: each height of tiles would have its own
     store_power<PAIRED>(powers, at, power);
     sums[0] += power;
   }
-  const float factor = power_of(splat(before - now))[0];
+  const float sum = total(sums[0] + sums[1]);
+  const float factor = before == LOWEST ? 0.0f : power_of(splat(before - now))[0];
   row.most = now;
-  row.sum = row.sum * factor + total(sums[0] + sums[1]);
+  row.sum = row.sum * factor + sum;
   return factor;
-}
-
-// ---- masks -------------------------------------------------------------------------------------
-
-inline float number(bool x) { return x ? 0.0f : LOWEST; }
-inline float number(float x) { return x; }
-inline float number(sp::bf16 x) { return sp::widen(x); }
-
-template <class T>
-void read_mask(const T* row, int64_t stride, int64_t count, float* to) {
-  if (stride == 1) {
-#pragma omp simd
-    for (int64_t key = 0; key < count; ++key) to[key] = number(row[key]);
-  } else {
-    for (int64_t key = 0; key < count; ++key) to[key] = number(row[key * stride]);
-  }
-}
-
-// Marks side by side, by vectors: g++ takes them one by one.
-inline void read_mask(const bool* row, int64_t stride, int64_t count, float* to) {
-  typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-  int64_t key = 0;
-  for (; stride == 1 && key + LANES <= count; key += LANES) {
-    const Bytes marks = *reinterpret_cast<const Bytes*>(row + key);
-    const Words is_hidden = Words(__builtin_convertvector(marks, Words) == Words{});
-    store(to + key, is_hidden & splat(bits(LOWEST)));
-  }
-  for (; key < count; ++key) to[key] = number(row[key * stride]);
-}
-
-inline void add(const float* numbers, int64_t count, float* to) {
-#pragma omp simd
-  for (int64_t key = 0; key < count; ++key) to[key] += numbers[key];
-}
-
-// ---- one task ----------------------------------------------------------------------------------
-
-// The packed keys and values of one head, and some queries of it.
-template <class T, bool PAIRED>
-struct Task {
-  const Sizes& of;
-  const Word* keys;
-  const Word* values;
-  const T* q;        // row 0 of the head
-  T* out;
-  const void* mask;  // at its row 0
-  int64_t begin, count;
-
-  // no aggregate, which would be filled with zeros
-  Task(const Sizes& of, const Word* keys, const Word* values, const T* q, T* out, const void* mask,
-       int64_t begin, int64_t count)
-      : of(of), keys(keys), values(values), q(q), out(out), mask(mask), begin(begin), count(count) {}
-
-  static constexpr int64_t EACH = PAIRED ? 2 : 1;
-  alignas(64) Word queries[QUERIES * MOST_HEAD];
-  alignas(64) float sums[QUERIES * MOST_HEAD];
-  alignas(64) float scores[ROWS * KEYS];
-  alignas(64) Word powers[PAIRED ? ROWS * KEYS / 2 : LANES];
-  alignas(64) float numbers[KEYS];
-  RowState rows[QUERIES];
-
-  int64_t steps() const { return (of.head + EACH - 1) / EACH; }
-  int64_t row_words() const { return up_to(steps(), LANES); }
-  int64_t columns() const { return up_to(of.values, LANES); }
-
-  void run() {
-    for (int64_t n = 0; n < up_to(count, ROWS) && n < QUERIES; ++n)
-      for (int64_t step = 0; step < steps(); step += LANES)
-        store(queries + n * row_words() + step,
-              n < count ? words<T, PAIRED>(q + (begin + n) * of.q.row, of.q.column, of.head, step)
-                        : Words{});
-    const int64_t seen = of.is_causal ? least(of.keys, begin + count) : of.keys;
-    for (int64_t first = 0; first < seen; first += KEYS) {
-      if (of.mask_kind != NONE && of.mask.row == 0) read(0, first);
-      for (int64_t n = 0; n < count; n += ROWS) {
-        const int64_t rest = count - n;
-        if (rest > 4) part<6>(n, first);
-        else if (rest > 2) part<4>(n, first);
-        else if (rest > 1) part<2>(n, first);
-        else part<1>(n, first);
-      }
-    }
-    finish();
-  }
-
-  // not inline: each place of it would have all of its loops
-  [[gnu::noinline]] void read(int64_t row, int64_t first) {
-    const int64_t at = row * of.mask.row + first * of.mask.column;
-    const int64_t some = least(KEYS, of.keys - first);
-    if (of.mask_kind == MARKS)
-      read_mask(static_cast<const bool*>(mask) + at, of.mask.column, some, numbers);
-    else
-      read_mask(static_cast<const T*>(mask) + at, of.mask.column, some, numbers);
-  }
-
-  // The keys of a chunk that a row attends to.
-  int64_t seen_by(int64_t row, int64_t first) const {
-    const int64_t rest = of.is_causal ? least(of.keys, begin + row + 1) : of.keys;
-    const int64_t some = least(KEYS, rest - first);
-    return some < 0 ? 0 : some;
-  }
-
-  // Queries ``n`` to ``n`` + M over the chunk of keys that begins at ``first``.
-  template <int M>
-  void part(int64_t n, int64_t first) {
-    const int64_t last = least(n + M, count) - 1, most = seen_by(last, first);
-    if (most == 0) return;
-    const int64_t padded = up_to(most, LANES);
-    const Word* const rows_of = queries + n * row_words();
-    for (int64_t key = 0; key < padded; key += BLOCK) {
-      const int64_t width = least(up_to(of.keys - first - key, LANES), BLOCK);
-      const int vectors = int(least(padded - key, width) / LANES);
-      const Word* const packed = keys + (first + key) * steps();
-      accumulate_wide<PAIRED, M>(vectors, {rows_of, row_words(), packed, width, steps()}, nullptr,
-                                 float(of.scale), scores + key, KEYS);
-    }
-    float factors[M];
-    for (int i = 0; i < M; ++i) {
-      float* const own = scores + i * KEYS;
-      Word* const to = PAIRED ? powers + i * (KEYS / 2) : reinterpret_cast<Word*>(own);
-      if (n + i > last) {  // beside the last query: what comes of it is not stored
-        factors[i] = 0.0f;
-        for (int64_t at = 0; at < padded; at += LANES) store_power<PAIRED>(to, at, Floats{});
-        continue;
-      }
-      const int64_t some = seen_by(n + i, first);
-      if (of.mask_kind != NONE) {
-        if (of.mask.row != 0) read(begin + n + i, first);
-        add(numbers, some, own);
-      }
-      factors[i] = soften<PAIRED>(own, to, some, padded, rows[n + i]);
-    }
-    const Word* const weights = PAIRED ? powers : reinterpret_cast<const Word*>(scores);
-    const int64_t row = PAIRED ? KEYS / 2 : KEYS, used = (most + EACH - 1) / EACH;
-    const int64_t all = columns() / LANES, blocks = (all + WIDE - 1) / WIDE;
-    for (int64_t block = 0, column = 0; block < blocks; ++block) {
-      const int vectors = int((all - column) / (blocks - block) + ((all - column) % (blocks - block) != 0));
-      const Word* const packed = values + first / EACH * columns() + column * LANES;
-      accumulate_wide<PAIRED, M>(vectors, {weights, row, packed, columns(), used},
-                                 first ? factors : nullptr, 1.0f,
-                                 sums + n * columns() + column * LANES, columns());
-      column += vectors;
-    }
-  }
-
-  void finish() {
-    for (int64_t n = 0; n < count; ++n) {
-      // a row without any weight is 0, and NaN where values are
-      const float sum = rows[n].sum, divisor = sum == 0.0f ? 1.0f : sum;
-      const float* const from = sums + n * columns();
-      T* const to = out + (begin + n) * of.out.row;
-      if (of.out.column == 1) {
-#pragma omp simd
-        for (int64_t c = 0; c < of.values; ++c) to[c] = sp::narrow<T>(from[c] / divisor);
-      } else {
-        for (int64_t c = 0; c < of.values; ++c)
-          to[c * of.out.column] = sp::narrow<T>(from[c] / divisor);
-      }
-    }
-  }
-};
-
-// ---- one call ----------------------------------------------------------------------------------
-
-inline Strides strides(const int64_t* from) { return {from[0], from[1], from[2], from[3]}; }
-
-inline Sizes sizes(const int64_t* s) {
-  return {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], __builtin_bit_cast(double, s[9]),
-          strides(s + 10), strides(s + 14), strides(s + 18), strides(s + 22), strides(s + 26)};
-}
-
-template <class T, bool PAIRED>
-void attend(void* const* buffers, const int64_t* scalars) {
-  const Sizes of = sizes(scalars);
-  constexpr int64_t each = PAIRED ? 2 : 1;
-  const T* const q = static_cast<const T*>(buffers[0]);
-  const T* const k = static_cast<const T*>(buffers[1]);
-  const T* const v = static_cast<const T*>(buffers[2]);
-  T* const out = static_cast<T*>(buffers[3]);
-  const int64_t steps = (of.head + each - 1) / each, columns = up_to(of.values, LANES);
-  const int64_t key_words = up_to(of.keys, LANES) * steps;
-  const int64_t value_words = up_to((of.keys + each - 1) / each * columns, LANES);
-  const int64_t sources = of.heads / of.shared, blocks = (of.keys + BLOCK - 1) / BLOCK;
-  const uintptr_t memory = (reinterpret_cast<uintptr_t>(buffers[4]) + 63) / 64 * 64;
-  Word* const packed_keys = reinterpret_cast<Word*>(memory);
-  Word* const packed_values = packed_keys + of.batch * sources * key_words;
-  const int64_t packs = of.batch * sources * blocks;
-  const int64_t parts = (of.queries + QUERIES - 1) / QUERIES;
-  const int64_t tasks = of.batch * of.heads * parts;
-  const double work = 2.0 * of.batch * of.heads * of.queries * of.keys * (of.head + of.values);
-#pragma omp parallel if (work > THREADED_FROM)
-  {
-#pragma omp for schedule(static)
-    for (int64_t pack = 0; pack < packs; ++pack) {
-      const int64_t which = pack / blocks, begin = pack % blocks * BLOCK;
-      const int64_t b = which / sources, h = which % sources;
-      pack_keys<T, PAIRED>(k + b * of.k.batch + h * of.k.head, of.k, begin, of.keys, of.head,
-                           packed_keys + which * key_words + begin * steps);
-      pack_values<T, PAIRED>(v + b * of.v.batch + h * of.v.head, of.v, begin, of.keys, of.values,
-                             packed_values + which * value_words + begin / each * columns);
-    }
-#pragma omp for schedule(static, 1)
-    for (int64_t task = 0; task < tasks; ++task) {
-      const int64_t which = task / parts, begin = task % parts * QUERIES;
-      const int64_t b = which / of.heads, h = which % of.heads;
-      const int64_t source = b * sources + h / of.shared;
-      const int64_t mask_at = b * of.mask.batch + h * of.mask.head;
-      const char* mask = nullptr;
-      if (of.mask_kind != NONE)
-        mask = static_cast<const char*>(buffers[5]) +
-               mask_at * int64_t(of.mask_kind == MARKS ? sizeof(bool) : sizeof(T));
-      Task<T, PAIRED> mine(of, packed_keys + source * key_words,
-                           packed_values + source * value_words, q + b * of.q.batch + h * of.q.head,
-                           out + b * of.out.batch + h * of.out.head, mask, begin,
-                           least(QUERIES, of.queries - begin));
-      mine.run();
-    }
-  }
 }
 
 #undef INLINE

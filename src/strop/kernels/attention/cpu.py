@@ -93,7 +93,7 @@ def source(dtype: torch.dtype, *, is_paired: bool) -> KernelSource:
     name = f"{NAME}_{'pairs' if is_paired else str(dtype).removeprefix('torch.')}"
     call = f"attention::attend<{TYPES[dtype]}, {'true' if is_paired else 'false'}>"
     text = (
-        f'#include "vmath.h"\n\n{header()}\n'
+        f'#include "vmath.h"\n\n{header()}\n{_tasks()}\n'
         f'extern "C" void {name}(void* const* buffers, const int64_t* scalars) {{\n'
         f"  {call}(buffers, scalars);\n"
         "}\n"
@@ -106,6 +106,10 @@ def source(dtype: torch.dtype, *, is_paired: bool) -> KernelSource:
 def header() -> str:
     """Return the text of ``cpu.h``, of which products of small matrices take tiles too."""
     return Path(__file__).with_name("cpu.h").read_text()
+
+
+def _tasks() -> str:
+    return Path(__file__).with_name("cpu_tasks.h").read_text()
 
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:

@@ -167,7 +167,8 @@ def kind_of(plan: ShapePlan, position: int) -> str:
         if step.place is not None:
             return "placed call"
         planned = CUDA_PLANNED_OUT if plan.program.device == "cuda" else PLANNED_OUT
-        return "planned call" if step.op in planned else "allocating call"
+        is_planned = step.op in planned or plan.takes_in(step)
+        return "planned call" if is_planned else "allocating call"
     # grids are not empty, and kernels divide by sizes
     return "kernel" if step and plan.sizes.writes_any(step) else "nothing"
 
@@ -200,7 +201,6 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
 
 def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a library call, or a kernel that does one, which writes where it is told."""
-    device = at.resources.kernels.device
     getters = _getters(at, step)
     packed = _packed_call(at, position, step, getters)
     (number,), slots = step.outputs, at.slots
@@ -209,7 +209,8 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     shape = at.plan.sizes.shapes[number]
     if step.op in OF_ROWS:
         shape = (math.prod(shape[:-1]), shape[-1])
-    call = _call(at, position, step, planned_on(device)) if packed is None else copying(packed)
+    table = _writing_table(at, position, step)
+    call = _call(at, position, step, table) if packed is None else copying(packed)
     if number in at.plan.handed_on:
         return _handing_on(at, number, getters, packed or allocating(call, shape))
     fixed = slots[number]
@@ -225,14 +226,21 @@ def _placed_call(at: Linking, position: int, step: CallStep) -> Run:
     assert step.place is not None
     if native := _native_call(at, position, step):
         return native
-    device, choice = at.resources.kernels.device, at.plan.choices.get(position)
-    table = dict(planned_on(device))
-    if step.op not in table:
-        makers = allocating_on(device, choice.kernel if choice else "")
-        table[step.op] = lambda attrs: copying(makers[step.op](attrs))
+    table = _writing_table(at, position, step)
     call, getters = _call(at, position, step, table), _getters(at, step)
     out = _getter(at, step.place)
     return lambda: call([get() for get in getters], out())
+
+
+def _writing_table(at: Linking, position: int, step: CallStep) -> Table:
+    """Return the calls that write where they are told, for a step, too, of which the library
+    allocates."""
+    device, choice = at.resources.kernels.device, at.plan.choices.get(position)
+    table = planned_on(device)
+    if step.op in table:
+        return table
+    makers = allocating_on(device, choice.kernel if choice else "")
+    return {**table, step.op: lambda attrs: copying(makers[step.op](attrs))}
 
 
 def _handing_on(
@@ -429,7 +437,8 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
-    allocates = choice.launches.result and step.place is None
+    is_placed = step.place is not None or at.plan.takes_in(step)
+    allocates = choice.launches.result and not is_placed
     return launched.allocating(library) if allocates else launched.writing(library)
 
 

@@ -38,18 +38,21 @@ def plan_memory(
     scratch: Mapping[int, Sequence[int]],
     lent: Collection[int],
     handed_on: Collection[int] = (),
+    taken_in: Collection[int] = (),
     *,
     shares: bool,
 ) -> MemoryPlan:
     """Plan the memory of a run. ``scratch`` holds bytes, by step. Buffers that are ``lent`` lie
-    elsewhere, and those ``handed_on`` where late library calls put them. Where it ``shares``,
-    results may take the memory of operands that end there."""
+    elsewhere, and those ``handed_on`` where late library calls put them; those ``taken_in`` lie in
+    the arena although library calls would allocate them. Where it ``shares``, results may take the
+    memory of operands that end there."""
     lives, kept = _lives(program, order), order.prologue.kept
     elsewhere = {*kept, *lent, *handed_on}
     alive = {
         number: Interval(*life, sizes.bytes_of(number))
         for number, life in sorted(lives.items())
-        if program.buffers[number].kind == "arena" and number not in elsewhere
+        if program.buffers[number].kind == "arena" or number in taken_in
+        if number not in elsewhere
     }
     pairs = [p for at in order.times if (step := order.steps[at]) for p in step.in_place]
     placed, host = shared(alive, pairs if shares else ())
@@ -59,7 +62,7 @@ def plan_memory(
     buffers |= {new: buffers[old] for new, old in host.items()}
     kept_offsets, kept_bytes = plan_arena([Interval(0, 0, sizes.bytes_of(n)) for n in kept])
     is_called = {n: program.buffers[n].kind == "call" or n in handed_on for n in lives}
-    called = {n: life for n, life in lives.items() if is_called[n]}
+    called = {n: life for n, life in lives.items() if is_called[n] and n not in taken_in}
     return MemoryPlan(
         buffers,
         dict(zip(working, offsets[len(placed) :], strict=True)),

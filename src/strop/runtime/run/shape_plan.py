@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
-from strop.ir.program import KernelStep, Program
+from strop.ir.program import CallStep, KernelStep, Program
 from strop.ir.source import KernelSource
 from strop.kernels.library import Choice
 from strop.kernels.packed.rows import NAME as PACKED
@@ -20,6 +20,7 @@ from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.launches import GeneratedLaunch, launches_of
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, PLANNED_OUT
 from strop.runtime.run.memory_plan import MemoryPlan, plan_memory
+from strop.runtime.run.native_calls import only_launch
 from strop.runtime.run.run_order import RunOrder, run_order
 from strop.runtime.run.sizes import Look, Sizes
 
@@ -45,7 +46,12 @@ class ShapePlan:
     results: tuple[tuple[int, Look], ...]
     released: tuple[int, ...]
     handed_on: frozenset[int]
+    taken_in: frozenset[int]
     free: FreeSizes = NONE
+
+    def takes_in(self, step: CallStep) -> bool:
+        """Tell whether a call writes to the arena although its operator allocates."""
+        return not self.taken_in.isdisjoint(step.outputs)
 
     @property
     def sources(self) -> list[KernelSource]:
@@ -80,13 +86,15 @@ def plan_shape(
     free = free_sizes(program) if has_free and not (hoist or part) else NONE
     lent = part.tensors if part else [number for number, _ in free.buffers]
     handed_on = handed_on_by(program, order, choices, lent)
-    memory = plan_memory(program, sizes, order, scratch, lent, handed_on, shares=shares)
+    taken_in = frozenset() if free else taken_in_by(program, order, choices, lent)
+    memory = plan_memory(program, sizes, order, scratch, lent, handed_on, taken_in, shares=shares)
     kinds = {kind: _of_kind(program, kind) for kind in ("call", "result")}
     results = tuple((number, sizes.look(number)) for number in kinds["result"])
     # arguments too: a backward's are what its forward has kept, half of the device's memory
     arguments = () if part else _arguments(program)
     long = [number for number, _ in free.buffers]
-    released = (*arguments, *sorted({*kinds["call"], *kinds["result"], *handed_on, *long}))
+    called = {*kinds["call"]} - taken_in
+    released = (*arguments, *sorted({*called, *kinds["result"], *handed_on, *long}))
     early = _early(order, choices)
     return ShapePlan(
         program,
@@ -100,6 +108,7 @@ def plan_shape(
         results,
         released,
         handed_on,
+        taken_in,
         free,
     )
 
@@ -157,6 +166,33 @@ def handed_on_by(
         number
         for number in found.difference(kept, lent)
         if writers[number] == 1 and program.buffers[number].kind == "arena"
+    )
+
+
+def taken_in_by(
+    program: Program,
+    order: RunOrder,
+    choices: Mapping[int, Choice],
+    lent: Collection[int],
+) -> frozenset[int]:
+    """Return the results that lie in the arena on a CPU although a library would allocate them: one
+    kernel of ours makes each, and writes where it is told. One that outlives the run, or is
+    ``lent``, is none of them."""
+    if program.device != "cpu":
+        return frozenset()
+    kept = {item.tensor.buffer for item in program.returned if item.tensor is not None}
+    found = {
+        step.outputs[0]
+        for position in order.late
+        if isinstance(step := order.steps[position], CallStep)
+        and step.place is None
+        and len(step.outputs) == 1
+        and (choice := choices.get(position)) is not None
+        and choice.launches is not None
+        and only_launch(choice.launches) is not None
+    }
+    return frozenset(
+        number for number in found.difference(kept, lent) if program.buffers[number].kind == "call"
     )
 
 
