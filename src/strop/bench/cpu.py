@@ -43,6 +43,7 @@ from strop.runtime.build.processors import processor
 PACKAGES = ("openvino", "nncf", "onnxruntime", "onnx", "onnxscript", "torchao")
 SAMPLE_S, MOST_RAGGED = 0.03, 12  # a sample of eager; calls of one, each of other sizes
 WRONG = 0.25  # an error, of the norm of a result, that no precision explains
+LONGEST_WHY = 320  # letters of what a peer says when it fails
 CPU = torch.device("cpu")
 Found = dict[str, Any]
 
@@ -166,9 +167,9 @@ def _quiet(name: str) -> AbstractContextManager[None]:
 
 
 def _why(error: Exception) -> str:
-    """Return the first line of an error, as far as it says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
+    """Return an error as a line, as much of it as a table can hold."""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text[:LONGEST_WHY]}"
 
 
 def _of_row(
