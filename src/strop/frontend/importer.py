@@ -35,6 +35,7 @@ from strop.frontend.draws import stands_for
 from strop.frontend.four_bits import of_bitsandbytes
 from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
+from strop.frontend.grid_samples import GRIDS
 from strop.frontend.indexing import INDEXING
 from strop.frontend.library_operators import int_product
 from strop.frontend.lookups import LOOKUPS
@@ -76,6 +77,7 @@ _TABLES = (
     LOOKUPS,
     SEARCHING,
     RESIZING,
+    GRIDS,
     PADDING,
     DECOMPOSITIONS,
     COMPOSITES,
