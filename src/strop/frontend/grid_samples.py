@@ -21,7 +21,8 @@ from torch.fx import Node as FxNode
 from strop.frontend.lookups import PLACE, take
 from strop.frontend.pointwise import apply
 from strop.frontend.resize import cubic_weights
-from strop.ir.dims import Expr, const
+from strop.ir.affine import merge, strided
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Node
 from strop.ir.ops import compute_dtype
 
@@ -138,44 +139,87 @@ def _sample(
     align_corners: bool,
 ) -> Node | None:
     node, places, b = im.node(x), im.node(grid), im.builder
-    rank = len(node.shape) - 2
-    if not node.dtype.is_floating_point:
-        return None
-    batch, *sizes = places.shape[:-1]
-    sides = []
+    if not node.dtype.is_floating_point or const(0) in node.shape[2:]:
+        return None  # where there is no pixel torch says so
+    rank, is_last = len(node.shape) - 2, _has_channels_last(node)
+    images = b.permute(node, _channels_last(rank)) if is_last else node
+    batch, *points = places.shape[:-1]
+    spread = (batch, *points, const(1)) if is_last else (batch, const(1), *points)
+    taps = []
     for number, size in enumerate(node.shape[2:]):
         last = rank - 1 - number  # the grid has x before y before z
-        one = b.slice(places, rank + 1, last, const(1), 1)
-        one = b.reshape(one, (batch, const(1), *sizes))
-        sides.append(_Side(im, size, one, padding, align_corners=align_corners))
-    taps = [_taps(side, mode) for side in sides]
-    if const(0) in node.shape[2:]:
-        return None  # there is no pixel: torch says so
-    parts = [_part(im, node, some, im.shape(fx)) for some in itertools.product(*taps)]
+        one = b.reshape(b.slice(places, rank + 1, last, const(1), 1), spread)
+        side = _Side(im, size, one, padding, align_corners=align_corners)
+        taps.append(_taps(side, mode))
+    lookup = _Lookup(im, images, node.shape, points, is_last)
     wide = compute_dtype(node.dtype)
-    return b.cast(reduce(lambda p, q: apply(im, "add", p, q, dtype=wide), parts), node.dtype)
+    parts = (lookup.part(some) for some in itertools.product(*taps))
+    mixed = b.cast(reduce(lambda p, q: apply(im, "add", p, q, dtype=wide), parts), node.dtype)
+    return b.permute(mixed, (0, rank + 1, *range(1, rank + 1))) if is_last else mixed
+
+
+def _has_channels_last(x: Node) -> bool:
+    """Tell whether the channels of a pixel lie side by side, as heads of attention do."""
+    view = strided(x)
+    return view is not None and [stride for _, stride in merge(view.dims[1])] == [const(1)]
+
+
+def _channels_last(rank: int) -> tuple[int, ...]:
+    return (0, *range(2, rank + 2), 1)
 
 
 def _taps(side: _Side, mode: int) -> list[_Tap]:
     return {_LINEAR: side.linear, _NEAREST: side.nearest, _CUBIC: side.cubic}[mode]()
 
 
-def _part(im: Importer, x: Node, taps: Sequence[_Tap], shape: Sequence[Expr]) -> Node:
-    """Return the pixels at the taps of all dims, times their weights."""
-    wide = compute_dtype(x.dtype)
-    walks = [0, 1, *[None] * len(taps)]
-    found = take(im.builder, x, [tap.place for tap in taps], walks, shape, "known")
-    assert found is not None, "every dim has a pixel"
-    found = im.builder.cast(found, wide)
-    tests = [tap.is_inside for tap in taps if tap.is_inside is not None]
-    if tests:
-        inside = reduce(lambda p, q: apply(im, "logical_and", p, q, dtype=torch.bool), tests)
-        found = apply(im, "where", inside, found, 0.0, dtype=wide)
-    weights = [tap.weight for tap in taps if tap.weight is not None]
-    if not weights:
-        return found
-    weight = reduce(lambda p, q: apply(im, "mul", p, q, dtype=wide), weights)
-    return apply(im, "mul", found, weight, dtype=wide)
+class _Lookup:
+    """Looks pixels up in images (N, C, H, W), or (N, H, W, C) where channels are last."""
+
+    def __init__(
+        self, im: Importer, x: Node, shape: Sequence[Expr], points: Sequence[Expr], is_last: bool
+    ) -> None:
+        batch, channels, *self.sizes = shape
+        self.im, self.is_last, self.wide = im, is_last, compute_dtype(x.dtype)
+        self.shape = (batch, *points, channels) if is_last else (batch, channels, *points)
+        dims = range(1, len(shape) - 1) if is_last else range(2, len(shape))
+        view = strided(x)
+        self.in_a_row = (
+            view is not None and len(merge(atom for d in dims for atom in view.dims[d])) <= 1
+        )
+        if self.in_a_row:  # one number then says which pixel is read
+            count = product(self.sizes)
+            flat = (batch, count, channels) if is_last else (batch, channels, count)
+            x = im.builder.reshape(x, flat)
+        self.images = x
+
+    def _pixel(self, places: Sequence[Node]) -> Node:
+        """Return the number of a pixel in its image."""
+        pixel, *rest = places
+        for place, size in zip(rest, self.sizes[1:], strict=True):
+            pixel = apply(self.im, "mul", pixel, size, dtype=PLACE)
+            pixel = apply(self.im, "add", pixel, place, dtype=PLACE)
+        return pixel
+
+    def part(self, taps: Sequence[_Tap]) -> Node:
+        """Return the pixels at the taps of all dims, times their weights."""
+        im, wide = self.im, self.wide
+        places = [tap.place for tap in taps]
+        if self.in_a_row:
+            places = [self._pixel(places)]
+        walks: list[int | None] = [0, *[None] * len(places)]
+        walks.insert(len(walks) if self.is_last else 1, len(self.shape) - 1 if self.is_last else 1)
+        found = take(im.builder, self.images, places, walks, self.shape, "known")
+        assert found is not None, "every dim has a pixel"
+        found = im.builder.cast(found, wide)
+        tests = [tap.is_inside for tap in taps if tap.is_inside is not None]
+        if tests:
+            inside = reduce(lambda p, q: apply(im, "logical_and", p, q, dtype=torch.bool), tests)
+            found = apply(im, "where", inside, found, 0.0, dtype=wide)
+        weights = [tap.weight for tap in taps if tap.weight is not None]
+        if not weights:
+            return found
+        weight = reduce(lambda p, q: apply(im, "mul", p, q, dtype=wide), weights)
+        return apply(im, "mul", found, weight, dtype=wide)
 
 
 def _by_cudnn(im: Importer, fx: FxNode, x: Any, grid: Any) -> Node | None:
