@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from strop.bench import zoo_bevformer as bevformer
 from strop.bench import zoo_convnets as convnets
 from strop.bench import zoo_modules as own
 from strop.bench.zoo_inputs import (
@@ -140,5 +143,12 @@ VISION: tuple[ZooModel, ...] = (
     ZooModel("dcgan", "vision", convnets.Generator, noise, CLICKS),
     ZooModel("video-convnet", "vision", convnets.Video, frames, CLIPS),
     ZooModel("detr", "vision", lambda: own.TinyDetr(), pixels, LARGE_IMAGES),
+    ZooModel(
+        "bevformer",
+        "vision",
+        lambda: bevformer.BevFormer(bevformer.TINY),
+        partial(bevformer.bev_inputs, bevformer.TINY),
+        LARGE_IMAGES,
+    ),
     ZooModel("mlp-mixer", "vision", lambda: own.Mixer(), pixels, BATCHES),
 )

@@ -33,6 +33,7 @@ aten = torch.ops.aten
 Rule = Callable[..., Any]
 _LINEAR, _NEAREST, _CUBIC = range(3)  # as ATen numbers the modes
 _ZEROS, _BORDER, _REFLECTION = range(3)
+_MOST, _OUTSIDE = 2**31, -100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,13 @@ class _Side:
 
     def _kept(self, at: Node) -> Node:
         """Return where a pixel is read in place of one outside."""
-        if self.padding == _ZEROS:
+        if self.padding != _ZEROS:
+            at = self._clipped(at if self.padding == _BORDER else self._reflected(at))
+        if "cpu" in self.im.devices:
             return at
-        return self._clipped(at if self.padding == _BORDER else self._reflected(at))
+        # a GPU takes what is no number, or too large for one, as a place outside
+        is_place = self.test("lt", self("abs", at), float(_MOST))
+        return self("where", is_place, at, _OUTSIDE)
 
     def _clipped(self, at: Node) -> Node:
         """Move a position to the border; one that is no number goes to the first pixel."""
