@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import io
 import logging
 import tempfile
@@ -148,18 +149,22 @@ class OnnxRuntime:
 
     def _exported(self, given: Given, folder: Path) -> Path:
         plain, quantised = folder / "plain.onnx", folder / "int8.onnx"
-        sizes = [
-            dict.fromkeys(range(each.dim()), torch.export.Dim.AUTO) if self.is_ragged else None
-            for each in given
-        ]
-        shapes: Any = {"dynamic_shapes": (tuple(sizes),)} if self.is_ragged else {}
-        torch.onnx.export(self.model, given, plain, dynamo=True, verbose=False, **shapes)
+        shapes = {"dynamic_shapes": self._any_sizes(given)} if self.is_ragged else {}
+        torch.onnx.export(self.model, given, plain, dynamo=True, verbose=False, **shapes)  # type: ignore[arg-type]
         if not self.quantises:
             return plain
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
         quantize_dynamic(plain, quantised, weight_type=QuantType.QInt8, per_channel=True)
         return quantised
+
+    def _any_sizes(self, given: Given) -> tuple[Any, ...]:
+        """Return sizes that the exporter is to find, in the structure of ``forward``'s arguments,
+        of which the last may be a list."""
+        sizes = tuple(dict.fromkeys(range(each.dim()), torch.export.Dim.AUTO) for each in given)
+        kinds = [each.kind for each in inspect.signature(self.model.forward).parameters.values()]
+        named = len([kind for kind in kinds if kind is not inspect.Parameter.VAR_POSITIONAL])
+        return sizes if named == len(kinds) else (*sizes[:named], sizes[named:])
 
 
 def onnxruntime_fp32(model: nn.Module, example: Given, *, is_ragged: bool = False) -> Way:
