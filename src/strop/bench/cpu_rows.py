@@ -175,7 +175,12 @@ _IN_INT8 = (
 )
 _RAGGED = (
     _EAGER,
-    Contender("inductor fp32", "torch.compile(dynamic=True)", cpu_peers.inductor_ragged),
+    Contender(
+        "inductor fp32",
+        "torch.compile(dynamic=True); a bag of one id is a graph of its own, and calls beyond"
+        " torch's limit of 8 graphs run in eager, as some of batch 1 do",
+        cpu_peers.inductor_ragged,
+    ),
     Contender(
         "openvino fp32",
         "OpenVINO, one thread, latency hint, one program of dynamic shapes",

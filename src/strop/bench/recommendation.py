@@ -21,8 +21,8 @@ def hashed(ids: Tensor) -> Tensor:
     return (mixed ^ (mixed >> 15)) % ROWS
 
 
-def tables(count: int, width: int = DIM, rows: int = ROWS) -> nn.ModuleList:
-    return nn.ModuleList(nn.Embedding(rows, width) for _ in range(count))
+def tables(count: int, width: int = DIM, rows: int | None = None) -> nn.ModuleList:
+    return nn.ModuleList(nn.Embedding(rows or ROWS, width) for _ in range(count))
 
 
 def bags(count: int, mode: str, width: int = DIM) -> nn.ModuleList:
