@@ -14,7 +14,7 @@ def _conv(ins: int, outs: int, stride: int = 1) -> nn.Conv2d:
 
 
 class DenseBlock(nn.Module):
-    """Joins all that was computed before to each convolution's input; its result is added, small."""
+    """Joins all that was computed before to each convolution's input, and adds a share of it."""
 
     def __init__(self, width: int, growth: int, depth: int = 4) -> None:
         super().__init__()
@@ -170,18 +170,19 @@ class Yolo(nn.Module):
         """Return the mean distance to each side (B, 4, H * W), in cells."""
         shares = x.unflatten(1, (4, self.bins)).softmax(2).flatten(3)
         places = torch.arange(self.bins, device=x.device, dtype=x.dtype)
-        return (shares * places[:, None]).sum(2)
+        mean: Tensor = (shares * places[:, None]).sum(2)
+        return mean
 
 
 class WhisperDecoder(nn.Module):
     """Decodes tokens of Whisper beside what its encoder has heard; keys and values of each layer
     come and go as tensors."""
 
-    def __init__(self, config: Any) -> None:
-        from transformers import WhisperModel
+    def __init__(self, **config: Any) -> None:
+        from transformers import WhisperConfig, WhisperModel
 
         super().__init__()
-        self.decoder = WhisperModel(config).decoder
+        self.decoder = WhisperModel(WhisperConfig(**config)).decoder
 
     def forward(self, input_ids: Tensor, heard: Tensor, cache: list[Tensor]) -> Any:
         from transformers import DynamicCache, EncoderDecoderCache
@@ -195,6 +196,31 @@ class WhisperDecoder(nn.Module):
         )
         layers = found.past_key_values.self_attention_cache.layers
         return found.last_hidden_state, [t for each in layers for t in (each.keys, each.values)]
+
+
+def depth_anything() -> nn.Module:
+    """Return Depth-Anything (Yang et al., 2024) on a tiny DINOv2, from its configuration."""
+    from transformers import DepthAnythingConfig, DepthAnythingForDepthEstimation, Dinov2Config
+
+    backbone = Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        mlp_ratio=2,
+        image_size=56,
+        patch_size=14,
+        out_indices=[1, 2, 3, 4],
+        reshape_hidden_states=False,
+    )
+    config = DepthAnythingConfig(
+        backbone_config=backbone,
+        neck_hidden_sizes=[8, 16, 32, 32],
+        fusion_hidden_size=16,
+        head_hidden_size=8,
+        reassemble_hidden_size=32,
+    )
+    found: nn.Module = DepthAnythingForDepthEstimation(config)
+    return found
 
 
 class StaticDecode(nn.Module):
