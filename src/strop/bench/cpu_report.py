@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from strop.wording import counted
 
 Result = Mapping[str, Any]
 HEADER = ("row", "contender", "ms", "p20 to p80", "x eager", "error", "first call s", "note")
+LONGEST = 160  # letters of an example on a page
 MARK = "cpu"  # of the page that the table is written into
 
 
@@ -98,13 +99,16 @@ def _table(results: Sequence[Result]) -> str:
         cells = [_over_eager(contenders.get(name, {}), name) for name in names[1:]]
         times = f"{contenders[names[0]]['p50_ms']:.2f}"
         lines.append(f"| {result['row']} | {times} | {' | '.join(cells)} | {_holding(result)} |")
-    notes = {
-        f"{name}: {text_of(each)}"
-        for result in results
-        for name, each in result["contenders"].items()
-        if text_of(each)
-    }
-    return "\n".join([*lines, *(f"\n{note}" for note in sorted(notes))])
+    return "\n".join([*lines, *(f"\n{note}" for note in _notes(results, names))])
+
+
+def _notes(results: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each contender that lacks results; the JSON files say why for each row."""
+    for name in names:
+        said = [text_of(result["contenders"].get(name, {})) for result in results]
+        if some := [text for text in said if text]:
+            rows = counted(len(some), "row")
+            yield f"{name} has no result in {rows}, for example: `{some[0][:LONGEST]}`"
 
 
 def _over_eager(contender: Mapping[str, Any], name: str) -> str:

@@ -41,8 +41,9 @@ def is_cheaper_again(
         return True  # rows are read as well where they lie as from a copy
     if any(m.kind is Kind.REDUCTION for m in members):
         return False
-    if is_of_places and len({base_of(x) for x in loads}) <= MOST_OF_PLACES:
-        return not any(OPS[m.op].is_heavy or m.op == "take" for m in members)
+    is_plain = not any(OPS[m.op].is_heavy or m.op == "take" for m in members)
+    if is_of_places and is_plain and len({base_of(x) for x in loads}) <= MOST_OF_PLACES:
+        return True
     elements = max(node.numel.eval(hints), 1)
     growth = largest_consumer / elements
     if num_consumers == 1 and growth <= 1:
