@@ -38,7 +38,6 @@ from strop.bench.cpu_rows import (
 from strop.bench.cpu_turns import MOST_CALLS, Times, on_one_core, over_inputs, ratio, seconds
 from strop.bench.timer import timing_of
 from strop.errors import StropError
-from strop.runtime.build.processors import processor
 
 PACKAGES = ("openvino", "nncf", "onnxruntime", "onnx", "onnxscript", "torchao")
 SAMPLE_S, MOST_RAGGED = 0.03, 12  # a sample of eager; calls of one, each of other sizes
@@ -95,7 +94,7 @@ def _described(core: int) -> Found:
         **environment.describe(CPU),
         **{name: environment.version_of(name) for name in PACKAGES},
         "core": core,
-        "instructions": processor().isa,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores_at_work": round(os.getloadavg()[0], 1),
         "product_gops": _products(),
     }

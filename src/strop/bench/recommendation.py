@@ -71,7 +71,7 @@ class Lookups(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """DLRM (arXiv:1906.00091): products of all pairs of features, and layers behind them."""
+    """Computes DLRM (arXiv:1906.00091): products of all pairs of features, layers behind them."""
 
     pairs: Tensor
 
@@ -92,7 +92,7 @@ class Dlrm(nn.Module):
 
 
 class WideAndDeep(nn.Module):
-    """Wide & deep (arXiv:1606.07792): one weight for each id and cross beside layers over rows."""
+    """Computes wide & deep (arXiv:1606.07792): a weight for each id and cross, beside layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class WideAndDeep(nn.Module):
 
 
 class DeepFm(nn.Module):
-    """DeepFM (arXiv:1703.04247) whose features are ids and means of histories."""
+    """Computes DeepFM (arXiv:1703.04247) of ids and means of histories."""
 
     singles, ragged = 10, 6
 

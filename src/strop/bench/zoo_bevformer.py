@@ -281,7 +281,7 @@ def _hidden(config: BevConfig) -> nn.Sequential:
 
 
 class BevFormer(nn.Module):
-    """Detects objects around a car.
+    """Computes where objects are around a car.
 
     A call has pictures (B, cameras, 3, H, W), matrices (B, cameras, 4, 4) from metres around the
     car to pixels times depth, and the ground of the call before (B, bev * bev, width). It gives

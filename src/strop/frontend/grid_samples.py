@@ -109,7 +109,7 @@ class _Side:
         return self("minimum", at, self.size - 1)
 
     def _reflected(self, at: Node) -> Node:
-        """Reflect at the middles of the outer pixels, or at their edges."""
+        """Return a position reflected at the middles of the outer pixels, or at their edges."""
         first, span = (0.0, self.size - 1) if self.align else (-0.5, self.size)
         if span == const(0):
             return self("mul", at, 0.0)
