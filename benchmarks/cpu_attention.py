@@ -30,8 +30,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import strop
-from benchmarks.cpu_turns import in_turns
 from strop.bench import environment
+from strop.bench.cpu_turns import in_turns
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
 from strop.ir.source import KernelSource

@@ -6,17 +6,16 @@ The model is BERT-mini's architecture (4 layers, 256 wide, 4 heads, 1,024 betwee
 weights, in bf16, of which torchao quantises every linear to int8 with dynamic rows. Contenders are
 timed in turns on one thread, in CPU time of this process, since other work may run on the machine:
 quote the ratios, medians of those of each turn. "strop int8, _int_mm" is Strop without its own
-product of codes. "error" is that of the hidden states, relative to fp64 by the norm. Libraries that
-cannot be imported are listed as missing. ``--inductor`` compiles with Inductor, too, which takes a
-minute or more. ``--products`` times products instead, with the weight packed in each call, in
-giga-operations a second.
+product of codes. "error" is that of the hidden states, relative to fp64 by the norm.
+``--inductor`` compiles with Inductor, too, which takes a minute or more. ``--products`` times
+products instead, with the weight packed in each call, in giga-operations a second. `strop bench
+cpu bert` measures OpenVINO and ONNX Runtime beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import math
 import statistics
 import sys
@@ -30,8 +29,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import strop
-from benchmarks.cpu_turns import in_turns
 from strop.bench import environment
+from strop.bench.cpu_turns import in_turns, ratio
+from strop.bench.cpu_workloads import VOCABULARY, bert, in_int8
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
 from strop.kernels.gemm import code_sums
@@ -48,63 +48,15 @@ PRODUCTS = tuple(
     for rows in (1, 4, 32, 512, 4096)
     for columns, depth in ((256, 256), (1024, 256), (256, 1024), (3072, 768))
 )
-PEERS = ("openvino", "onnxruntime")
 Calls = Mapping[str, Callable[[], Any]]
-
-
-def _ratio(base: Sequence[float], found: Sequence[float]) -> float:
-    return round(statistics.median(a / b for a, b in zip(base, found, strict=True)), 3)
 
 
 # ---- the model ---------------------------------------------------------------------------------
 
 
-class Bert(nn.Module):
-    """Gives the hidden states and the logits of a classifier."""
-
-    def __init__(self) -> None:
-        from transformers import BertConfig, BertForSequenceClassification
-
-        super().__init__()
-        config = BertConfig(
-            hidden_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=1024,
-            num_labels=4,
-        )
-        config._attn_implementation = "sdpa"
-        self.whole = BertForSequenceClassification(config)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        found = self.whole.bert(input_ids=ids, attention_mask=mask)
-        return found.last_hidden_state, self.whole.classifier(found.pooler_output)
-
-
-def made() -> Bert:
-    """Return the model with weights that are a little larger than those of a new one, as trained
-    weights are."""
-    torch.manual_seed(0)
-    model = Bert().eval().requires_grad_(False)
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2 and "embeddings" not in name:
-            weight.mul_(2.5)
-        elif name.endswith("bias"):
-            weight.add_(0.05 * torch.randn(weight.shape))
-    return model
-
-
-def quantised(model: Bert) -> nn.Module:
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
-    found = copy.deepcopy(model).bfloat16()
-    quantize_(found, Int8DynamicActivationInt8WeightConfig(version=2, set_inductor_config=False))
-    return found
-
-
 def contenders(*, has_inductor: bool) -> dict[str, nn.Module]:
-    model = made()
-    codes = quantised(model)
+    model = bert()
+    codes = in_int8(model)
     without = Options(kernels_off=("code_sums",))
     found: dict[str, Any] = {
         "eager fp32": model,
@@ -124,7 +76,7 @@ def model_rows(samples: int, *, has_inductor: bool) -> Iterator[dict[str, Any]]:
     exact = copy.deepcopy(models["eager fp32"]).double()
     for batch, length in SHAPES:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, 30522, (batch, length), generator=generator)
+        ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
         given = ids, torch.ones_like(ids)
         wanted = exact(*given)[0]
         errors = {name: _error(model(*given)[0], wanted) for name, model in models.items()}
@@ -135,9 +87,8 @@ def model_rows(samples: int, *, has_inductor: bool) -> Iterator[dict[str, Any]]:
         yield {
             "shape": [batch, length],
             **{name: timing_of(found).to_dict() for name, found in times.items()},
-            "speed over eager fp32": {name: _ratio(base, found) for name, found in times.items()},
+            "speed over eager fp32": {name: ratio(base, found) for name, found in times.items()},
             "error": errors,
-            "missing": [name for name in PEERS if importlib.util.find_spec(name) is None],
         }
 
 
@@ -197,7 +148,7 @@ def product_rows(samples: int) -> Iterator[dict[str, Any]]:
                 name: round(operations / statistics.median(found) / 1e6, 1)
                 for name, found in times.items()
             },
-            "ratio": _ratio(times["torch, unsigned"], times["ours"]),
+            "ratio": ratio(times["torch, unsigned"], times["ours"]),
         }
 
 

@@ -33,8 +33,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import strop
-from benchmarks.cpu_turns import Times, in_turns, seconds
 from strop.bench import environment
+from strop.bench.cpu_turns import Times, in_turns, seconds
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
 from strop.kernels.gemm import linear_cpu

@@ -25,6 +25,8 @@ from strop.bench.models import (
     made_on,
     random_tensor,
 )
+from strop.bench.zoo_bevformer import TINY as TINY_BEV
+from strop.bench.zoo_bevformer import BevConfig, BevFormer, bev_inputs
 from strop.bench.zoo_model import SIZES, Config
 from strop.bench.zoo_modules import WithCache
 from strop.bench.zoo_vision import RESNET, VIT
@@ -141,6 +143,24 @@ def _transformers(kind: str, config: Config, inputs: Maker, *, with_cache: bool 
     return build
 
 
+def _bevformer(config: BevConfig) -> Build:
+    """Return the workload of BEVFormer; its result is the ground that all cameras have seen."""
+
+    def build(device: torch.device, dtype: torch.dtype) -> Workload:
+        with made_on(device, dtype):
+            model = BevFormer(config)
+        model = model.eval().requires_grad_(False)
+
+        def inputs(size: Size, batch: int) -> dict[str, Any]:
+            torch.manual_seed(batch)
+            given = bev_inputs(config, batch, *size)
+            return {name: tensor.to(device, dtype) for name, tensor in given.items()}
+
+        return Workload(model, inputs, lambda module, given: module(**given)[0])
+
+    return build
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkModel:
     """Describe a network, at full size and tiny, and the size of its inputs."""
@@ -235,4 +255,5 @@ NETWORKS: tuple[NetworkModel, ...] = (
         (_TEXT, _TINY_TEXT),
         with_cache=True,
     ),
+    NetworkModel("bevformer", _bevformer(BevConfig()), _bevformer(TINY_BEV), (480, 800), (64, 64)),
 )

@@ -11,18 +11,23 @@ from __future__ import annotations
 from torch import nn
 
 from strop.bench import zoo_convnets as convnets
+from strop.bench import zoo_fed as fed
 from strop.bench import zoo_modules as own
 from strop.bench.zoo_diffusion import DIFFUSION
 from strop.bench.zoo_inputs import (
+    CACHED,
     CLICKS,
+    STATIC_CACHE,
     TARGETS,
     TEXT,
     VOCABULARY,
     WAVES,
     click_inputs,
     mel,
+    static_step,
     tokens,
     wave,
+    whisper_step,
 )
 from strop.bench.zoo_model import BART, SIZES, Config, ZooModel, hf
 from strop.bench.zoo_texts import TEXTS
@@ -39,21 +44,28 @@ SPEECH: Config = {
     "num_conv_pos_embedding_groups": 2,
 }
 
+WHISPER: Config = {
+    **{**BART, "max_position_embeddings": 64},
+    "num_mel_bins": 16,
+    "max_source_positions": 30,
+    "max_target_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 OTHERS: tuple[ZooModel, ...] = (
     ZooModel(
         "whisper",
         "audio",
         hf(
             "WhisperModel",
-            **{**BART, "max_position_embeddings": 64},
-            num_mel_bins=16,
-            max_source_positions=30,
-            max_target_positions=64,
-            bos_token_id=1,
-            eos_token_id=2,
+            **WHISPER,
         ),
         mel,
         TARGETS,
+    ),
+    ZooModel(
+        "whisper-decode", "audio", lambda: fed.WhisperDecoder(**WHISPER), whisper_step, CACHED
     ),
     ZooModel("wav2vec2", "audio", hf("Wav2Vec2Model", **SPEECH), wave, WAVES),
     ZooModel("hubert", "audio", hf("HubertModel", **SPEECH), wave, WAVES),
@@ -61,6 +73,7 @@ OTHERS: tuple[ZooModel, ...] = (
     ZooModel("lstm", "sequence", lambda: own.Tagger(nn.LSTM), tokens, TEXT),
     ZooModel("gru", "sequence", lambda: own.Tagger(nn.GRU), tokens, TEXT),
     ZooModel("transformer-encoder", "sequence", lambda: own.Encoder(), tokens, TEXT),
+    ZooModel("llama-static-decode", "text", lambda: fed.StaticDecode(), static_step, STATIC_CACHE),
     ZooModel("dlrm", "recommendation", lambda: own.DLRM(), click_inputs, CLICKS),
 )
 

@@ -65,6 +65,11 @@ LATENTS = ZooSizes(
 ONE_LATENT = ZooSizes(
     ((2, 8, 8), (3, 8, 8), (1, 8, 8), (4, 8, 8)), (range(1, 25), range(8, 9), range(8, 9))
 )
+STATIC_CACHE = ZooSizes(((2, 16), (3, 24), (1, 32), (4, 8)), (BATCH, range(4, 49)))
+PATCHES = ZooSizes(
+    ((2, 56, 56), (3, 56, 56), (1, 56, 56), (4, 56, 56)),
+    (range(1, 25), range(56, 57), range(56, 57)),
+)
 TARGETS = ZooSizes(((2, 5), (3, 9), (1, 12), (4, 7)), (BATCH, range(2, 33)))
 CLIPS = ZooSizes(
     ((2, 4, 16, 16), (3, 6, 24, 16), (1, 4, 32, 24), (2, 5, 16, 16)),
@@ -202,3 +207,20 @@ def kandinsky_inputs(batch: int, height: int, width: int) -> Inputs:
 
 def click_inputs(batch: int) -> Inputs:
     return {"dense": torch.randn(batch, 13), "sparse": torch.randint(0, 50, (batch, 5))}
+
+
+def whisper_step(batch: int, length: int, past: int) -> Inputs:
+    """Return tokens, keys and values of the past, and what Whisper's encoder has heard."""
+    return {**tokens_and_cache(batch, length, past), "heard": torch.randn(batch, 30, 32)}
+
+
+def static_step(batch: int, most: int) -> Inputs:
+    """Return a token, its place, and two layers of keys and values for as many as ``most``."""
+    cache = [torch.randn(2, batch, 4, most, 8) for _ in range(2)]
+    position = torch.randint(0, most, (1,))
+    return {**tokens(batch, 1), "position": position, "cache": cache}
+
+
+def two_pictures(batch: int, height: int, width: int) -> Inputs:
+    first, second = torch.rand(2, batch, 3, height, width)
+    return {"first": first, "second": second}

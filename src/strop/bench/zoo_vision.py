@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from strop.bench import zoo_bevformer as bevformer
 from strop.bench import zoo_convnets as convnets
+from strop.bench import zoo_fed as fed
 from strop.bench import zoo_modules as own
 from strop.bench.zoo_inputs import (
     BATCHES,
@@ -11,9 +15,11 @@ from strop.bench.zoo_inputs import (
     IMAGES,
     LARGE_BATCHES,
     LARGE_IMAGES,
+    PATCHES,
     frames,
     noise,
     pixels,
+    two_pictures,
 )
 from strop.bench.zoo_model import SIZES, Config, ZooModel, hf
 
@@ -25,6 +31,13 @@ SWIN: Config = {
     "depths": (2, 2),
     "num_heads": (2, 4),
     "window_size": 4,
+}
+SAM: Config = {
+    **{**VIT, "image_size": 64},
+    "output_channels": 16,
+    "window_size": 4,
+    "global_attn_indexes": (1,),
+    "mlp_dim": 64,
 }
 RESNET: Config = {"embedding_size": 16, "hidden_sizes": (16, 32, 32, 64)}
 
@@ -140,5 +153,17 @@ VISION: tuple[ZooModel, ...] = (
     ZooModel("dcgan", "vision", convnets.Generator, noise, CLICKS),
     ZooModel("video-convnet", "vision", convnets.Video, frames, CLIPS),
     ZooModel("detr", "vision", lambda: own.TinyDetr(), pixels, LARGE_IMAGES),
+    ZooModel(
+        "bevformer",
+        "vision",
+        lambda: bevformer.BevFormer(bevformer.TINY),
+        partial(bevformer.bev_inputs, bevformer.TINY),
+        LARGE_IMAGES,
+    ),
+    ZooModel("yolo", "vision", fed.Yolo, pixels, LARGE_IMAGES),
+    ZooModel("esrgan", "vision", fed.Esrgan, pixels, IMAGES),
+    ZooModel("rife", "vision", fed.Rife, two_pictures, IMAGES),
+    ZooModel("depth-anything", "vision", fed.depth_anything, pixels, PATCHES),
+    ZooModel("sam-encoder", "vision", hf("SamVisionModel", **SAM), pixels, LARGE_BATCHES),
     ZooModel("mlp-mixer", "vision", lambda: own.Mixer(), pixels, BATCHES),
 )

@@ -10,6 +10,7 @@ import typer
 
 from strop.cli import (
     arguments,
+    bench_cpu,
     bench_infer,
     bench_load,
     bench_pictures,
@@ -69,6 +70,7 @@ app.command("report", epilog=bench_report.REPORT_EXAMPLES)(bench_report.report)
 app.command("compare", epilog=bench_report.COMPARE_EXAMPLES)(bench_report.compare)
 app.command("mock-set", epilog=bench_report.MOCK_EXAMPLES)(bench_report.mock_set)
 app.command("pictures", epilog=bench_pictures.EXAMPLES)(bench_pictures.pictures)
+app.command("cpu", epilog=bench_cpu.EXAMPLES)(bench_cpu.cpu)
 app.command("load", epilog=bench_load.EXAMPLES)(bench_load.load)
 app.command("serve", epilog=bench_serve.EXAMPLES)(bench_serve.serve)
 app.command("table")(bench_infer.table)

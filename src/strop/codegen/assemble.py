@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -254,7 +254,8 @@ def _kernel_step(
     numbers = tuple(a.number[n] for n in buffers)
     in_place = _in_place(a, kernel, buffers, offsets)
     variants = _variants(a, emitted.variants, numbers, offsets, writes, in_place)
-    dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, CheckIndex)})
+    checked = (s.size for s in kernel.body + kernel.tail if isinstance(s, CheckIndex))
+    dims = tuple(dict.fromkeys((*checked, *_known_dims(group))))
     return KernelStep(
         index,
         numbers,
@@ -437,6 +438,15 @@ def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
                 stack.append(base)
     takes = (n for n in seen if n.op == "bag" or n.attrs.get("bounds", "known") != "known")
     return tuple(dict.fromkeys(n.origin for n in sorted(takes, key=lambda n: n.serial)))
+
+
+def _known_dims(group: Group) -> Iterator[Expr]:
+    """Yield the sizes of dims that are products of sizes and looked into without a check."""
+    for node in group.nodes:
+        if node.op == "take" and node.attrs["bounds"] == "known":
+            source, walks = node.inputs[0], node.attrs["walks"]
+            sizes = (size for size, walk in zip(source.shape, walks, strict=True) if walk is None)
+            yield from (size for size in sizes if any(len(m) > 1 for m, _ in size.terms))
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:

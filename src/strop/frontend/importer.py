@@ -36,6 +36,7 @@ from strop.frontend.exchanges import EXCHANGES
 from strop.frontend.four_bits import of_bitsandbytes
 from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
+from strop.frontend.grid_samples import GRIDS
 from strop.frontend.indexing import INDEXING
 from strop.frontend.library_operators import int_product
 from strop.frontend.lookups import LOOKUPS
@@ -77,6 +78,7 @@ _TABLES = (
     LOOKUPS,
     SEARCHING,
     RESIZING,
+    GRIDS,
     PADDING,
     DECOMPOSITIONS,
     COMPOSITES,

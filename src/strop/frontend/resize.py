@@ -81,29 +81,12 @@ class _Dim:
         low = self.im.builder.cast(self("floor", real), PLACE)
         low = apply(self.im, "minimum", low, self.count - 1, dtype=PLACE)
         t = self._share(real, low)
-        rest = self("sub", 1.0, t)
-        weights = (
-            self._far(self("add", t, 1.0)),
-            self._near(t),
-            self._near(rest),
-            self._far(self("add", rest, 1.0)),
-        )
+        weights = cubic_weights(self, t)
         places = (apply(self.im, "add", low, move, dtype=PLACE) for move in (-1, 0, 1, 2))
         return [
             (apply(self.im, "clamp", place, 0, self.count - 1, dtype=PLACE), weight)
             for place, weight in zip(places, weights, strict=True)
         ]
-
-    def _far(self, x: Node) -> Node:
-        """Compute ((A x - 5 A) x + 8 A) x - 4 A."""
-        inner = self("sub", self("mul", x, CUBIC), 5 * CUBIC)
-        inner = self("add", self("mul", inner, x), 8 * CUBIC)
-        return self("sub", self("mul", inner, x), 4 * CUBIC)
-
-    def _near(self, x: Node) -> Node:
-        """Compute ((A + 2) x - (A + 3)) x x + 1."""
-        inner = self("sub", self("mul", x, CUBIC + 2), CUBIC + 3)
-        return self("add", self("mul", self("mul", inner, x), x), 1.0)
 
     def _ratio(self) -> Any:
         """Return how far one position of the result moves among the elements."""
@@ -129,6 +112,30 @@ class _Dim:
         """Keep a place from lying behind the last element."""
         place = self.im.builder.cast(place, PLACE)
         return apply(self.im, "minimum", place, self.count - 1, dtype=PLACE)
+
+
+def cubic_weights(compute: Callable[..., Node], t: Node) -> tuple[Node, ...]:
+    """Return the weights of four pixels, of a place at the share ``t`` from the second to the
+    third. ``compute`` applies an operator."""
+
+    def far(x: Node) -> Node:
+        """Compute ((A x - 5 A) x + 8 A) x - 4 A."""
+        inner = compute("sub", compute("mul", x, CUBIC), 5 * CUBIC)
+        inner = compute("add", compute("mul", inner, x), 8 * CUBIC)
+        return compute("sub", compute("mul", inner, x), 4 * CUBIC)
+
+    def near(x: Node) -> Node:
+        """Compute ((A + 2) x - (A + 3)) x x + 1."""
+        inner = compute("sub", compute("mul", x, CUBIC + 2), CUBIC + 3)
+        return compute("add", compute("mul", compute("mul", inner, x), x), 1.0)
+
+    rest = compute("sub", 1.0, t)
+    return (
+        far(compute("add", t, 1.0)),
+        near(t),
+        near(rest),
+        far(compute("add", rest, 1.0)),
+    )
 
 
 def _resize(

@@ -11,6 +11,7 @@ from strop.ir.ops import OPS, Kind
 
 MAX_RECOMPUTED_NODES = 12
 MAX_GROWTH = 4  # how much larger than the value a domain may be that recomputes it ...
+MOST_OF_PLACES = 3  # values from which places, weights and marks beside a lookup are computed
 HEAVY_SHARE = 4  # a value is heavy if one in so many of its elements is a call of exp or the like
 SMALL = 65536  # ... unless the value has so few elements that its operands stay in cache
 
@@ -21,6 +22,8 @@ def is_cheaper_again(
     largest_consumer: int,
     stored: Set[Node],
     hints: Mapping[str, int],
+    *,
+    is_of_places: bool = False,
 ) -> bool:
     """Tell whether every consumer should compute ``node`` itself instead of loading it.
 
@@ -38,6 +41,9 @@ def is_cheaper_again(
         return True  # rows are read as well where they lie as from a copy
     if any(m.kind is Kind.REDUCTION for m in members):
         return False
+    is_plain = not any(OPS[m.op].is_heavy or m.op == "take" for m in members)
+    if is_of_places and is_plain and len({base_of(x) for x in loads}) <= MOST_OF_PLACES:
+        return True
     elements = max(node.numel.eval(hints), 1)
     growth = largest_consumer / elements
     if num_consumers == 1 and growth <= 1:

@@ -34,6 +34,7 @@ from strop.ir.ops import LOOKED_INTO, OPS, Kind
 MOST_STREAMS = 8
 # What is smaller than that may have memory for longer, if that saves a launch.
 SMALL_BYTES = 16 << 20
+NEAR = 3  # steps from an element that is looked up: widened, chosen, weighted
 
 
 def plan(graph: Graph, apart: Set[Node] = frozenset(), device: str = "cuda") -> FusionPlan:
@@ -274,7 +275,9 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
         if (
             node in draft.reduced
             or node in apart
-            or not is_cheaper_again(node, kernels, largest, stored, graph.hints)
+            or not is_cheaper_again(
+                node, kernels, largest, stored, graph.hints, is_of_places=_look_up(node, outside)
+            )
         ):
             stored.add(node)
     for node in sorted(stored - needed - apart, key=lambda n: n.serial):
@@ -282,6 +285,22 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
             stored.remove(node)
             stored.add(narrow)
     return stored
+
+
+def _look_up(node: Node, readers: Sequence[Node]) -> bool:
+    """Tell whether all readers look up what is larger than the value, by it or beside it."""
+    return all(
+        reader.op == "take" or (reader.numel != node.numel and _has_take(reader, NEAR))
+        for reader in readers
+    )
+
+
+def _has_take(node: Node, depth: int) -> bool:
+    """Tell whether a value is one that was looked up, after a few steps of arithmetic at most."""
+    if node.op == "take" or not depth:
+        return node.op == "take"
+    near = (base_of(x) for x in node.inputs)
+    return any(_has_take(x, depth - 1) for x in near if x.kind is Kind.POINTWISE)
 
 
 def _is_read_once(
