@@ -50,3 +50,13 @@ def test_views_of_inference_mode_are_found_too() -> None:
         (first,) = given(kept, whole[:, :2])
         (again,) = given(kept, whole[:, :2])
     assert again is first
+
+
+def test_a_tensor_that_gets_other_memory_has_other_views() -> None:
+    """Its earlier views keep the memory of before."""
+    kept, whole = KeptViews(), torch.zeros(2, 4)
+    (first,) = given(kept, whole[:, :2])
+    whole.data = torch.ones(2, 4)
+    (found,) = given(kept, whole[:, :2])
+    assert found is not first
+    assert found.sum() == 4.0

@@ -46,4 +46,6 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _look(view: Tensor) -> Hashable:
-    return view.dtype, view.shape, view.stride(), view.storage_offset(), view.requires_grad
+    memory = view.untyped_storage()._cdata  # a view keeps that of before ``whole.data = other``
+    look = view.dtype, view.shape, view.stride(), view.storage_offset(), view.requires_grad
+    return memory, *look
