@@ -75,7 +75,7 @@ def _entries(lines: list[str]) -> Iterator[list[str]]:
 
 
 def test_all_commands_are_known() -> None:
-    assert len(COMMANDS) == 35
+    assert len(COMMANDS) == 36
     assert ("bench", "infer") in COMMANDS
 
 
