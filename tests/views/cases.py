@@ -435,7 +435,7 @@ POOLING: dict[str, Case] = {
     ),
     "fold": _library(lambda x: F.fold(x, (4, 4), 2, stride=2), "b 8 4"),
     "unfold_image": _library(lambda x: F.unfold(x, 2), "b 3 4 4"),
-    "grid_sample": _kernel(
+    "grid_sample": _library(
         lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), "b 3 4 4", "b 5 5 2"
     ),
     "dropout_eval": _kernel(lambda x: F.dropout(x, 0.5, training=False) + 1, "b 6"),
