@@ -91,10 +91,15 @@ class AveragedGradients:
     ) -> None:
         self.parameters, self.count = tuple(parameters), count
         self._all_of, self._meeting, self._lay_out = all_of, meeting, lay_out
+        self.generation = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Have the next pass watched."""
         self._sent: SentGradients | None = None
         self._watched = WatchedPass()
         self._by_graph = self._by_torch = self.parameters  # who tells of their gradients
-        self.generation = 0
+        self.generation += 1
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -123,13 +128,11 @@ class AveragedGradients:
         sent, fits = self._sent, self._sent.fits(active)
         self._average(sent)
         if not fits:  # some of these buckets had been sent before that was known
-            self._agree([place for place, p in enumerate(self.parameters) if p in set(active)], [])
+            self._agree(active, [])
             others = [p for p in active if p not in sent.parameters]
             if others:
                 self._average(SentGradients(self._lay_out([], others)))
-            self._sent = None  # the next pass is watched
-            self._by_graph = self._by_torch = self.parameters
-            self.generation += 1
+            self._forget()
 
     @property
     def num_early(self) -> int:
@@ -143,20 +146,22 @@ class AveragedGradients:
 
     def _divide(self, active: Sequence[Tensor]) -> SentGradients:
         """Divide what has gradients into buckets, as the pass that was watched has shown."""
-        places = {parameter: place for place, parameter in enumerate(self.parameters)}
         order, by_graph = self._watched.order()
         self._by_graph = tuple(p for p in order if p in by_graph)
         self._by_torch = tuple(p for p in order if p not in by_graph)
-        said = self._agree([places[p] for p in active], [places[p] for p in order])
+        said = self._agree(active, order)
         everywhere = set.intersection(*map(set, said))
         early = [self.parameters[place] for place in said[0] if place in everywhere]
         late = set(active).difference(early)
         self.generation += 1
         return SentGradients(self._lay_out(early, [p for p in active if p in late]))
 
-    def _agree(self, active: Sequence[int], value: list[int]) -> list[list[int]]:
-        """Return the values of all ranks, which have gradients of the same parameters."""
-        said = self._all_of((active, value), "parameters with a gradient")
+    def _agree(self, active: Sequence[Tensor], order: Sequence[Tensor]) -> list[list[int]]:
+        """Return the order of each rank, as places of parameters. Raises TrainingError unless all
+        have gradients of the same ones."""
+        places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        own = [places[p] for p in active], [places[p] for p in order]
+        said = self._all_of(own, "parameters with a gradient")
         if any(other[0] != said[0][0] for other in said):
             raise TrainingError(
                 "ranks do not have gradients of the same weights: all must run the same model, "

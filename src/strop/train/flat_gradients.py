@@ -48,15 +48,12 @@ class Bucket(Protocol):
     def parameters(self) -> tuple[Tensor, ...]: ...
 
     @property
+    def views(self) -> tuple[Tensor, ...]:
+        """Return where the gradient of each parameter comes to lie."""
+        ...
+
+    @property
     def comes_early(self) -> bool: ...
-
-    def place(self, parameter: Tensor) -> Tensor:
-        """Return where the gradient of a parameter comes to lie."""
-        ...
-
-    def fill(self, gradients: Sequence[Tensor]) -> None:
-        """Copy the gradients of all parameters, in their order, that do not lie in place."""
-        ...
 
     def send(self) -> Any:
         """Begin to sum over ranks; returns what is to be waited for."""
@@ -78,25 +75,27 @@ class FlatBucket:
     comes_early: bool
     group: ProcessGroup | None
 
-    def place(self, parameter: Tensor) -> Tensor:
-        return next(v for p, v in zip(self.parameters, self.views, strict=True) if p is parameter)
-
-    def fill(self, gradients: Sequence[Tensor]) -> None:
-        copy_into(self.views, gradients)
-
     def send(self) -> Any:
-        """NCCL divides on its way; gloo does not know how to."""
-        op = ReduceOp.AVG if self.memory.is_cuda else ReduceOp.SUM
-        return all_reduce(self.memory, op, self.group, async_op=True)
+        return all_reduce(self.memory, op_of_mean(self.memory), self.group, async_op=True)
 
     def land(self, count: int) -> None:
-        if not self.memory.is_cuda:
-            self.memory.div_(count)
+        divide_sum(self.memory, count)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
 
-def copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def op_of_mean(memory: Tensor) -> Any:
+    """Return what NCCL computes means by. gloo cannot: it sums, and ``divide_sum`` follows."""
+    return ReduceOp.AVG if memory.is_cuda else ReduceOp.SUM
+
+
+def divide_sum(memory: Tensor, count: int) -> None:
+    """Make means of what ``op_of_mean`` has left as sums over ``count`` ranks."""
+    if not memory.is_cuda:
+        memory.div_(count)
+
+
+def _copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copy each gradient into its view, unless it lies there. One that lies there in another order
     is copied twice."""
     into, given = [], []
@@ -128,7 +127,12 @@ class SentGradients:
             if bucket.comes_early
             for p in bucket.parameters
         }
-        self._places = {p: self.buckets[at].place(p) for p, at in self._bucket_of.items()}
+        self._places = {
+            p: view
+            for bucket in buckets
+            if bucket.comes_early
+            for p, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
         self._begin()
 
     def _begin(self) -> None:
@@ -188,8 +192,7 @@ class SentGradients:
         here[parameter] = gradient
         bucket = self.buckets[at]
         if len(here) == len(bucket.parameters):
-            bucket.fill([here[p] for p in bucket.parameters])
-            self._filled.add(at)
+            self._fill(at, [here[p] for p in bucket.parameters])
             self._arrivals.update((p, Arrival.of(g)) for p, g in here.items())
             del self._here[at]  # autograd copies a gradient that somebody else holds
             while len(self._sent) in self._filled:
@@ -199,6 +202,10 @@ class SentGradients:
         """Take a gradient that torch has put together."""
         if parameter.grad is not None:
             self.take(parameter, parameter.grad)
+
+    def _fill(self, at: int, gradients: Sequence[Tensor]) -> None:
+        _copy_into(self.buckets[at].views, gradients)
+        self._filled.add(at)
 
     def _send(self) -> None:
         self._sent.append(self.buckets[len(self._sent)].send())
@@ -212,7 +219,7 @@ class SentGradients:
         idle = [p for bucket in self.buckets for p in bucket.parameters if p.grad is None]
         for at in range(len(self._sent), len(self.buckets)):
             if at not in self._filled:
-                self.buckets[at].fill(list(map(_gradient, self.buckets[at].parameters)))
+                self._fill(at, list(map(_gradient, self.buckets[at].parameters)))
             self._send()
         for bucket, work in zip(self.buckets, self._sent, strict=True):
             work.wait()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 
-from strop.train.flat_gradients import buckets_of, copy_into, dense_strides
+from strop.train.flat_gradients import buckets_of, dense_strides, divide_sum, op_of_mean
 
 IN_FLIGHT = 2  # buckets whose memory is not kept
 _ALIGNED_BYTES = 16  # of each gradient, as the sweeps of the optimizer read
@@ -83,21 +83,16 @@ class SummedBucket:
     def parameters(self) -> tuple[Tensor, ...]:
         return self.bucket.parameters
 
-    def place(self, parameter: Tensor) -> Tensor:
-        pairs = zip(self.parameters, self.bucket.room().views, strict=True)
-        return next(view for p, view in pairs if p is parameter)
-
-    def fill(self, gradients: Sequence[Tensor]) -> None:
-        copy_into(self.bucket.room().views, gradients)
+    @property
+    def views(self) -> tuple[Tensor, ...]:
+        return self.bucket.room().views
 
     def send(self) -> Any:
-        """NCCL divides on its way; gloo does not know how to."""
-        op = ReduceOp.AVG if self.bucket.own.is_cuda else ReduceOp.SUM
-        return reduce_scatter(self.bucket.own, self.bucket.room().memory, op)
+        own = self.bucket.own
+        return reduce_scatter(own, self.bucket.room().memory, op_of_mean(own))
 
     def land(self, count: int) -> None:
-        if not self.bucket.own.is_cuda:
-            self.bucket.own.div_(count)
+        divide_sum(self.bucket.own, count)
         self.bucket.give_gradients(self.rank, lambda parameter: True)
 
 
