@@ -134,6 +134,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return CudaStep(device, rule, memory, seed, launcher, interpreted.SMALL)
 
     monkeypatch.setattr(optimizer, "make_stepper", make)
+    monkeypatch.setattr(recording, "can_record", lambda device: True)
     monkeypatch.setattr(recording, "make_recorder", lambda device: recorder)
     monkeypatch.setattr(cuda_step, "is_capturing", lambda device: recorder.now is not None)
     return recorder

@@ -148,6 +148,11 @@ def _host_draws() -> dict[str, object]:
     }
 
 
+def can_record(device: torch.device) -> bool:
+    """Tell whether steps can be recorded; else they are run as they are."""
+    return device.type == "cuda"
+
+
 def make_recorder(device: torch.device) -> Recorder | None:
-    """Make a recorder; None where steps are run as they are."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+    """Make a recorder; None where there can be none."""
+    return CudaRecorder(device) if can_record(device) else None

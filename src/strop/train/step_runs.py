@@ -126,7 +126,7 @@ def make_runs(
     """Return how steps are run: on a GPU as graphs, where the optimizer is Strop's and each rank
     has the states of all weights."""
     size, updating = settings.gradient_accumulation_steps, learner.updating
-    has_graphs = recording.make_recorder(objective.model.device) is not None
+    has_graphs = recording.can_record(objective.model.device)
     if settings.step_graph and has_graphs and updating is not None:
         return GraphRuns(objective, learner, size, updating, ranks, warn)
     return PlainRuns(objective, learner, size)
