@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,19 +150,28 @@ def _prepared(contender: Contender, module: nn.Module, example: Any) -> tuple[Fo
     if why := cpu_peers.missing(contender.needs):
         return {**said, "missing": why}, None
     begin = time.process_time()
-    try:
-        with _quiet(contender.name):
-            way = contender.make(module, example)
-            way(*example)
-    except Exception as error:
-        if not is_peer(contender.name):
-            raise
-        return {**said, "failed": _why(error)}, None
+
+    def made() -> Any:
+        way = contender.make(module, example)
+        way(*example)
+        return way
+
+    way, failed = _tried(contender.name, made)
+    if failed:
+        return {**said, "failed": failed}, None
     return {**said, "first_call_s": round(time.process_time() - begin, 2)}, way
 
 
-def _quiet(name: str) -> AbstractContextManager[None]:
-    return cpu_peers.quiet() if is_peer(name) else nullcontext()
+def _tried(name: str, call: Callable[[], Any]) -> tuple[Any, str]:
+    """Return what a call gives, or why it failed, if it is a peer's, whatever that raises. What
+    eager and Strop raise is raised."""
+    if not is_peer(name):
+        return call(), ""
+    try:
+        with cpu_peers.quiet():
+            return call(), ""
+    except Exception as error:
+        return None, _why(error)
 
 
 def _why(error: Exception) -> str:
@@ -206,15 +214,11 @@ def _working(
     what is said about all."""
     working, errors, said = {}, {}, {name: dict(found) for name, found in notes.items()}
     for name, way in ways.items():
-        try:
-            with _quiet(name):
-                errors[name] = _error(name, way(*given), exact)
-        except Exception as error:
-            if not is_peer(name):
-                raise
-            said[name] = {"how": said[name]["how"], "failed": _why(error)}
+        error, failed = _tried(name, partial(_error, name, way, given, exact))
+        if failed:
+            said[name] = {"how": said[name]["how"], "failed": failed}
         else:
-            working[name] = way
+            working[name], errors[name] = way, error
     return working, errors, said
 
 
@@ -223,10 +227,10 @@ def _exact(module: nn.Module, given: Any) -> Tensor:
     return _first(copy.deepcopy(module).double()(*wide))
 
 
-def _error(name: str, result: Any, exact: Tensor) -> float:
+def _error(name: str, way: Callable[..., Any], given: Any, exact: Tensor) -> float:
     """Return the distance of a first result from that in fp64, relative by the norm. Raises
     StropError where it is no result of these arguments."""
-    found = _first(result)
+    found = _first(way(*given))
     if found.shape != exact.shape:
         raise StropError(f"the result has shape {(*found.shape,)}, not {(*exact.shape,)}")
     error = float((found - exact).norm() / exact.norm())
