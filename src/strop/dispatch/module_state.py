@@ -109,11 +109,13 @@ class ModuleState:
         self.parts = named_parts(self.module, stand_ins) if stand_ins else everything
         self.turned.scan(self.parts)
         self.train_sensitive = sensitive_parts(self.modules)
+        self.shards, self.exchanges_with, undivided = sharded_context.found_in(
+            self.module, everything[1:]
+        )
         # why a part with another forward is in the way
-        self.replaced = replaced_part(everything) or refused or sharded_context.refusal(self.module)
+        self.replaced = replaced_part(everything) or refused or undivided
         self.casts = layerwise_casting.casts_in(everything[1:])
         self.computed = computed_weights.computed_in(everything[1:])
-        self.shards, self.exchanges_with = sharded_context.found_in(self.module, everything[1:])
         held = list(tensor_places(self.parts, self.effective.tables))
         self._scan_modules(held)
         places = list(plain_places(held, self._looks))

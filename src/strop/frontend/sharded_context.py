@@ -56,17 +56,26 @@ def sharding_hooks(module: nn.Module) -> tuple[Any, ...]:
 
 def configs_of(module: nn.Module) -> list[Any]:
     """Return the settings of parallelism of a model, and of all that computes its attention."""
-    found = dict[int, Any]()
+    found = [held.get(_CONFIG) for held in holders_of(module)]
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+def holders_of(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of all that may hold settings of parallelism in a model."""
     for part in module.modules():
-        for held in (vars(part), getattr(vars(part).get("processor"), "__dict__", {})):
-            if (config := held.get(_CONFIG)) is not None:
-                found[id(config)] = config
-    return list(found.values())
+        yield vars(part)
+        yield getattr(vars(part).get("processor"), "__dict__", {})
 
 
-def refusal(module: nn.Module) -> str:
-    """Say why a model whose tokens are divided cannot be compiled, or nothing."""
-    for config in map(_of_context, configs_of(module)):
+def drop_configs(module: nn.Module) -> None:
+    """Have a model, and what computes its attention, know nothing of parallelism."""
+    for held in holders_of(module):
+        held.pop(_CONFIG, None)
+
+
+def _refusal(configs: Iterable[Any]) -> str:
+    """Say why a model whose tokens are divided by these settings cannot be compiled, or nothing."""
+    for config in map(_of_context, configs):
         if config is None:
             continue
         if config.ring_degree > 1:
@@ -85,12 +94,14 @@ def refusal(module: nn.Module) -> str:
 
 def found_in(
     module: nn.Module, parts: Iterable[tuple[str, nn.Module]]
-) -> tuple[dict[str, str], tuple[str, ...]]:
+) -> tuple[dict[str, str], tuple[str, ...], str]:
     """Write out, by the paths of a model's ``parts``, how tokens are divided there, and with whom
-    the model exchanges some: part of a program's key."""
+    the model exchanges some: part of a program's key. Then comes why it cannot be compiled, or
+    nothing."""
+    configs = configs_of(module)
     shards = {path: text_of(hooks) for path, part in parts if (hooks := sharding_hooks(part))}
-    configs = filter(None, map(_of_context, configs_of(module)))
-    return shards, tuple(map(_text_of_config, configs))
+    others = tuple(map(_text_of_config, filter(None, map(_of_context, configs))))
+    return shards, others, _refusal(configs)
 
 
 def text_of(hooks: Iterable[Any]) -> str:

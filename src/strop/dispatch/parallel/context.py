@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from strop.dispatch.dispatcher import Dispatcher
 from strop.errors import OptionError, ShapeError
 from strop.frontend.hook_chains import is_own
+from strop.frontend.sharded_context import drop_configs
 from strop.options import Options
 from strop.wording import counted
 
@@ -134,9 +135,7 @@ class Sharding:
 
         divided: Any = self._module
         remove_context_parallel(divided, divided._cp_plan)
-        for part in self._module.modules():
-            for held in (vars(part), getattr(vars(part).get("processor"), "__dict__", {})):
-                held.pop("_parallel_config", None)
+        drop_configs(self._module)
         for part in self._without:
             own = vars(part)
             if "_diffusers_hook" in own and not own["_diffusers_hook"].hooks:
