@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import strop
 from strop.debug.reference import evaluate
@@ -170,6 +171,47 @@ def test_in_kernels(way: str, is_last: bool, tmp_path: Path) -> None:
             found = strop.optimize(module, options=options)(x, grid)
     for got, want, exact in zip(found, eager, wanted, strict=True):
         assert_as_accurate_as_eager(got, want, exact)
+
+
+def test_cudnns_operator_has_the_pixels_of_aligned_corners() -> None:
+    """It cannot run here; its trace can."""
+    x, grid = drawn((2, 3, 5, 7), (2, 4, 6), torch.float64)
+    (found,) = evaluated(torch.cudnn_grid_sampler, [(x, grid)])
+    wanted = F.grid_sample(x, grid, align_corners=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_cudnns_operator_have_shapes() -> None:
+    with FakeTensorMode():
+        x, grid = torch.empty(2, 3, 5, 7, requires_grad=True), torch.empty(2, 4, 6, 2)
+        grid.requires_grad_()
+        torch.cudnn_grid_sampler(x, grid).sum().backward()
+        assert x.grad is not None
+        assert (x.grad.shape, x.grad.stride()) == (x.shape, x.stride())
+        assert grid.grad is not None
+        assert (grid.grad.shape, grid.grad.stride()) == (grid.shape, grid.stride())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("align", [False, True])
+def test_training_on_a_gpu(dtype: torch.dtype, align: bool, tmp_path: Path) -> None:
+    function = sampler("bilinear", "zeros", align)
+    given = [t.cuda() for t in drawn((2, 8, 5, 7), (2, 3, 5), dtype)]
+    module = strop.optimize(
+        Function(function), train=True, options=strop.Options(cache_dir=str(tmp_path), strict=True)
+    )
+
+    def gradients(call: Callable[..., Tensor], wide: bool) -> list[Tensor]:
+        own = [(t.double() if wide else t).clone().requires_grad_() for t in given]
+        call(*own).square().mean().backward()
+        return [t.grad for t in own if t.grad is not None]
+
+    exact = gradients(function, wide=True)
+    pairs = zip(gradients(module, wide=False), gradients(function, wide=False), exact, strict=True)
+    for found, eager, wanted in pairs:
+        assert_as_accurate_as_eager(found, eager, wanted)
 
 
 @pytest.mark.gpu

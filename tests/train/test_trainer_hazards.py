@@ -221,6 +221,7 @@ def measured(loop: TrainingLoop, every: int, used: Callable[[], int]) -> list[tu
         after()
         if loop.step % every == 0:
             loop._report()
+            loop.saver.wait()  # its thread holds what it copies
             seen.append((tensors_alive(), used()))
 
     loop._after_step = measure  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,12 +266,13 @@ def test_a_loss_that_is_not_finite_ends_the_training(
         mixed_precision=precision,
     )
     loop = TrainingLoop(made, trainer.Watch())
-    honest = loop.runs.objective
+    honest = loop.runs.micro_batch
 
-    def poisoned(batch: Batch, number: int) -> Tensor:
-        return honest(batch, number) * (math.nan if number == 3 else 1.0)
+    def poisoned(batch: Batch, number: int, rate: float | None) -> Tensor:
+        factor = math.nan if number == 3 else 1.0
+        return honest(replace(batch, pictures=batch.pictures * factor), number, rate)
 
-    loop.runs.objective = poisoned  # type: ignore[assignment]
+    loop.runs.micro_batch = poisoned  # type: ignore[method-assign]
     advice = r"Start anew in another --output_dir with a lower --learning_rate"
     with pytest.raises(TrainingError, match=rf"loss of step 4 is nan; checkpoint-2 .*{advice}"):
         loop.run()
@@ -293,15 +295,15 @@ def test_gradients_that_are_not_finite_end_the_training(
         device=device,
     )
     loop = TrainingLoop(made, trainer.Watch())
-    backward, weight = loop.learner.backward, loop.learner.parameters[0]
+    honest, weight = loop.runs.micro_batch, loop.learner.parameters[0]
+    factor = torch.ones((), device=device)  # a CUDA graph reads it in every replay
+    weight.register_hook(lambda gradient: gradient * factor)
 
-    def poisoned(loss: Tensor) -> None:
-        backward(loss)
-        if loop.step == 3:
-            assert weight.grad is not None
-            weight.grad[(0,) * weight.dim()] = math.inf
+    def poisoned(batch: Batch, number: int, rate: float | None) -> Tensor:
+        factor.fill_(math.inf if number == 3 else 1.0)
+        return honest(batch, number, rate)
 
-    loop.learner.backward = poisoned  # type: ignore[method-assign]
+    loop.runs.micro_batch = poisoned  # type: ignore[method-assign]
     with pytest.raises(TrainingError, match=r"norm of the gradients of step 4 is (inf|nan);"):
         loop.run()
     check_what_is_kept(tmp_path)

@@ -16,6 +16,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node as FxNode
 
 from strop.frontend.lookups import PLACE, take
@@ -240,6 +241,17 @@ class _Lookup:
 def _by_cudnn(im: Importer, fx: FxNode, x: Any, grid: Any) -> Node | None:
     """Sample as torch lets cuDNN do it: linear, 0 outside, corners aligned."""
     return _sample(im, fx, x, grid, _LINEAR, _ZEROS, True)
+
+
+# torch has no fake kernels of cuDNN's, which a trace on a GPU meets where corners are aligned.
+@torch.library.register_fake("aten::cudnn_grid_sampler")
+def _shape_by_cudnn(x: Tensor, grid: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:2], *grid.shape[1:3]))
+
+
+@torch.library.register_fake("aten::cudnn_grid_sampler_backward")
+def _shapes_by_cudnn(x: Tensor, grid: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), grid.new_empty(grid.shape)
 
 
 GRIDS: dict[Any, Rule] = {

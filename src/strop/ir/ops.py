@@ -288,6 +288,7 @@ _BACKWARD = (  # libraries' own, and scatters to where a forward has read
     "replication_pad3d_backward",
     "grid_sampler_2d_backward",
     "grid_sampler_3d_backward",
+    "cudnn_grid_sampler_backward",
     "unfold_backward",
     "masked_scatter_backward",
     "_embedding_bag_backward",
