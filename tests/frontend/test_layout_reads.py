@@ -62,7 +62,8 @@ def test_readers(name: str, tmp_path: Path) -> None:
             assert torch.equal(result, wanted)
             assert result.stride() == wanted.stride()
             assert is_own(result, x) is is_own(wanted, x)
-        assert module.forward.counters.eager_calls == 2, "those with gaps or an offset"
+        asks_begin = not name.startswith(("is_contiguous", "stride"))
+        assert module.forward.counters.eager_calls == 1 + asks_begin, "with gaps, or an offset"
         (reason,) = module.forward.counters.fallbacks
         assert "how arguments lie in memory" in reason
         assert name.split()[0].removeprefix("torch.") in reason
@@ -198,6 +199,35 @@ def test_views_of_an_argument_with_gaps(name: str, tmp_path: Path) -> None:
     assert torch.equal(found, wanted)
     assert found.stride() == wanted.stride()
     assert is_own(found, wanted) or not is_own(wanted, GAPS)
+
+
+@pytest.mark.parametrize("name", ["gaps", "offset", "transposed"])
+def test_of_what_is_contiguous_anyway_every_argument_may_ask(name: str, tmp_path: Path) -> None:
+    """torch asserts that what it gathers from other processes is contiguous."""
+
+    def projected(x: Tensor) -> Tensor:
+        rows = F.linear(x, x)
+        if not rows.is_contiguous():
+            raise AssertionError
+        return rows * rows.view(2, -1).stride(0)
+
+    options = Options(cache_dir=str(tmp_path), strict=True)
+    module = strop.optimize(Function(projected).eval(), options=options)
+    x = arguments()[name][:2]
+    with torch.no_grad():
+        assert torch.equal(module(x), projected(x))
+
+
+@pytest.mark.parametrize("function", [READERS["is_contiguous"], READERS["stride"]])
+def test_strides_are_the_same_wherever_memory_begins(
+    function: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    options = Options(cache_dir=str(tmp_path), strict=True)
+    module = strop.optimize(Function(function).eval(), options=options)
+    whole = arguments()["offset"]
+    with torch.no_grad():
+        for x in (whole, whole[1:], whole[:1], *whole.split(1)):
+            assert torch.equal(module(x), function(x))
 
 
 def test_a_view_that_fails_in_eager_fails(tmp_path: Path) -> None:

@@ -87,6 +87,25 @@ def test_buckets(recorder: taped.Recorder) -> None:
     assert report.replays == 3 * len(LIKE_X) - report.plain_runs
 
 
+def test_plain_steps_compute_what_replays_do(recorder: taped.Recorder) -> None:
+    """transformers asks whether torch captures, and computes a causal attention otherwise then."""
+    library = pytest.importorskip("transformers.utils.import_utils")
+    said = []
+    for graph in (True, False):
+        module = nn.Linear(3, 2)
+
+        def loss_fn(x: Tensor, module: nn.Linear = module) -> Tensor:
+            said.append(library.is_tracing())
+            return module(x).square().mean()
+
+        optimizer = train.FusedSGD(module.parameters(), lr=0.1)
+        step = train.compile_step(loss_fn, optimizer, graph=graph)
+        for _ in range(4):
+            step(X)
+    assert said == [True] * 3 + [False] * 4  # two plain steps and a capture, which was replayed
+    assert not library.is_tracing()
+
+
 def test_one_tensor_twice(recorder: taped.Recorder) -> None:
     """Two arguments that are one tensor have one copy: compiled code may depend on it."""
     seen = []

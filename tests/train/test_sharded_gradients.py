@@ -248,7 +248,7 @@ def test_a_training_has_the_bits_of_cut_states(
     watches = _both(pair, **given(tmp_path / "again", shard_gradients=True, **middle))
     assert "shard_gradients False then, True now" in watches[0].warnings[-1]
     states, gradients, again = (
-        trainer.checkpoint_bytes(tmp_path / name / "checkpoint-2")
+        trainer.checkpoint_sums(tmp_path / name / "checkpoint-2")
         for name in ("states", "gradients", "again")
     )
     assert "optimizer-1.safetensors" in gradients

@@ -122,7 +122,7 @@ def test_trainings_end_with_the_same_bytes(
         resumed = {"resume_from_checkpoint": "latest", "max_train_steps": 4, "offload_ema": second}
         trainer.train("lora", **values, output_dir=output, **resumed)
         drawn = (output / "validation" / "step-000003.png").read_bytes()
-        found[name] = trainer.checkpoint_bytes(output / "checkpoint-4"), drawn
+        found[name] = trainer.checkpoint_sums(output / "checkpoint-4"), drawn
     assert found["device"] == found["host"] == found["both"]
     assert len(found["device"][0]) == 2
 

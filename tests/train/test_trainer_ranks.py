@@ -187,7 +187,7 @@ def test_a_signal_for_one_rank_stops_all_and_a_resume_has_the_same_bits(
     resumed = _both(pair, "text-to-image", **given(broken, resume_from_checkpoint="latest"))
     assert not any(watch.warnings for _, watch in resumed)
     last = f"checkpoint-{STEPS}"
-    assert trainer.checkpoint_bytes(broken / last) == trainer.checkpoint_bytes(straight / last)
+    assert trainer.checkpoint_sums(broken / last) == trainer.checkpoint_sums(straight / last)
     keys = ("step", "loss", "lr", "grad_norm")
     rows = [[[row[k] for k in keys] for row in _metrics(o)] for o in (straight, broken)]
     assert rows[0] == rows[1]
@@ -502,7 +502,7 @@ def test_a_rank_that_is_killed_has_all_go_on_from_the_last_checkpoint(
     assert done.returncode == 0, said
     assert "all processes were started again, and go on from checkpoint-2" in said
     last = f"checkpoint-{STEPS}"
-    ours, theirs = (trainer.checkpoint_bytes(o / last) for o in (tmp_path / "out", outputs[1]))
+    ours, theirs = (trainer.checkpoint_sums(o / last) for o in (tmp_path / "out", outputs[1]))
     assert ours == theirs
     rows = [[row["step"] for row in _metrics(o)] for o in (tmp_path / "out", outputs[1])]
     assert rows[0] == rows[1]
@@ -547,7 +547,7 @@ def test_two_gpus_are_one_of_twice_the_batch(
     for alone, together in zip(*map(_metrics, outputs), strict=True):
         assert together["loss"] == pytest.approx(alone["loss"], rel=near)
     last = f"checkpoint-{STEPS}"
-    assert trainer.checkpoint_bytes(again / last) == trainer.checkpoint_bytes(outputs[1] / last)
+    assert trainer.checkpoint_sums(again / last) == trainer.checkpoint_sums(outputs[1] / last)
 
 
 def test_a_group_that_contradicts_a_flag_is_refused() -> None:

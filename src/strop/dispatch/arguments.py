@@ -33,9 +33,12 @@ def wants_none(tensors: Sequence[Tensor]) -> bool:
     return not any(tensor.requires_grad for tensor in tensors)
 
 
-def are_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
-    """Tell whether all lie as they have been traced, at the beginning of their memory."""
-    return all(s.lies_so(t) and not t.storage_offset() for t, s in zip(tensors, specs, strict=True))
+def are_dense(
+    tensors: Sequence[Tensor], specs: Sequence[TensorSpec], *, at_begin: bool = True
+) -> bool:
+    """Tell whether all lie as they have been traced, and ``at_begin`` of their memory."""
+    lie_so = all(s.lies_so(t) for t, s in zip(tensors, specs, strict=True))
+    return lie_so and not (at_begin and any(t.storage_offset() for t in tensors))
 
 
 def returned(

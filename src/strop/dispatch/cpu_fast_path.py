@@ -76,7 +76,7 @@ def prepared(
 ) -> Short:
     """Prepare the fast path for calls that look like this one. ``drop`` is called when ``run`` is
     of no use any more."""
-    fits = _looks_like(tensors, at_begin=bool(entry.variant.layout_reads))
+    fits = _looks_like(tensors, at_begin=entry.variant.asks_begin)
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
     is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 

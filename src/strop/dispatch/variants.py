@@ -43,6 +43,7 @@ from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CaptureError, ShapeError, UnsupportedError
 from strop.frontend.capture import Captured, NumbersNeeded, Same, capture
 from strop.frontend.importer import import_graph
+from strop.frontend.layout_reads import OF_STRIDES
 from strop.frontend.low_rank_layers import is_factor, rows_counted
 from strop.frontend.objects import Contents, with_objects
 from strop.frontend.repeated_blocks import TraceWatch
@@ -113,9 +114,14 @@ class Variant:
         has_rows = all(not size.is_const or size.value == count for size, count in known)
         return has_rows and (self.wants is None or self.wants == state.wants)
 
+    @property
+    def asks_begin(self) -> bool:
+        """Say whether it serves arguments at the beginning of their memory alone."""
+        return not set(self.layout_reads) <= set(OF_STRIDES)
+
     def misfit(self, tensors: Sequence[Tensor], *, is_no_grad: bool) -> str:
         """Say why a call that it fits by sizes must not have it, or nothing."""
-        if self.layout_reads and not are_dense(tensors, self.specs):
+        if self.layout_reads and not are_dense(tensors, self.specs, at_begin=self.asks_begin):
             return GAPS.format(", ".join(self.layout_reads))
         if self.wants is not None and not (is_no_grad and wants_none(tensors)):
             return TURNS_ON

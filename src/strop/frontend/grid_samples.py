@@ -243,16 +243,17 @@ def _by_cudnn(im: Importer, fx: FxNode, x: Any, grid: Any) -> Node | None:
     return _sample(im, fx, x, grid, _LINEAR, _ZEROS, True)
 
 
-# torch has no fake kernels of cuDNN's, which a trace on a GPU meets where corners are aligned.
-@torch.library.register_fake("aten::cudnn_grid_sampler")
 def _shape_by_cudnn(x: Tensor, grid: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:2], *grid.shape[1:3]))
 
 
-@torch.library.register_fake("aten::cudnn_grid_sampler_backward")
 def _shapes_by_cudnn(x: Tensor, grid: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), grid.new_empty(grid.shape)
 
+
+# torch has no fake kernels of cuDNN's, which a trace on a GPU meets where corners are aligned.
+torch.library.register_fake("aten::cudnn_grid_sampler", _shape_by_cudnn)
+torch.library.register_fake("aten::cudnn_grid_sampler_backward", _shapes_by_cudnn)
 
 GRIDS: dict[Any, Rule] = {
     aten.grid_sampler_2d.default: _sample,

@@ -37,6 +37,7 @@ READS: dict[Callable[..., Any], str] = {
     Tensor.data_ptr: "data_ptr",
     Tensor.dim_order: "dim_order",
 }
+OF_STRIDES = ("stride", "is_contiguous", "dim_order")  # alike wherever in its memory a tensor lies
 # what a traced tensor cannot tell
 UNKNOWN: dict[Callable[..., Any], str] = {
     Tensor.untyped_storage: "untyped_storage",
@@ -90,7 +91,8 @@ class LayoutReads(Retarget):
         if func in READS:
             self.num_asked += 1
             _refuse_chosen(READS[func], args[0])
-            self.asked[READS[func]] = None
+            if not (READS[func] in OF_STRIDES and _is_contiguous_anyway(args[0])):
+                self.asked[READS[func]] = None
         elif func in UNKNOWN:
             raise CaptureError(
                 f"it asks for {UNKNOWN[func]} of a tensor, which compiled code has not"
@@ -156,6 +158,14 @@ _CONTIGUOUS = frozenset(
         aten._unsafe_view.default,
     )
 )
+
+
+def _is_contiguous_anyway(value: Tensor) -> bool:
+    """Tell whether a value is contiguous in eager however the arguments lie."""
+    node = node_of(value)
+    while node is not None and node.target is aten.view.default:
+        (node,) = node.all_input_nodes[:1]
+    return node is not None and _is_settled(node)
 
 
 def _is_settled(node: Node) -> bool:

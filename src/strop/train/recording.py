@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from strop.dispatch.gc_pause import collection_paused
 from strop.errors import UnsupportedError
 
+_ASKED = "is_cuda_stream_capturing"  # what transformers asks
 Body = Callable[[], Tensor]
 
 
@@ -137,6 +139,23 @@ class CudaRecorder:
     def _index(self) -> int:
         index = self._device.index
         return torch.cuda.current_device() if index is None else index
+
+
+@contextmanager
+def as_if_recorded() -> Iterator[None]:
+    """Have transformers compute in here what it computes inside of a capture, so that a step has
+    the bits of its replays: while torch captures, it makes a mask of attention where else it says
+    that attention is causal, which another kernel computes."""
+    library: Any = sys.modules.get("transformers.utils.import_utils")
+    usual = getattr(library, _ASKED, None)
+    if usual is None:  # it is not loaded, or does not ask
+        yield
+        return
+    setattr(library, _ASKED, lambda: True)
+    try:
+        yield
+    finally:
+        setattr(library, _ASKED, usual)
 
 
 def _host_draws() -> dict[str, object]:

@@ -130,6 +130,7 @@ class WholeStep:
         self._averaged: AveragedGradients | None = None
         self._recorder: Recorder | None = None
         self._device: torch.device | None = None
+        self._has_recorded = False
         self._part = 0  # micro-batches since the last update
         self._static_gradients, self._watched = StaticGradients(), WatchedModules([])
         self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
@@ -175,7 +176,10 @@ class WholeStep:
         torch.clear_autocast_cache()  # weights that were cast before the last update
         averaged = self._averaged
         is_whole = averaged is not None and self.accumulate == 1
-        with averaged.backward() if averaged is not None and is_whole else nullcontext():
+        with (
+            averaged.backward() if averaged is not None and is_whole else nullcontext(),
+            recording.as_if_recorded() if self._has_recorded else nullcontext(),
+        ):
             loss = self._backward(call, leaves)
         torch.clear_autocast_cache()
         if is_last:
@@ -355,6 +359,7 @@ class WholeStep:
             return
         self._device = device
         self._recorder = recording.make_recorder(device) if self._graph else None
+        self._has_recorded = self._recorder is not None  # and may have none any more
         self._buckets.clear()
         if self._recorder is not None:
             self._updating.check_capturable()
