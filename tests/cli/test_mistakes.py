@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from strop.cli import arguments
+from strop.cli.mistakes import CommandError
+
 from .conftest import Invoke, said
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -187,3 +190,14 @@ def test_a_damaged_result_is_named(
     result = invoke("bench", "table", "--results", str(tmp_path))
     assert result.exit_code == 1, result.output
     assert expected in said(result)
+
+
+def test_a_folder_of_results_is_made(tmp_path: Path) -> None:
+    """A benchmark that has taken minutes writes into it."""
+    arguments.make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CommandError, match="is a file; give the name of a folder"):
+        arguments.make_folder(tmp_path / "file")
+    with pytest.raises(CommandError, match=r"no folder .*inside can be made"):
+        arguments.make_folder(tmp_path / "file" / "inside")

@@ -127,6 +127,16 @@ def check_folder(folder: Path | None) -> None:
         raise CommandError(f"the folder {folder} is not writable; choose another")
 
 
+def make_folder(folder: Path | None) -> None:
+    """Make the folder of results, unless it is there. Raise CommandError where that fails."""
+    if folder is not None and not folder.exists():
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise CommandError(f"no folder {folder} can be made: {error.strerror}") from None
+    check_folder(folder)
+
+
 def check_file(path: Path | None) -> None:
     """Raise CommandError unless ``path`` can be written; None: nothing is written."""
     if path is None:

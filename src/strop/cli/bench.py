@@ -142,7 +142,7 @@ def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 def _prepared(case: str, out: Path | None, device: DeviceName) -> tuple[BenchCase, str]:
     """Find everything that can be wrong before any work."""
     require_diffusion()
-    arguments.check_folder(out)
+    arguments.make_folder(out)
     from strop.bench.cases import CASES
 
     named = {c.name: c for c in CASES}

@@ -73,7 +73,7 @@ def cpu(
     contender was made, and each model a plot.
     """
     require_diffusion()
-    arguments.check_folder(out)
+    arguments.make_folder(out)
     if page is not None and out is None:
         raise typer.BadParameter("goes with --out", param_hint="'--page'")
     from strop.bench import cpu as bench_cpu

@@ -152,7 +152,7 @@ def infer(
     require_diffusion()
     from strop.bench.infer_rows import chosen_rows
 
-    arguments.check_folder(out)
+    arguments.make_folder(out)
     if variants and not random:
         raise typer.BadParameter("goes with --random N", param_hint="--variants")
     with wrong("ROWS"):

@@ -86,7 +86,7 @@ def load(
     gives it, and calls at the same time have their shares of the cores.
     """
     require_diffusion()
-    arguments.check_folder(out)
+    arguments.make_folder(out)
     from strop.bench import load as bench_load
     from strop.bench.load_report import rows_of, verdicts
     from strop.bench.load_workloads import LOAD_WORKLOADS, sized

@@ -70,7 +70,7 @@ def pictures(
     PNG file with the worst pictures.
     """
     require_diffusion()
-    arguments.check_folder(out)
+    arguments.make_folder(out)
     where = arguments.chosen_device(device)
     if numerics:
         if ablate:

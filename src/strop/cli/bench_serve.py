@@ -45,7 +45,7 @@ def serve(
     """
     require_diffusion()
     require_serve()
-    arguments.check_folder(out)
+    arguments.make_folder(out)
     where = arguments.chosen_device(device)
 
     import torch

@@ -164,7 +164,7 @@ def train(
     from strop.bench.train_rows import chosen_rows
 
     for folder in (out, plots):
-        arguments.check_folder(folder)
+        arguments.make_folder(folder)
     names = [*(rows or ()), *(more_rows or ())]
     with wrong("ROWS, --only, --compiler"):
         chosen = chosen_rows(
