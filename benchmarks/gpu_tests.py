@@ -1,7 +1,7 @@
 """All tests that need a GPU, in several processes that share it: minutes, not an hour.
 
 python benchmarks/gpu_tests.py [--jobs 10] [--gpus 2] [--seconds 400]
-    [--only tests/kernels ...] [--logs FOLDER]
+    [--only tests/kernels ...] [--rest-of FILE] [--logs FOLDER]
 
 Wants torch, diffusers and pytest, no plugin of it. A process takes a chunk of a file's tests
 whenever it is done with one; those of the trainer have processes of their own, with the workspace
@@ -10,6 +10,7 @@ before all others, in one process. tests/gpu_seconds.txt says which tests take l
 are small and come first. With --gpus 2, every process sees both GPUs, and half of the processes
 have the second one as their device 0. Prints a line for each process, then what failed and why, and
 what was cut off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
+--rest-of takes what an earlier run of the same code has printed, and runs what was not green in it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ USUAL_S, USUAL_OF_TRAIN_S = 2.0, 8.0  # of a test whose file is not among these
 LEAST_S = 0.05
 SHARED, ALONE = "gpu and not alone", "gpu and alone"
 REASONS = 40  # lines of a process that say why tests failed
+NOT_GREEN = re.compile(r"^(?:did not end|failed|error): (tests/.+)$", re.M)
 RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
 
 
@@ -84,6 +86,19 @@ def collected(ini: Path, marks: str, only: Sequence[str]) -> dict[str, list[str]
     if "error" in text.splitlines()[-1]:
         sys.exit(f"tests could not be collected:\n{text[-3000:]}")
     return found
+
+
+def not_green(text: str) -> set[str]:
+    """Return the tests that ``summary`` has printed."""
+    return set(NOT_GREEN.findall(text))
+
+
+def among(found: dict[str, list[str]], others: set[str] | None) -> dict[str, list[str]]:
+    """Return the tests that are among ``others``, by file; None: all."""
+    if others is None:
+        return found
+    kept = {file: [test for test in tests if test in others] for file, tests in found.items()}
+    return {file: tests for file, tests in kept.items() if tests}
 
 
 def known_times() -> dict[str, float]:
@@ -243,6 +258,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="that processes are divided among")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which all are ended")
     parser.add_argument("--only", nargs="+", default=["tests"], help="files or folders of tests")
+    parser.add_argument("--rest-of", type=Path, help="what an earlier run has printed")
     parser.add_argument("--logs", type=Path, help="folder for the whole output")
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -251,9 +267,10 @@ def main() -> None:
         ini.write_text(INI)
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        found = collected(ini, SHARED, args.only)
+        rest = None if args.rest_of is None else not_green(args.rest_of.read_text())
+        found = among(collected(ini, SHARED, args.only), rest)
         files = with_marker(args.only)
-        alone = collected(ini, ALONE, files) if files else {}
+        alone = among(collected(ini, ALONE, files), rest) if files else {}
         tests = {test for each in (*found.values(), *alone.values()) for test in each}
         if not tests:
             sys.exit(f"there is no test with the marker gpu in {', '.join(args.only)}")
