@@ -31,6 +31,7 @@ _OF_FLOW = (
     "timestep_shift",
     "precondition_outputs",
 )
+_CONTROL_SCHEME = "logit_normal"  # of diffusers' scripts for ControlNets
 _OF_DDPM = ("prediction_type", "snr_gamma")
 _OF_SCHEMES = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 
@@ -115,7 +116,7 @@ def _check(settings: Settings, family: Family, folder: Path) -> None:
                 f"{name} is not for {kind}, by which {family.name} is trained ({folder}); leave it "
                 "out"
             )
-    scheme = settings.weighting_scheme or family.scheme
+    scheme = _scheme(settings, family)
     for name, needed in _OF_SCHEMES.items():
         if getattr(settings, name) is not None and scheme != needed:
             raise OptionError(f"{name} changes nothing without --weighting_scheme {needed}")
@@ -129,6 +130,12 @@ def _check(settings: Settings, family: Family, folder: Path) -> None:
             f"max_sequence_length is for models with a T5, and {family.name} has none ({folder}); "
             "leave it out"
         )
+
+
+def _scheme(settings: Settings, family: Family) -> str:
+    """Name how timesteps are drawn: as one wishes, or as diffusers' script has it."""
+    usual = _CONTROL_SCHEME if settings.task == "controlnet" else family.scheme
+    return settings.weighting_scheme or usual
 
 
 def _check_networks(family: Family, pipe: Any, folder: Path) -> None:
@@ -206,7 +213,7 @@ def _flow(
     wish = settings.precondition_outputs
     return FlowMatching(
         shares_of(pipe.scheduler, settings.timestep_shift).to(device),
-        Timesteps(settings.weighting_scheme or family.scheme, **chosen),
+        Timesteps(_scheme(settings, family), **chosen),
         family.preconditions if wish is None else bool(wish),
     )
 
