@@ -37,10 +37,6 @@ NUMBER, SIDE = 1, trainer.SIDE  # of the batch
 NAMES = ("sd3", "flux")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 KINDS = {"sd3": "SD3ControlNetModel", "flux": "FluxControlNetModel"}
-DEPTHS: dict[str, dict[str, int]] = {
-    "sd3": {"num_layers": 3},
-    "flux": {"num_layers": 2, "num_single_layers": 3},
-}
 # Blocks of a ControlNet that has fewer than its transformer.
 FEWER = {
     "sd3": {"num_double_layers": 1},
@@ -51,21 +47,6 @@ FEWER = {
 @pytest.fixture(scope="module")
 def controlled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw_controlled(tmp_path_factory.mktemp("controlled"))
-
-
-@pytest.fixture(scope="module")
-def models(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny ones with transformers of more blocks."""
-    made = {}
-    for name in NAMES:
-        made[name] = tmp_path_factory.mktemp(name) / "model"
-        shutil.copytree(folders[name], made[name])
-        config = json.loads((folders[name] / "transformer" / "config.json").read_text())
-        kind = getattr(diffusers, config["_class_name"])
-        torch.manual_seed(3)
-        shutil.rmtree(made[name] / "transformer")
-        kind.from_config({**config, **DEPTHS[name]}).save_pretrained(made[name] / "transformer")
-    return made
 
 
 def by_diffusers(name: str, model: Path) -> Any:
@@ -86,11 +67,11 @@ def by_diffusers(name: str, model: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def started(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def started(deep: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """ControlNets that diffusers has made and saved, after some training."""
     made = {}
     for name in NAMES:
-        net = by_diffusers(name, models[name])
+        net = by_diffusers(name, deep[name])
         awake(net)
         made[name] = tmp_path_factory.mktemp("started") / name
         net.save_pretrained(made[name])
@@ -191,7 +172,7 @@ def loss_in_fp64(name: str, made: Session, parts: Any) -> Tensor:
 def test_first_step(
     name: str,
     is_blind: bool,
-    models: dict[str, Path],
+    deep: dict[str, Path],
     started: dict[str, Path],
     controlled: Path,
     tmp_path: Path,
@@ -199,7 +180,7 @@ def test_first_step(
     """From a new ControlNet, and from one that diffusers has saved (of Stable Diffusion 3 it reads
     no vector of the prompt)."""
     more = {"controlnet_model_name_or_path": started[name]} if is_blind else FEWER[name]
-    made = session(models[name], controlled, tmp_path, **more)
+    made = session(deep[name], controlled, tmp_path, **more)
     awake(made.model.modules["controlnet"])
     made.learner.train()
     loss = Objective(made.settings, made.model, made.unet)(made.source.batch(NUMBER), NUMBER)
@@ -227,13 +208,13 @@ def test_first_step(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_one_changes_nothing(
-    name: str, models: dict[str, Path], controlled: Path, tmp_path: Path
+    name: str, deep: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
     """It has the weights of diffusers' own start, and its loss is that of the transformer alone,
     whose settings stay what they were."""
-    made = session(models[name], controlled, tmp_path, **FEWER[name])
+    made = session(deep[name], controlled, tmp_path, **FEWER[name])
     net, batch = made.model.modules["controlnet"], made.source.batch(0)
-    expected = by_diffusers(name, models[name])
+    expected = by_diffusers(name, deep[name])
     assert type(net) is type(expected)
     changed = {"force_zeros_for_pooled_projection"}
     ours, theirs = (dict(one.config) for one in (net, expected))  # type: ignore[call-overload]
@@ -243,7 +224,7 @@ def test_a_new_one_changes_nothing(
     weights = expected.state_dict()
     assert net.state_dict().keys() == weights.keys()
     assert all(torch.equal(value, weights[key]) for key, value in net.state_dict().items())
-    written = json.loads((models[name] / "transformer" / "config.json").read_text())
+    written = json.loads((deep[name] / "transformer" / "config.json").read_text())
     assert made.model.unet.config["num_layers"] == written["num_layers"]
     objective = Objective(made.settings, made.model, made.unet)
     plain = Objective(made.settings, made.model, made.model.unet)
@@ -253,11 +234,14 @@ def test_a_new_one_changes_nothing(
 
 
 def test_as_many_blocks_as_there_are(
-    models: dict[str, Path], controlled: Path, tmp_path: Path
+    deep: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
     """The last block of Stable Diffusion 3 ends in pictures alone, so it is no start."""
-    for name, count in (("sd3", {"num_layers": 2}), ("flux", DEPTHS["flux"])):
-        made = session(models[name], controlled, tmp_path / name)
+    for name, count in (
+        ("sd3", {"num_layers": 2}),
+        ("flux", {"num_layers": 2, "num_single_layers": 3}),
+    ):
+        made = session(deep[name], controlled, tmp_path / name)
         config = made.model.denoisers[1].config
         assert {key: config[key] for key in count} == count
 
@@ -283,7 +267,7 @@ def given_for(model: Path, data: Path, out: Path, **more: Any) -> dict[str, Any]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_training_is_resumed_to_the_bit(
-    name: str, models: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
+    name: str, deep: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
     """From one of diffusers', with validation pictures; diffusers draws with what comes out, and
     what it draws follows the conditioning picture."""
@@ -297,7 +281,7 @@ def test_a_training_is_resumed_to_the_bit(
         "gradient_accumulation_steps": 2,
     }
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    given = partial(given_for, models[name], controlled, **more)
+    given = partial(given_for, deep[name], controlled, **more)
     made = trainer.holding("controlnet", **given(whole))
     before = {n: t.clone() for n, t in made.model.unet.state_dict().items()}
     first = load_file(started[name] / WEIGHTS)
@@ -314,7 +298,7 @@ def test_a_training_is_resumed_to_the_bit(
     assert sheets[0] == sheets[1]
     net = getattr(diffusers, KINDS[name]).from_pretrained(whole)
     assert any(not torch.equal(t, first[n]) for n, t in net.state_dict().items())
-    pipe = diffusers.DiffusionPipeline.from_pretrained(models[name])
+    pipe = diffusers.DiffusionPipeline.from_pretrained(deep[name])
     drawer = getattr(diffusers, made.model.family.control.pipeline).from_pipe(pipe, controlnet=net)
     drawer.set_progress_bar_config(disable=True)
     seen = [
@@ -338,7 +322,7 @@ def test_a_training_is_resumed_to_the_bit(
 def test_diffusers_shows_what_training_shows(
     name: str,
     is_blind: bool,
-    models: dict[str, Path],
+    deep: dict[str, Path],
     started: dict[str, Path],
     controlled: Path,
     tmp_path: Path,
@@ -347,7 +331,7 @@ def test_diffusers_shows_what_training_shows(
     """The pipeline hands a ControlNet the latents and the vector that it was trained with, with the
     means of latents in the place of drawn ones."""
     more = {"controlnet_model_name_or_path": started[name]} if is_blind else FEWER[name]
-    made = session(models[name], controlled, tmp_path, **more, train_batch_size=1)
+    made = session(deep[name], controlled, tmp_path, **more, train_batch_size=1)
     model, net = made.model, made.model.denoisers[1]
     batch = made.source.batch(0)
     assert batch.conditions is not None
@@ -385,7 +369,7 @@ def test_diffusers_shows_what_training_shows(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recomputed_activations_and_caches_change_nothing(
-    name: str, models: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
+    name: str, deep: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
     found = []
     for extra in (
@@ -394,7 +378,7 @@ def test_recomputed_activations_and_caches_change_nothing(
         {"pre_compute_text_embeddings": True},
     ):
         made = session(
-            models[name],
+            deep[name],
             controlled,
             tmp_path,
             controlnet_model_name_or_path=started[name],
@@ -412,7 +396,7 @@ def test_recomputed_activations_and_caches_change_nothing(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mixed_precision(
-    name: str, models: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
+    name: str, deep: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
     """The transformer is rounded and the ControlNet is not; pictures are drawn under autocast."""
     more = {
@@ -423,7 +407,7 @@ def test_mixed_precision(
         "num_validation_images": 1,
         "validation_inference_steps": 1,
     }
-    values = given_for(models[name], controlled, tmp_path / "out", **more)
+    values = given_for(deep[name], controlled, tmp_path / "out", **more)
     losses = []
     for precision in ("bf16", "no"):
         made = trainer.session("controlnet", **values, mixed_precision=precision)
@@ -442,14 +426,14 @@ def test_mixed_precision(
 def test_two_ranks_train_as_one(
     name: str,
     pair: Pair,
-    models: dict[str, Path],
+    deep: dict[str, Path],
     started: dict[str, Path],
     controlled: Path,
     tmp_path: Path,
 ) -> None:
     """Some weights of Stable Diffusion 3's have no gradient."""
     net = {"controlnet_model_name_or_path": started[name], "max_train_steps": 2}
-    given = partial(given_for, models[name], controlled, **net)
+    given = partial(given_for, deep[name], controlled, **net)
     values = given(tmp_path / "two", train_batch_size=2)
     for one in pair.run(partial(train, task="controlnet", given=values, change=None)):
         if isinstance(one, Exception):
@@ -465,7 +449,7 @@ def test_two_ranks_train_as_one(
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_networks_learn_what_plain_ones_do(
     name: str,
-    models: dict[str, Path],
+    deep: dict[str, Path],
     started: dict[str, Path],
     controlled: Path,
     tmp_path: Path,
@@ -475,7 +459,7 @@ def test_compiled_networks_learn_what_plain_ones_do(
     found = []
     for compiled in (False, True):
         made = session(
-            models[name],
+            deep[name],
             controlled,
             tmp_path,
             controlnet_model_name_or_path=started[name],
@@ -514,12 +498,12 @@ def test_numbers_that_do_not_fit(
     name: str,
     more: dict[str, Any],
     message: str,
-    models: dict[str, Path],
+    deep: dict[str, Path],
     controlled: Path,
     tmp_path: Path,
 ) -> None:
     with pytest.raises(OptionError, match=message):
-        session(models[name], controlled, tmp_path, **more)
+        session(deep[name], controlled, tmp_path, **more)
 
 
 def test_layers_are_for_transformers(tiny_model: Path, controlled: Path, tmp_path: Path) -> None:
@@ -546,7 +530,7 @@ def test_controlnets_of_others_are_refused(
     name: str,
     changes: dict[str, Any],
     message: str,
-    models: dict[str, Path],
+    deep: dict[str, Path],
     started: dict[str, Path],
     controlled: Path,
     tmp_path: Path,
@@ -564,23 +548,23 @@ def test_controlnets_of_others_are_refused(
         )
     given = {"controlnet_model_name_or_path": folder}
     with pytest.raises((OptionError, UnsupportedError), match=message):
-        session(models[name], controlled, tmp_path / "out", **given)
+        session(deep[name], controlled, tmp_path / "out", **given)
 
 
 def test_its_own_blocks_or_new_ones(
-    models: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
+    deep: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
     given = {"controlnet_model_name_or_path": started["sd3"], **FEWER["sd3"]}
     with pytest.raises(OptionError, match="num_double_layers is for a new ControlNet"):
-        session(models["sd3"], controlled, tmp_path, **given)
+        session(deep["sd3"], controlled, tmp_path, **given)
 
 
 def test_one_that_reads_pixels(
-    models: dict[str, Path], controlled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deep: dict[str, Path], controlled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ControlNets of Flux with layers for pixels are shown these, from -1 to 1, and their blocks
     are added in turns, as in the pipeline. They read eight pixels for a latent."""
-    config = json.loads((models["flux"] / "transformer" / "config.json").read_text())
+    config = json.loads((deep["flux"] / "transformer" / "config.json").read_text())
     names = set(inspect.signature(diffusers.FluxControlNetModel).parameters)
     known = {name: value for name, value in config.items() if name in names}
     size = {"patch_size": 2, "num_layers": 1, "num_single_layers": 0}
@@ -589,8 +573,8 @@ def test_one_that_reads_pixels(
     net.save_pretrained(tmp_path / "net")
     given = {"controlnet_model_name_or_path": tmp_path / "net"}
     with pytest.raises(OptionError, match="its pixels per latent is 8, that of the model is 2"):
-        session(models["flux"], controlled, tmp_path / "out", **given)
-    vae = diffusers.AutoencoderKL.load_config(models["flux"] / "vae")
+        session(deep["flux"], controlled, tmp_path / "out", **given)
+    vae = diffusers.AutoencoderKL.load_config(deep["flux"] / "vae")
     kinds = {
         f"{a}_block_types": (f"{b}2D",) * 4
         for a, b in (("down", "DownEncoderBlock"), ("up", "UpDecoderBlock"))
@@ -599,7 +583,7 @@ def test_one_that_reads_pixels(
         {**vae, **kinds, "block_out_channels": (8, 8, 8, 8)}
     ).save_pretrained(tmp_path / "vae")
     given["pretrained_vae_model_name_or_path"] = tmp_path / "vae"
-    made = session(models["flux"], controlled, tmp_path / "out", **given)
+    made = session(deep["flux"], controlled, tmp_path / "out", **given)
     asked: list[dict[str, Any]] = []
     forward = made.model.unet.forward
 
@@ -632,11 +616,11 @@ def test_flux_of_clips(tiny_dit: Path, controlled: Path, tmp_path: Path) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(
-    name: str, models: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
+    name: str, deep: dict[str, Path], started: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
     """Three steps in bf16, the last one from a graph; diffusers reads what comes out."""
     net = {"controlnet_model_name_or_path": started[name], "max_train_steps": 3}
-    values = given_for(models[name], controlled, tmp_path / "out", **net)
+    values = given_for(deep[name], controlled, tmp_path / "out", **net)
     watch = trainer.Watch()
     trainer.train("controlnet", watch, **{**values, "device": "cuda", "mixed_precision": "bf16"})
     assert watch.steps[-1].grad_norm > 0

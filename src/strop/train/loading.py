@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strop.errors import OptionError, UnsupportedError
 from strop.models import sprites
-from strop.train import controlnet
+from strop.train import block_swap, controlnet
 from strop.train.ddpm import Ddpm
 from strop.train.families import family_of
 from strop.train.families.family import Family
@@ -95,7 +95,9 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
     for name, module in model.modules.items():
         is_whole = name in model.trained(settings) or (name == "vae" and _keeps(settings, model))
         dtype = None if is_whole else model.half
-        nn.Module.to(module, device, dtype).requires_grad_(False).eval()
+        away = name == family.denoiser and settings.blocks_to_swap
+        block_swap.move(module, device, dtype, block_swap.chosen(module, away) if away else ())
+        module.requires_grad_(False).eval()
     return model
 
 
