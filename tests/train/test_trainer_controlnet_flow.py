@@ -21,6 +21,7 @@ import strop
 from strop.errors import OptionError, UnsupportedError
 from strop.train import drawing
 from strop.train.draws import generator
+from strop.train.families import control_flux, control_sd3
 from strop.train.levels import Draws
 from strop.train.objective import Objective
 from strop.train.session import Session
@@ -37,6 +38,15 @@ NUMBER, SIDE = 1, trainer.SIDE  # of the batch
 NAMES = ("sd3", "flux")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 KINDS = {"sd3": "SD3ControlNetModel", "flux": "FluxControlNetModel"}
+HEADS = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
+SIZES: dict[str, dict[str, Any]] = {
+    "sd3": HEADS
+    | {"sample_size": 4, "in_channels": 4, "out_channels": 4, "caption_projection_dim": 32}
+    | {"pos_embed_max_size": 8, "pooled_projection_dim": 32},
+    "flux": HEADS
+    | {"in_channels": 16, "num_single_layers": 0, "pooled_projection_dim": 32}
+    | {"axes_dims_rope": (4, 4, 8)},
+}
 # Blocks of a ControlNet that has fewer than its transformer.
 FEWER = {
     "sd3": {"num_double_layers": 1},
@@ -236,9 +246,9 @@ def test_a_new_one_changes_nothing(
 def test_as_many_blocks_as_there_are(
     deep: dict[str, Path], controlled: Path, tmp_path: Path
 ) -> None:
-    """The last block of Stable Diffusion 3 ends in pictures alone, so it is no start."""
+    """Of Stable Diffusion 3 as many as the transformer reads, whose last block reads none."""
     for name, count in (
-        ("sd3", {"num_layers": 2}),
+        ("sd3", {"num_layers": 1}),
         ("flux", {"num_layers": 2, "num_single_layers": 3}),
     ):
         made = session(deep[name], controlled, tmp_path / name)
@@ -486,10 +496,11 @@ def test_compiled_networks_learn_what_plain_ones_do(
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("sd3", {"num_double_layers": 3}, "num_double_layers is 3: the transformer has 2 blocks"),
+        ("sd3", {"num_double_layers": 3}, r"is 3: the transformer has 2 blocks.*take 0 or 1"),
         ("sd3", {"num_double_layers": 0}, "a ControlNet of no block steers nothing"),
         ("sd3", {"num_single_layers": 1}, "num_single_layers is not for ControlNets of Stable"),
-        ("flux", {"num_single_layers": 4}, "num_single_layers is 4: the transformer has 3 such"),
+        ("sd3", {"num_double_layers": 2}, "layers is 2: the transformer reads what 1 of them give"),
+        ("flux", {"num_single_layers": 4}, "is 4: the transformer has 3 blocks.*take 2 or 3"),
         ("flux", {"num_double_layers": 0, "num_single_layers": 0}, "no block steers nothing"),
         ("flux", {"snr_gamma": 5.0}, "snr_gamma is not for flow matching"),
     ],
@@ -504,6 +515,37 @@ def test_numbers_that_do_not_fit(
 ) -> None:
     with pytest.raises(OptionError, match=message):
         session(deep[name], controlled, tmp_path, **more)
+
+
+@pytest.mark.parametrize("have", range(2, 7))
+def test_what_a_transformer_reads(have: int) -> None:
+    """What a ControlNet of any number of blocks gives for each of them is asked for or not."""
+    for name, kind in (("sd3", "SD3Transformer2DModel"), ("flux", "FluxTransformer2DModel")):
+        config = SIZES[name] | {"num_layers": have}
+        made = getattr(diffusers, kind)(**config)
+        for count in range(1, have + 1):
+            read = (
+                control_sd3._read(made, count) if name == "sd3" else control_flux._read(have, count)
+            )
+            assert read == len(asked(name, made, count)), (name, have, count)
+
+
+def asked(name: str, made: Any, count: int) -> set[int]:
+    class Answers(list[Tensor]):
+        def __getitem__(self, place: Any) -> Any:
+            found.add(place)
+            return super().__getitem__(place)
+
+    found: set[int] = set()
+    added = Answers(torch.zeros(1, 4, 32) for _ in range(count))
+    states = {"encoder_hidden_states": torch.zeros(1, 2, 32), "timestep": torch.ones(1)}
+    states["pooled_projections"] = torch.zeros(1, 32)
+    if name == "sd3":
+        made(torch.zeros(1, 4, 4, 4), block_controlnet_hidden_states=added, **states)
+    else:
+        places = {"img_ids": torch.zeros(4, 3), "txt_ids": torch.zeros(2, 3)}
+        made(torch.zeros(1, 4, 16), controlnet_block_samples=added, **states, **places)
+    return found
 
 
 def test_layers_are_for_transformers(tiny_model: Path, controlled: Path, tmp_path: Path) -> None:
@@ -599,6 +641,26 @@ def test_one_that_reads_pixels(
     assert objective.loss(drawn).isfinite()
     assert asked[0]["controlnet_blocks_repeat"]
     assert asked[0]["controlnet_single_block_samples"] is None
+
+
+def test_stable_diffusion_3_5(folders: dict[str, Path], controlled: Path, tmp_path: Path) -> None:
+    """Its blocks have norms of queries and keys, and the first ones a second attention."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders["sd3"], folder)
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    later = {"num_layers": 4, "qk_norm": "rms_norm", "dual_attention_layers": [0]}
+    shutil.rmtree(folder / "transformer")
+    made = diffusers.SD3Transformer2DModel.from_config({**config, **later})
+    made.save_pretrained(folder / "transformer")
+    shown = [str(controlled / "greys" / "0.png")]
+    more = {"validation_prompt": ["a ring"], "validation_image": shown, "max_train_steps": 1}
+    more |= {"num_validation_images": 1, "validation_inference_steps": 1}
+    trainer.train("controlnet", **given_for(folder, controlled, tmp_path / "out", **more))
+    net = diffusers.SD3ControlNetModel.from_pretrained(tmp_path / "out")
+    kinds = [block.use_dual_attention for block in net.transformer_blocks]
+    assert kinds == [True, False]
+    assert net.config.qk_norm == "rms_norm"
+    assert all(bool(layer.weight.any()) for layer in net.controlnet_blocks)
 
 
 def test_flux_of_clips(tiny_dit: Path, controlled: Path, tmp_path: Path) -> None:

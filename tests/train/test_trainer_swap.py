@@ -3,6 +3,7 @@ results have the bits of those without."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import OptionError, UnsupportedError
+from strop.runtime.run.weight_stream import Copy
 from strop.train import block_swap, recording, step_runs
 from strop.train.block_swap import BlockSwap
 from strop.train.objective import Objective
@@ -112,6 +114,48 @@ def test_controlnets(
     more = {"gradient_checkpointing": recomputed}
     made = partial(session, "controlnet", models[name], controlled, tmp_path, **more)
     assert_equal(passes(made(blocks_to_swap=3)), passes(made()))
+
+
+class LastMoment:
+    """A lane that copies as late as a GPU may, and leaves nothing where a copy may already be."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots, self.size = slots, slots.numel() // 2
+        self.pending: dict[int, Sequence[Copy]] = {}
+
+    def begin(self) -> None:
+        self.give_up(0)
+        self.give_up(1)
+
+    def copy(self, slot: int, copies: Sequence[Copy]) -> None:
+        self.pending[slot] = copies
+
+    def wait(self, slot: int) -> None:
+        for place, source in self.pending.pop(slot):
+            place.copy_(source)
+
+    def give_up(self, slot: int) -> None:
+        self.slots[slot * self.size :][: self.size].fill_(255)  # a NaN in every type
+
+    def end(self) -> None:
+        raise AssertionError("no run ends")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_read_before_its_copy_or_behind_the_next(
+    name: str,
+    recomputed: bool,
+    models: dict[str, Path],
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = {"gradient_checkpointing": recomputed, "mixed_precision": "bf16"}
+    made = partial(session, "lora", models[name], pictures, tmp_path, **more)
+    expected = passes(made())
+    monkeypatch.setattr(block_swap, "lane_for", LastMoment)
+    assert_equal(passes(made(blocks_to_swap=3)), expected)
 
 
 def test_a_leak_would_be_seen(

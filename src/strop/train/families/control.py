@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from strop.errors import OptionError
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.train.settings import Settings
@@ -61,14 +62,25 @@ def check_shared(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
             )
 
 
-def counted_blocks(name: str, wish: int | None, usual: int, have: int, what: str) -> int:
-    """Return how many blocks a new ControlNet has: as many as one wishes or as usual, of as many as
-    the denoiser has."""
-    if wish is not None and wish > have:
-        raise OptionError(
-            f"{name} is {wish}: the transformer has {have} {what} that a ControlNet may start from"
+def counted_blocks(
+    name: str, wish: int | None, usual: int, have: int, read: Callable[[int], int]
+) -> int:
+    """Return how many blocks a new ControlNet has: as many as one wishes, or as usual, of as many
+    as ``have``. Of a number of blocks the denoiser reads the first ``read``; the others would learn
+    nothing. Raises OptionError for such numbers."""
+    whole = [count for count in range(have + 1) if read(count) == count]
+    if wish is None:
+        return max(count for count in whole if count <= usual)
+    if wish not in whole:
+        near = sorted(sorted(whole, key=lambda count: abs(count - wish))[:2])
+        why = (
+            f"the transformer has {counted(have, 'block')} that it may start from"
+            if wish > have
+            else f"the transformer reads what {read(wish)} of them give, and the rest would learn "
+            "nothing"
         )
-    return min(usual, have) if wish is None else wish
+        raise OptionError(f"{name} is {wish}: {why}; take {' or '.join(map(str, near))}")
+    return wish
 
 
 def copy_first(copies: Any, blocks: Any) -> None:

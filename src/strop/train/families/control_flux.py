@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +79,13 @@ class ControlOfFlux(Control):
         transformer = pipe.transformer
         double, single = transformer.transformer_blocks, transformer.single_transformer_blocks
         counts = [
-            counted_blocks(name, getattr(settings, name), _USUAL, len(blocks), "such blocks")
+            counted_blocks(
+                name,
+                getattr(settings, name),
+                _USUAL,
+                len(blocks),
+                functools.partial(_read, len(blocks)),
+            )
             for name, blocks in (("num_double_layers", double), ("num_single_layers", single))
         ]
         if not any(counts):
@@ -125,6 +133,12 @@ class ControlOfFlux(Control):
 
     def joined(self, denoiser: nn.Module, net: nn.Module) -> nn.Module:
         return ControlledFlux(denoiser, net)
+
+
+def _read(have: int, count: int) -> int:
+    """Return how many of so many blocks' answers a transformer with as many blocks adds: each
+    behind a share that is rounded up."""
+    return math.ceil(have / math.ceil(have / count)) if count else 0
 
 
 def _reads_pixels(net: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,11 @@ class ControlOfSD3(Control):
         transformer = pipe.transformer
         blocks = [one for one in transformer.transformer_blocks if not one.context_pre_only]
         count = counted_blocks(
-            "num_double_layers", settings.num_double_layers, _USUAL, len(blocks), "blocks"
+            "num_double_layers",
+            settings.num_double_layers,
+            _USUAL,
+            len(blocks),
+            functools.partial(_read, transformer),
         )
         if not count:
             raise OptionError(
@@ -123,6 +128,14 @@ class ControlOfSD3(Control):
 
     def joined(self, denoiser: nn.Module, net: nn.Module) -> nn.Module:
         return ControlledSD3(denoiser, net)
+
+
+def _read(transformer: Any, count: int) -> int:
+    """Return how many of so many blocks' answers the transformer adds, in shares of all of its own
+    blocks: behind those that end in pictures alone it adds none."""
+    blocks = transformer.transformer_blocks
+    places = [place for place, block in enumerate(blocks) if not block.context_pre_only]
+    return len({int(place / (len(blocks) / count)) for place in places}) if count else 0
 
 
 def _is_blind(net: Any) -> bool:
