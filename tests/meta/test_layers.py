@@ -134,7 +134,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.gradient_listeners",
         "runtime.build.loader",
         "runtime.run.graph_keep_alive",
+        "runtime.run.pinned_memory",
         "runtime.run.sizes",
+        "runtime.run.weight_layout",
+        "runtime.run.weight_stream",
         "dispatch.signature",
     ),
     "bench": (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,4 +77,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, kind in kinds.items():
         made[name] = tmp_path_factory.mktemp(name) / "model"
         kind.made().save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="session")
+def deep(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two of these with transformers of more blocks."""
+    import diffusers
+
+    depths = {"sd3": {"num_layers": 3}, "flux": {"num_layers": 2, "num_single_layers": 3}}
+    made = {}
+    for name, depth in depths.items():
+        made[name] = tmp_path_factory.mktemp(name) / "model"
+        shutil.copytree(folders[name], made[name])
+        place = made[name] / "transformer"
+        config = json.loads((place / "config.json").read_text())
+        shutil.rmtree(place)
+        torch.manual_seed(3)
+        getattr(diffusers, config["_class_name"]).from_config({**config, **depth}).save_pretrained(
+            place
+        )
     return made

@@ -41,6 +41,7 @@ def test_the_commands_run(
     tiny_model: Path,
     tiny_dit: Path,
     folders: dict[str, Path],
+    deep: dict[str, Path],
 ) -> None:
     from tests.train import trainer
 
@@ -48,8 +49,9 @@ def test_the_commands_run(
     monkeypatch.setattr("strop.models.sprites.WEIGHTS", tiny_model)
     shutil.copytree(tiny_model, "stable-diffusion-v1-5")
     shutil.copytree(tiny_dit, "runs/sprites-dit-start")
-    for name, family in {"sdxl-base": "sdxl", "sd3-medium": "sd3", "flux-dev": "flux"}.items():
+    for name, family in {"sdxl-base": "sdxl", "sd3-medium": "sd3"}.items():
         shutil.copytree(folders[family], name)
+    shutil.copytree(deep["flux"], "flux-dev")
     Path("examples").mkdir()
     for file in (Path(__file__).parents[2] / "examples").glob("*.yaml"):
         # Compiling takes a minute, and is tested in test_trainer_flow.py.
@@ -60,8 +62,9 @@ def test_the_commands_run(
     shutil.copy(tmp_path / "edges" / "0.png", "circle.png")
     (tmp_path / "train.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", TEXT, re.S | re.M)[0])
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)).replace("\\\n", " ")
+    blocks = blocks.replace("--blocks_to_swap 40", "--blocks_to_swap 4")  # of five
     commands = [line for line in blocks.splitlines() if line.startswith("strop train")]
-    assert len(commands) == 12
+    assert len(commands) == 13
     # Several processes are started in test_trainer_ranks.py.
     monkeypatch.setattr("strop.train.launch.launch", lambda words, *given: 0)
     threads = torch.get_num_threads()
@@ -75,7 +78,7 @@ def test_the_commands_run(
     torch.set_num_threads(threads)
     for output in ("tuned", "my-dog", "sprites-tuned"):
         assert (tmp_path / output / "model_index.json").exists()
-    for output in ("sdxl-adapters", "flux-adapters"):
+    for output in ("sdxl-adapters", "flux-adapters", "flux-swapped"):
         assert (tmp_path / output / "pytorch_lora_weights.safetensors").exists()
     assert (tmp_path / "by-edges" / "config.json").exists()
     for output in ("adapters", "from-yaml"):

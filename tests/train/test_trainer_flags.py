@@ -127,6 +127,20 @@ SCRIPTS_OF_FAMILIES = {
         crops_coords_top_left_h crops_coords_top_left_w enable_npu_flash_attention
         image_interpolation_mode pretrained_vae_model_name_or_path upcast_before_saving""",
     ),
+    "train_controlnet_sd3.py": (
+        "controlnet",
+        CONTROL
+        + FLOW.replace("upcast_before_saving", "upcast_vae")
+        + "dataset_preprocess_batch_size num_extra_conditioning_channels precondition_outputs",
+    ),
+    "train_controlnet_flux.py": (
+        "controlnet",
+        CONTROL
+        + """
+        enable_model_cpu_offload enable_npu_flash_attention guidance_scale jsonl_for_train
+        logit_mean logit_std mode_scale num_double_layers num_single_layers
+        pretrained_vae_model_name_or_path save_weight_dtype use_adafactor weighting_scheme""",
+    ),
     "train_dreambooth_sd3.py": ("dreambooth", BEYOND + FLOW + "precondition_outputs"),
     "train_dreambooth_lora_sd3.py": (
         "lora",

@@ -20,7 +20,7 @@ from strop.models.sprites import dit, evaluate
 from strop.models.sprites.settings import TINY_DIT
 from strop.train import given_settings
 from strop.train.draws import generator
-from strop.train.families import flux
+from strop.train.families import tokens
 from strop.train.flow import Timesteps
 from strop.train.learner import Learner
 from strop.train.levels import Draws
@@ -76,7 +76,7 @@ def test_the_network_sees_and_predicts_what_flow_matching_says(
     latents = objective._latents(batch, Draws(source, batch.share))
     noise = torch.randn(latents.shape, generator=source)
     ids = batch.text.tensors["text_encoder"]
-    pack, height, width = flux.tokens_of, *latents.shape[2:]
+    pack, height, width = tokens.tokens_of, *latents.shape[2:]
     seen, pipe = network.seen, made.model.pipeline
     share = seen["timestep"][:, None, None, None]
     assert 0 < float(share.min()) < float(share.max()) < 1

@@ -224,7 +224,8 @@ def _train(settings: knobs.Settings, place: GroupPlace) -> None:
     except torch.OutOfMemoryError as error:
         raise CommandError(
             "the GPU has too little memory; lower --train_batch_size and raise "
-            "--gradient_accumulation_steps, or add --gradient_checkpointing"
+            "--gradient_accumulation_steps, or add --gradient_checkpointing; lora and controlnet "
+            "take --blocks_to_swap"
         ) from error
     except (LostRanksError, torch.AcceleratorError) as error:  # another attempt may go on
         tell(error)

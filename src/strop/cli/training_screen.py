@@ -72,6 +72,9 @@ class Screen:
             f"training {counted(count, 'weight', ',')} on {session.model.device}{where},"
             f" {counted(batch, 'picture')} a step, steps {session.step} to {session.total}"
         )
+        if session.swap is not None:
+            size = session.swap.host_bytes / 1e9
+            text += f", {size:.2f} GB of frozen weights in the host's memory"
         self._bar.console.print(text, markup=False)
 
     def result(self, settings: Settings, outcome: Outcome) -> None:

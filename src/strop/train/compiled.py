@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from strop.api import optimize
-from strop.train.controlnet import Controlled
 from strop.train.model import DiffusionModel
 
 
@@ -14,5 +13,6 @@ def prepare(model: DiffusionModel, compiled: bool) -> nn.Module:
     its ControlNet; each of them in place ``compiled`` or as it is."""
     for network in model.denoisers if compiled else ():
         optimize(network, train=True)
-    found: nn.Module = Controlled(*model.denoisers) if len(model.denoisers) > 1 else model.unet
-    return found
+    networks = model.denoisers
+    found: nn.Module = model.unet
+    return model.family.control.joined(*networks) if len(networks) > 1 else found

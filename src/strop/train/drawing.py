@@ -54,8 +54,11 @@ def draw(
     ControlNet. The modules should be in evaluation mode."""
     pipe = model.pipeline
     pipe.set_progress_bar_config(disable=True)
-    more = {} if condition is None else {"image": [condition] * len(prompts)}
-    with model.autocast(), _plain(model), _decoding_in_full(model):
+    more = {}
+    if condition is not None:
+        more[model.family.control.picture] = [condition] * len(prompts)
+        torch.manual_seed(sources[0].initial_seed())  # SD3's pipeline draws their latents so
+    with model.autocast(), _plain(model), _autoencoder_in_full(model):
         found: list[Image.Image] = pipe(
             list(prompts),
             width=style.side,
@@ -82,24 +85,26 @@ def _plain(model: DiffusionModel) -> Iterator[None]:
 
 
 @contextmanager
-def _decoding_in_full(model: DiffusionModel) -> Iterator[None]:
-    """Decode in fp32 with an autoencoder that has stayed in it: autocast would compute in the half
-    type, in which such a one overflows."""
+def _autoencoder_in_full(model: DiffusionModel) -> Iterator[None]:
+    """Decode, and encode conditioning pictures, in fp32 with an autoencoder that has stayed in it:
+    autocast would compute in the half type, in which such a one overflows."""
     vae = model.vae
     if model.half is None or vae.dtype != torch.float32:
         yield
         return
-    decode = vae.decode
 
-    def in_full(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(model.device.type, enabled=False):
-            return decode(latents.float(), *args, **kwargs)
+    def in_full(run: Callable[..., Any]) -> Callable[..., Any]:
+        def runs(given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(model.device.type, enabled=False):
+                return run(given.float(), *args, **kwargs)
 
-    vae.decode = in_full
+        return runs
+
+    vae.encode, vae.decode = in_full(vae.encode), in_full(vae.decode)
     try:
         yield
     finally:
-        del vae.decode
+        del vae.encode, vae.decode
 
 
 def validate(

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strop.errors import OptionError, UnsupportedError
 from strop.models import sprites
-from strop.train import controlnet
+from strop.train import block_swap, controlnet
 from strop.train.ddpm import Ddpm
 from strop.train.families import family_of
 from strop.train.families.family import Family
@@ -31,6 +31,7 @@ _OF_FLOW = (
     "timestep_shift",
     "precondition_outputs",
 )
+_CONTROL_SCHEME = "logit_normal"  # of diffusers' scripts for ControlNets
 _OF_DDPM = ("prediction_type", "snr_gamma")
 _OF_SCHEMES = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 
@@ -94,7 +95,9 @@ def load(settings: Settings, device: torch.device) -> DiffusionModel:
     for name, module in model.modules.items():
         is_whole = name in model.trained(settings) or (name == "vae" and _keeps(settings, model))
         dtype = None if is_whole else model.half
-        nn.Module.to(module, device, dtype).requires_grad_(False).eval()
+        away = name == family.denoiser and settings.blocks_to_swap
+        block_swap.move(module, device, dtype, block_swap.chosen(module, away) if away else ())
+        module.requires_grad_(False).eval()
     return model
 
 
@@ -115,7 +118,7 @@ def _check(settings: Settings, family: Family, folder: Path) -> None:
                 f"{name} is not for {kind}, by which {family.name} is trained ({folder}); leave it "
                 "out"
             )
-    scheme = settings.weighting_scheme or family.scheme
+    scheme = _scheme(settings, family)
     for name, needed in _OF_SCHEMES.items():
         if getattr(settings, name) is not None and scheme != needed:
             raise OptionError(f"{name} changes nothing without --weighting_scheme {needed}")
@@ -129,6 +132,12 @@ def _check(settings: Settings, family: Family, folder: Path) -> None:
             f"max_sequence_length is for models with a T5, and {family.name} has none ({folder}); "
             "leave it out"
         )
+
+
+def _scheme(settings: Settings, family: Family) -> str:
+    """Name how timesteps are drawn: as one wishes, or as diffusers' script has it."""
+    usual = _CONTROL_SCHEME if settings.task == "controlnet" else family.scheme
+    return settings.weighting_scheme or usual
 
 
 def _check_networks(family: Family, pipe: Any, folder: Path) -> None:
@@ -206,7 +215,7 @@ def _flow(
     wish = settings.precondition_outputs
     return FlowMatching(
         shares_of(pipe.scheduler, settings.timestep_shift).to(device),
-        Timesteps(settings.weighting_scheme or family.scheme, **chosen),
+        Timesteps(_scheme(settings, family), **chosen),
         family.preconditions if wish is None else bool(wish),
     )
 

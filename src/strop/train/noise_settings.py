@@ -51,7 +51,7 @@ class NoiseSettings:
         "Noise",
         "Draw timesteps of flow matching like this: evenly for none, sigma_sqrt and cosmap, of "
         "which the last two weigh the loss; without it, none for Flux.1 and logit_normal for "
-        "others.",
+        "others and for ControlNets.",
         choices=SCHEMES,
         fixed=True,
     )

@@ -36,7 +36,8 @@ class DrawnBatch:
     text: what the encoders give, or ids where these are trained.
     sizes: of the pictures and their crops.
     masks: [rows, 1, height, width] of the errors.
-    conditions: what a ControlNet is shown, [rows, 3, height, width] from 0 to 1.
+    conditions: what a ControlNet is shown: pixels [rows, 3, height, width], their latents [rows,
+        channels, height, width] or tokens [rows, count, channels].
     num_instances: the first rows, behind which those of class pictures lie.
     share: factor of a rank's part of the loss.
     """
@@ -84,7 +85,7 @@ class Objective:
             self._text(batch.text),
             self._moved(batch.sizes),
             None if batch.masks is None else self._moved(batch.masks),
-            None if batch.conditions is None else self._moved(batch.conditions),
+            None if batch.conditions is None else self._shown(batch.conditions, draws),
             len(share),
             share.weight,
         )
@@ -129,13 +130,25 @@ class Objective:
         """Draw latents from the encoder's distribution, as diffusers does."""
         found = self._moved(batch.pictures)
         moments = found if batch.are_moments else models.moments_of(self.model, found)
+        return self._sampled(moments, draws)
+
+    def _sampled(self, moments: Tensor, draws: Draws, *, is_shifted: bool = True) -> Tensor:
         mean, log_variance = moments.chunk(2, dim=1)
         noise = draws.normal(*mean.shape[1:])
         latents = mean + noise * (0.5 * log_variance.clamp(-30.0, 20.0)).exp()
         config = self.model.vae.config
-        if config.shift_factor:
+        if is_shifted and config.shift_factor:
             latents = latents - config.shift_factor
         return latents * float(config.scaling_factor)
+
+    def _shown(self, conditions: Tensor, draws: Draws) -> Tensor:
+        """Return what a ControlNet is shown. Latents are drawn behind all else of the batch."""
+        model = self.model
+
+        def encoded(pixels: Tensor, is_shifted: bool) -> Tensor:
+            return self._sampled(models.moments_of(model, pixels), draws, is_shifted=is_shifted)
+
+        return model.family.control.shown(model.denoisers[1], self._moved(conditions), encoded)
 
     def _text(self, text: Prompts) -> Prompts:
         """Return what the text encoders give for prompts, or the ids where they are trained."""

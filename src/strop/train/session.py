@@ -15,6 +15,7 @@ from torch import nn
 from strop.errors import OptionError, TrainingError
 from strop.train import (
     attempts,
+    block_swap,
     buckets,
     caches,
     checkpoint,
@@ -27,6 +28,7 @@ from strop.train import (
     metrics,
 )
 from strop.train import model as models
+from strop.train.block_swap import BlockSwap
 from strop.train.compiled import prepare
 from strop.train.conditions import read_controlled
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
@@ -55,6 +57,7 @@ class Session:
     step: int
     total: int
     hold: Hold | None  # of the output folder, until the loop has ended; rank 0 has it
+    swap: BlockSwap | None = None  # of blocks whose weights lie in the host's memory
     run: str = ""  # what its checkpoints call this training, in all of its attempts
     ranks: Ranks = ALONE
 
@@ -127,7 +130,7 @@ def _prepare(
     source = _source(settings, model, side, folder, ranks, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
-    learner = _learner(settings, model, ranks)
+    learner, swap = _learner(settings, model, ranks)
     step = 0 if found is None else _resume(settings, found, source, learner, total, warn)
     ranks.check_same("settings", lambda: settings.fixed)
     ranks.check_same("pictures, steps and first step", lambda: (source.digest, total, step))
@@ -143,6 +146,7 @@ def _prepare(
         step,
         total,
         hold,
+        swap,
         began.run,
         ranks,
     )
@@ -320,7 +324,9 @@ def _total(settings: Settings, source: Source) -> int:
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def _learner(settings: Settings, model: DiffusionModel, ranks: Ranks) -> Learner:
+def _learner(
+    settings: Settings, model: DiffusionModel, ranks: Ranks
+) -> tuple[Learner, BlockSwap | None]:
     trained = {name: model.modules[name] for name in model.parts(settings)}
     if settings.task == "lora":
         lora.attach(settings, model)
@@ -338,7 +344,10 @@ def _learner(settings: Settings, model: DiffusionModel, ranks: Ranks) -> Learner
             nn.Module.to(network, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.base_weights:
         frozen_base.quantise(model.unet, settings.base_weights)
-    return Learner(settings, trained, ranks)
+    swap = None
+    if settings.blocks_to_swap:
+        swap = block_swap.install(model.unet, settings.blocks_to_swap, model.device)
+    return Learner(settings, trained, ranks), swap
 
 
 def _make_output(output: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 TASKS = ("text-to-image", "dreambooth", "lora", "controlnet")
 TRAINERS = ("text-to-image", "lora", "controlnet")  # tasks that read folders with captions
 CONTROL = ("controlnet",)
+FROZEN = ("lora", "controlnet")  # tasks that train beside a frozen UNet or transformer
+SLOTS = 2  # for blocks on the device whose weights lie in the host's memory
 SUBJECTS = ("dreambooth", "lora")  # tasks that read folders of one subject
 SPRITES = "sprites"
 SPRITES_DIT = "sprites-dit"

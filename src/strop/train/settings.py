@@ -65,9 +65,28 @@ class ModelSettings:
         "",
         str,
         "Model",
-        "Start from the ControlNet in this diffusers folder; without it, from a copy of the UNet's "
-        "first half.",
+        "Start from the ControlNet in this diffusers folder; without it, from a copy of the first "
+        "half of the UNet, or of the transformer's first blocks.",
         tasks=CONTROL,
+        fixed=True,
+    )
+    num_double_layers: int | None = setting(
+        None,
+        int,
+        "Model",
+        "Start a new ControlNet from this many blocks of Flux.1 that keep text and picture apart, "
+        "or of Stable Diffusion 3; without it, from 4, or 12.",
+        tasks=CONTROL,
+        least=0,
+        fixed=True,
+    )
+    num_single_layers: int | None = setting(
+        None,
+        int,
+        "Model",
+        "Start it from this many blocks of Flux.1 that have both together; without it, from 4.",
+        tasks=CONTROL,
+        least=0,
         fixed=True,
     )
     from_scratch: bool = setting(

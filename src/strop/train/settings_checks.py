@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import OptionError
-from strop.train.setting import SPRITES
+from strop.train.setting import FROZEN, SLOTS, SPRITES
 
 if TYPE_CHECKING:
     from strop.train.settings import Settings
@@ -57,6 +57,7 @@ def check_together(settings: Settings) -> None:
     _check_averages(s)
     _check_caches(s)
     _check_adapters(s)
+    _check_swap(s)
     _check_optimizer(s)
 
 
@@ -111,6 +112,29 @@ def _check_adapters(s: Settings) -> None:
     for name in ("use_dora", "lora_dropout"):
         if getattr(s, name):
             raise OptionError(f"{name} is for LoRA, and the adapters are {s.adapter}: leave it out")
+
+
+def _check_swap(s: Settings) -> None:
+    if not s.blocks_to_swap:
+        return
+    if s.task not in FROZEN:
+        raise OptionError(
+            f"blocks_to_swap moves weights that are not trained, and {s.task} trains them all: "
+            "take strop train lora, or save memory by --gradient_checkpointing, --use_8bit_adam, "
+            "--offload_ema or, on several GPUs, --shard_gradients"
+        )
+    if s.blocks_to_swap <= SLOTS:
+        raise OptionError(
+            f"blocks_to_swap is {s.blocks_to_swap}, which saves nothing, as the GPU has room for "
+            f"{SLOTS} of them: take {SLOTS + 1} or more, or leave it out"
+        )
+    others = {
+        "base_weights": "are quantised weights, which are not moved",
+        "compile_unet": "makes passes that read all weights where they lie",
+    }
+    for name, why in others.items():
+        if getattr(s, name):
+            raise OptionError(f"{name} {why}: leave it or blocks_to_swap out")
 
 
 def _check_subject(s: Settings) -> None:

@@ -53,6 +53,14 @@ class TrainingSettings:
     gradient_checkpointing: bool = setting(
         False, bool, "Training", "Compute activations twice to save memory."
     )
+    blocks_to_swap: int = setting(
+        0,
+        int,
+        "Training",
+        "Keep the weights of this many blocks of a frozen UNet or transformer in the host's "
+        "memory, and copy each to the GPU while the one before it is computed.",
+        least=0,
+    )
     learning_rate: float = setting(
         1e-4,
         float,

@@ -8,9 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from strop.train.families.control import Control
 
 Parts = Mapping[str, Any]
 CLIP_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -43,8 +46,8 @@ class Family(ABC):
     """Names the family in messages."""
     pipeline: ClassVar[str]
     """Names the class of diffusers."""
-    controlled: ClassVar[str] = ""
-    """Names the class of diffusers with a ControlNet, where these are trained."""
+    control: ClassVar[Control]
+    """Describes its ControlNets."""
     kinds: ClassVar[dict[str, str]]
     """Gives the class of each part; of tokenizers without the ending Fast."""
     may_lack: ClassVar[tuple[str, ...]] = ()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from strop.models.guidance import guided
+from strop.train.families.control_flux import ControlOfFlux
 from strop.train.families.family import CLIP_PROJECTIONS, Family, Noisy, Parts, factor_of
-
-_PATCH = 2  # latents on a side of a token
+from strop.train.families.tokens import PATCH, tokens_of
 
 
 class Flux(Family):
@@ -30,6 +30,7 @@ class Flux(Family):
         "tokenizer_2": "T5Tokenizer",
     }
     denoiser = "transformer"
+    control = ControlOfFlux()
     is_flow = True
     adapted = {
         "transformer": (
@@ -76,10 +77,10 @@ class Flux(Family):
         return unpacked
 
     def channels(self, parts: Parts) -> int:
-        return int(parts["transformer"].config.in_channels) // _PATCH**2
+        return int(parts["transformer"].config.in_channels) // PATCH**2
 
     def grid(self, parts: Parts) -> int:
-        return factor_of(parts) * _PATCH
+        return factor_of(parts) * PATCH
 
     def num_latents(self, parts: Parts) -> int:
         return 128  # diffusers' default_sample_size; the transformer's settings name none
@@ -104,20 +105,12 @@ class FluxOfClips(Flux):
     guidance = 7.5
 
 
-def tokens_of(latents: Tensor) -> Tensor:
-    """Return latents [rows, channels, height, width] as tokens, two rows of two in each."""
-    from diffusers import FluxPipeline
-
-    tokens: Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
-    return tokens
-
-
 @cache  # graphs of steps point to what is kept here
 def _places(height: int, width: int, device: torch.device) -> Tensor:
     """Return index, row and column of each token; a copy from the host would make steps wait."""
     from diffusers import FluxPipeline
 
     found: Tensor = FluxPipeline._prepare_latent_image_ids(
-        1, height // _PATCH, width // _PATCH, device, torch.float32
+        1, height // PATCH, width // PATCH, device, torch.float32
     )
     return found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from strop.train.families.control_sd3 import ControlOfSD3
 from strop.train.families.family import (
     CLIP_PROJECTIONS,
     Family,
@@ -36,6 +37,7 @@ class StableDiffusion3(Family):
     }
     may_lack = ("text_encoder_3", "tokenizer_3")
     denoiser = "transformer"
+    control = ControlOfSD3()
     is_flow = True
     trained_encoders = ("text_encoder", "text_encoder_2")
     adapted = {

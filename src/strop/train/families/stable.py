@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.models.guidance import guided
+from strop.train.families.control_unet import ControlOfLargeUNets, ControlOfUNets
 from strop.train.families.family import (
     CLIP_PROJECTIONS,
     Family,
@@ -27,7 +28,7 @@ class StableDiffusion(Family):
 
     name = "Stable Diffusion 1 and 2"
     pipeline = "StableDiffusionPipeline"
-    controlled = "StableDiffusionControlNetPipeline"
+    control = ControlOfUNets()
     kinds = {
         "unet": "UNet2DConditionModel",
         "vae": "AutoencoderKL",
@@ -76,7 +77,7 @@ class StableDiffusionXL(StableDiffusion):
 
     name = "SDXL"
     pipeline = "StableDiffusionXLPipeline"
-    controlled = "StableDiffusionXLControlNetPipeline"
+    control = ControlOfLargeUNets()
     kinds = {
         **StableDiffusion.kinds,
         "text_encoder_2": "CLIPTextModelWithProjection",
