@@ -203,7 +203,7 @@ def test_a_training_ends_with_the_same_bytes(
         out = tmp_path / place
         trainer.train("lora", output_dir=out, **{**given, **more, "max_train_steps": steps})
         ends.append(out)
-    files = [trainer.checkpoint_bytes(out / "checkpoint-4") for out in ends]
+    files = [trainer.checkpoint_sums(out / "checkpoint-4") for out in ends]
     assert files[0]
     assert files[0] == files[2]
     for file in ("pytorch_lora_weights.safetensors", "validation/step-000004.png"):
@@ -229,7 +229,7 @@ def test_two_ranks_swap_their_own(
         for one in pair.run(partial(train, task="lora", given=given, change=None)):
             if isinstance(one, Exception):
                 raise one
-        found.append(trainer.checkpoint_bytes(out / "checkpoint-2"))
+        found.append(trainer.checkpoint_sums(out / "checkpoint-2"))
     assert found[0]
     assert found[0] == found[1]
 
