@@ -52,7 +52,7 @@ _LARGER = 4  # times the pixels of the model's own size are drawn, unless anothe
 _BATCHES = {"cpu": 4, "cuda": 8}
 _LEAST_TOKEN = 16
 _MAKE_ONE = "write a token into it: openssl rand -hex 32 >"
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @reported
@@ -102,13 +102,13 @@ def command(
     settings = replace(settings, eager=eager, device=device.value, arch=arch, dtype=dtype.value)
     counts = RaySettings(replicas, max_replicas, replicas_per_gpu, replica_cpus)
     counts = replace(counts, scale_up_s=scale_up_s, scale_down_s=scale_down_s)
-    asked = Asked(host, port, token_file, token, without_token)
+    asked = ServePlace(host, port, token_file, token, without_token)
     on_ray = OnRay(ray, ray_address, counts, deployment_file)
     _start(replace(settings, threads=threads), asked, on_ray)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServePlace:
     """Hold where the server listens, and for whom."""
 
     host: str
@@ -128,7 +128,7 @@ class OnRay:
     file: Path | None
 
 
-def _start(settings: ServeSettings, asked: Asked, on_ray: OnRay) -> None:
+def _start(settings: ServeSettings, asked: ServePlace, on_ray: OnRay) -> None:
     """Check where the server listens before anything slow begins, then serve."""
     require_diffusion()
     require_serve()
@@ -138,7 +138,7 @@ def _start(settings: ServeSettings, asked: Asked, on_ray: OnRay) -> None:
     secret = secret_of(asked.token_file, asked.token)
     is_local = running.is_loopback(asked.host)
     _check_access(asked.host, is_local or asked.without_token or bool(secret))
-    access = Access(secret, _LOCAL if is_local else ())
+    access = ServeAccess(secret, LOCAL_NAMES if is_local else ())
     if on_ray.file is not None:
         from strop.cli import serve_replicas
 
@@ -305,7 +305,7 @@ def studio_of(settings: ServeSettings, device: str) -> Studio:
     return load_studio(found, kind, device, lora_files(folder), has_eager, settings.threads)
 
 
-def _serve_here(settings: ServeSettings, listening: socket, access: Access) -> None:
+def _serve_here(settings: ServeSettings, listening: socket, access: ServeAccess) -> None:
     models.find_model(settings.model)  # before the device is looked for, which takes a while
     device = arguments.chosen_device(DeviceName(settings.device))
     studio = studio_of(settings, device)
@@ -320,7 +320,7 @@ def _serve_here(settings: ServeSettings, listening: socket, access: Access) -> N
 
 
 @dataclass(frozen=True)
-class Access:
+class ServeAccess:
     """Hold the token that requests need, and the names under which the server answers."""
 
     secret: str
@@ -328,7 +328,7 @@ class Access:
 
 
 def serve_until_stopped(
-    service: Service, listening: socket, access: Access, more: str = ""
+    service: Service, listening: socket, access: ServeAccess, more: str = ""
 ) -> None:
     """Say where the server is, and serve until a signal stops it."""
     from strop.serve import running

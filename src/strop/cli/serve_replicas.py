@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from socket import socket
+from socket import create_connection, socket
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -17,7 +17,14 @@ import typer
 from strop.cli import arguments, models
 from strop.cli.arguments import DeviceName
 from strop.cli.mistakes import CommandError
-from strop.cli.serve import Access, limits_of, secret_of, serve_until_stopped, studio_of
+from strop.cli.serve import (
+    LOCAL_NAMES,
+    ServeAccess,
+    limits_of,
+    secret_of,
+    serve_until_stopped,
+    studio_of,
+)
 from strop.cli.serve_options import RaySettings, ServeSettings
 from strop.serve.replicas.plan import Machines, ReplicaPlan, ReplicaWish
 from strop.wording import counted
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", ServeSettings, RaySettings, "FrontSettings")
 _IMPORT_PATH = "strop.cli.serve_replicas:build"
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_ANSWER_S = 10.0
 _HEADER = """\
 # Written by strop serve --ray --deployment-file. It is started by
 #     serve run {name}
@@ -51,7 +58,11 @@ class FrontSettings:
 
 
 def run(
-    settings: ServeSettings, counts: RaySettings, address: str, listening: socket, access: Access
+    settings: ServeSettings,
+    counts: RaySettings,
+    address: str,
+    listening: socket,
+    access: ServeAccess,
 ) -> None:
     """Start replicas, and serve from this process until a signal stops it. Raises CommandError and
     PlanError."""
@@ -67,7 +78,7 @@ def run(
 
 
 def _serve_from_here(
-    settings: ServeSettings, plan: ReplicaPlan, name: str, listening: socket, access: Access
+    settings: ServeSettings, plan: ReplicaPlan, name: str, listening: socket, access: ServeAccess
 ) -> None:
     from ray import serve
 
@@ -111,7 +122,7 @@ def rules_of(front: FrontSettings) -> GuardRules:
     secret = secret_of(Path(front.token_file) if front.token_file else None, token)
     if front.needs_token and not secret:
         raise CommandError("the front finds no token; set STROP_SERVE_TOKEN where it runs")
-    return GuardRules(secret, _LOCAL if front.is_local else ())
+    return GuardRules(secret, LOCAL_NAMES if front.is_local else ())
 
 
 def build(args: dict[str, Any]) -> Any:
@@ -221,9 +232,24 @@ def _device_on(machines: Machines, device: str, address: str) -> str:
     return device
 
 
+def _check_answers(address: str) -> None:
+    """Raise CommandError where nobody answers at an address; Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "//" in host:
+        raise CommandError(f"{address!r} is no address of a Ray; give HOST:PORT, or auto")
+    try:
+        create_connection((host, int(port)), _ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise CommandError(
+            f"no Ray answers at {address} ({error}); start one there: ray start --head"
+        ) from error
+
+
 @contextmanager
 def _ray(address: str) -> Iterator[Machines]:
     """Start a Ray of our own, or join one, and leave it in the end. Raises CommandError."""
+    if address not in ("", "auto"):
+        _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # noqa: TID251 (Ray reads it there alone)
     import ray
     from ray import serve

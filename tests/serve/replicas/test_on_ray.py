@@ -11,7 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,8 +78,7 @@ class RayServer:
 
     def replicas(self) -> dict[int, psutil.Process]:
         """The processes of the replicas that Ray runs for this server, by number."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return {one.pid: one for one in below if "PictureReplica" in " ".join(one.cmdline())}
+        return {one.pid: one for one in _below(self.process) if _is_replica(one)}
 
     def drawn_by(self, body: dict[str, Any]) -> str:
         """Draw a picture, and return which replica has drawn it."""
@@ -87,6 +86,20 @@ class RayServer:
         assert self.ask(GENERATE, body)[0] == 200
         (line,) = self.lines("drawn")[before:]
         return str(line["replica"])
+
+
+def _below(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)  # type: ignore[no-any-return]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_replica(process: psutil.Process) -> bool:
+    try:
+        return "PictureReplica" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return False
 
 
 @contextmanager
@@ -109,9 +122,10 @@ def _process(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str],
         try:
             yield process, log
         finally:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                if one.is_running() if isinstance(one, psutil.Process) else one.poll() is None:
+            for one in _below(process):
+                with suppress(psutil.NoSuchProcess):
                     one.kill()
+            process.kill()
 
 
 @contextmanager
@@ -121,7 +135,9 @@ def _served(folder: Path, *words: str) -> Iterator[RayServer]:
         assert process.stdout is not None
         told = process.stdout.readline()
         assert "http://" in told, log.read_text()
-        yield RayServer(process, told.split(": ")[1].strip(), log)
+        server = RayServer(process, told.split(": ")[1].strip(), log)
+        wait_until(lambda: _is_ready(server))
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +199,7 @@ def test_a_signal_finishes_what_is_accepted(server: RayServer) -> None:
     before = len(server.lines("sent"))
     answers = server.ask_all([_body(seed, size, 40) for seed, size in ((1, "96x64"), (2, "64x64"))])
     wait_until(lambda: len(server.lines("sent")) >= before + 2)
-    below = psutil.Process(server.process.pid).children(recursive=True)
+    below = _below(server.process)
     server.process.send_signal(signal.SIGTERM)
     assert [status for status, _ in answers()] == [200, 200]
     assert server.process.wait(LIMIT_S) == 0
@@ -239,7 +255,8 @@ def _is_ready(server: RayServer) -> bool:
     ("words", "part"),
     [
         (("--replicas", "500"), "are needed, and there are"),
-        (("--ray-address", "127.0.0.1:1"), "Ray does not start"),
+        (("--ray-address", "127.0.0.1:1"), "no Ray answers at 127.0.0.1:1"),
+        (("--ray-address", "ray://here:1"), "give HOST:PORT, or auto"),
     ],
 )
 def test_what_ray_cannot_do(words: tuple[str, ...], part: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Be a replica: own a model, and draw the batches that a front sends."""
+"""Draw the batches that a front sends: the side of a replica, which owns a model."""
 
 from __future__ import annotations
 
