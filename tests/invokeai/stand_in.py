@@ -59,7 +59,7 @@ def wrap_layers(model: nn.Module) -> None:
                 layer.patches, layer.brings_weights = [], False  # type: ignore[assignment]
 
 
-def small_unet() -> UNet2DConditionModel:
+def small_unet(*, wrapped: bool = True) -> UNet2DConditionModel:
     torch.manual_seed(0)
     made = UNet2DConditionModel(
         sample_size=8,
@@ -71,7 +71,8 @@ def small_unet() -> UNet2DConditionModel:
         attention_head_dim=8,
         cross_attention_dim=TEXT,
     )
-    wrap_layers(made)
+    if wrapped:
+        wrap_layers(made)
     return made.eval()
 
 

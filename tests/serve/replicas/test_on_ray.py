@@ -227,6 +227,13 @@ def test_replicas_come_while_pictures_wait_and_go_again(tmp_path: Path) -> None:
         assert not server.lines("a replica was lost"), "a replica that is taken away finishes"
 
 
+@pytest.mark.gpu
+def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
+    with _served(tmp_path, "--device", "cuda", "--replicas-per-gpu", "2", *TWO) as server:
+        by = [server.drawn_by(_body(n, size)) for n, size in enumerate(("96x64", "64x64", "96x64"))]
+        assert by[0] == by[2] != by[1]
+
+
 def test_a_deployment_file_serves(tmp_path: Path) -> None:
     with bound("127.0.0.1", 0) as free:
         port = str(free.getsockname()[1])
