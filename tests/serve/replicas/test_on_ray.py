@@ -105,7 +105,7 @@ def _is_replica(process: psutil.Process) -> bool:
 @contextmanager
 def _process(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     log = folder / "log.txt"
-    paths = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "PYTHONPATH": paths, "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     env |= {"RAY_USAGE_STATS_ENABLED": "0", "STROP_CACHE_DIR": str(folder / "cache")}
     with (
@@ -248,6 +248,47 @@ def test_a_deployment_file_serves(tmp_path: Path) -> None:
         assert server.ask("/nowhere")[0] == 404
         process.send_signal(signal.SIGINT)
         process.wait(LIMIT_S)
+
+
+ERRORS = """
+import ray, torch
+from ray import serve
+from strop.drawing.draw import NotFiniteError
+from strop.drawing.request import PictureRequest, PictureSize
+from strop.serve.metrics import ServeMetrics
+from strop.serve.replicas import deployed, painter, plan
+from strop.serve.studio import PictureBatch
+from tests.serve.replicas.stand_ins import FakeStudio
+
+FAULTS = {1: torch.OutOfMemoryError("full"), 2: NotFiniteError("not finite")}
+
+def load():
+    return FakeStudio(fault=lambda requests: FAULTS.get(requests[0].seed))
+
+ray.init(include_dashboard=False, num_cpus=1, log_to_driver=False)
+serve.start(http_options={"location": "NoServer"})
+application = deployed.replicas_of(plan.ReplicaPlan(1, 1, 1, 0), load)
+replicas = deployed.RayReplicas(serve.run(application, name="errors", route_prefix=None))
+painter = painter.ReplicaPainter(replicas.introduction(), replicas, ServeMetrics())
+for seed in range(3):
+    batch = PictureBatch([PictureRequest("x", PictureSize(32, 16), 4, 1.0, seed)])
+    try:
+        done = painter.draw(batch, lambda step: None, lambda: True)
+        print("drawn", len(done.pictures[0]), flush=True)
+    except (torch.OutOfMemoryError, NotFiniteError) as error:
+        print(type(error).__name__, error, flush=True)
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+def test_errors_of_drawing_arrive_as_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "errors.py").write_text(ERRORS)
+    with _process(tmp_path, "errors") as (process, log):
+        assert process.stdout is not None
+        told = process.stdout.read()
+        assert process.wait(LIMIT_S) == 0, log.read_text()
+    assert told.splitlines() == ["drawn 1536", "OutOfMemoryError full", "NotFiniteError not finite"]
 
 
 def _is_ready(server: RayServer) -> bool:

@@ -76,6 +76,6 @@ def test_what_cannot_be_had(
 def test_more_than_the_machines_have() -> None:
     with pytest.raises(PlanError, match=r"8 replicas with 1 GPU each: 8 are needed.* there are 4"):
         ReplicaPlan(8, 8, 1, 1).check_room(FOUR)
-    with pytest.raises(PlanError, match="9 replicas with 4 core each"):
+    with pytest.raises(PlanError, match="9 replicas with 4 cores each"):
         ReplicaPlan(9, 9, 4, 0).check_room(FOUR)
     ReplicaPlan(12, 12, 1, 1 / 3).check_room(FOUR)  # thirds add up in spite of rounding

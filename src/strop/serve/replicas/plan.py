@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import StropError
-from strop.wording import counted
+from strop.wording import counted, plural
 
 _USUAL_CORES = 4
 _FINISH_S = 120.0  # a replica that is taken away may go on drawing so long
@@ -72,7 +72,7 @@ class ReplicaPlan:
         for each, there, name in wanted:
             if round(each * self.replicas, 6) > there:
                 raise PlanError(
-                    f"{counted(self.replicas, 'replica')} with {each:g} {name} each:"
+                    f"{counted(self.replicas, 'replica')} with {each:g} {_of(each, name)} each:"
                     f" {each * self.replicas:g} are needed, and there are {there:g};"
                     " give a smaller --replicas"
                 )
@@ -118,3 +118,7 @@ class ReplicaWish:
         wanted = max(self.replicas, self.most)
         share = machines.cores / wanted if wanted else min(_USUAL_CORES, machines.cores)
         return max(1, math.floor(share))
+
+
+def _of(number: float, noun: str) -> str:
+    return noun if number == 1 else plural(noun)
