@@ -38,7 +38,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any) -> Any:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(command, "_studio", refused)
+    monkeypatch.setattr(command, "load_studio", refused)
 
 
 def _said(*words: str, env: dict[str, str] | None = None) -> str:
@@ -94,10 +94,10 @@ def test_a_token_that_others_can_read(tmp_path: Path, capsys: pytest.CaptureFixt
     file = tmp_path / "token.txt"
     file.write_text(f"{TOKEN}\n")
     file.chmod(0o644)
-    assert command._secret(file, "") == TOKEN
+    assert command.secret_of(file, "") == TOKEN
     assert "chmod 600" in capsys.readouterr().err
     file.chmod(0o600)
-    assert command._secret(file, "") == TOKEN
+    assert command.secret_of(file, "") == TOKEN
     assert not capsys.readouterr().err
 
 
@@ -114,14 +114,14 @@ def test_loras_have_the_names_of_their_files(tmp_path: Path) -> None:
     from strop.cli.mistakes import CommandError
 
     with pytest.raises(CommandError, match=r"no \.safetensors file"):
-        command._lora_files(tmp_path)
+        command.lora_files(tmp_path)
     (tmp_path / "old.bin").touch()
     for name in ("ink", "pencil-2"):
         save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
-    assert list(command._lora_files(tmp_path)) == ["ink", "pencil-2"]
+    assert list(command.lora_files(tmp_path)) == ["ink", "pencil-2"]
     save_file({"x": torch.zeros(1)}, tmp_path / "a b.safetensors")
     with pytest.raises(CommandError, match="rename the file"):
-        command._lora_files(tmp_path)
+        command.lora_files(tmp_path)
 
 
 def test_without_its_packages_it_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:

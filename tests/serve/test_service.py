@@ -12,6 +12,7 @@ import torch
 
 from strop.drawing.request import PictureRequest
 from strop.serve.order import Wish
+from strop.serve.service import Service
 
 from .asking import GENERATE, LIMITS, RawCall, asking, opened, run
 from .painters import FakePainter
@@ -315,5 +316,28 @@ def test_memory_is_flat(way: str) -> None:
                     await job.over()
             assert len(asked.service.jobs._jobs) < 20
             assert not len(asked.service._line)
+
+    run(scenario)
+
+
+def test_lanes_draw_at_once_and_a_stop_waits_for_all() -> None:
+    async def scenario() -> None:
+        painter = FakePainter()
+        painter.gate.clear()
+        service = Service(painter, LIMITS, lanes=2)
+        service.start()
+        jobs = [service.accept(Wish("x", steps=steps)) for steps in (2, 3, 4)]
+        while len(painter.batches) < 2:
+            await asyncio.sleep(0.005)
+        assert [job.state.value for job in jobs] == ["drawing", "drawing", "waiting"]
+        service.cancel(jobs[0])  # its lane is free for the third one
+        while len(painter.batches) < 3:
+            await asyncio.sleep(0.005)
+        stopping = asyncio.ensure_future(service.stop())
+        await asyncio.sleep(0.02)
+        assert not stopping.done()
+        painter.gate.set()
+        await stopping
+        assert [job.state.value for job in jobs] == ["cancelled", "done", "done"]
 
     run(scenario)

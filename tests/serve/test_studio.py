@@ -59,8 +59,8 @@ def served(tiny_model: Path, cache_folder: Path, folder: Path) -> Iterator[Studi
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STROP_CACHE_DIR", str(cache_folder))
         found = replace(models.find_model(str(tiny_model)), default_size=SIZE)
-        files = command._lora_files(folder)
-        yield command._studio(found, torch.float32, "cpu", files, True, threads=1)
+        files = command.lora_files(folder)
+        yield command.load_studio(found, torch.float32, "cpu", files, True, threads=1)
 
 
 def _draw(studio: Studio, *requests: PictureRequest, **how: Any) -> list[bytes]:

@@ -5,29 +5,36 @@ from __future__ import annotations
 import importlib.util
 import re
 import stat
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from socket import socket
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from strop.cli import arguments, models
+from strop.cli import serve_options as options
 from strop.cli.adapters import load_lora
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype
 from strop.cli.cores import CoreUse
 from strop.cli.generate import DtypeOption, ThreadsOption, set_threads
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
-from strop.drawing.request import PictureRequest
+from strop.cli.serve_options import RaySettings, ServeSettings
+from strop.drawing.request import PictureRequest, PictureSize
 from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.serve.limits import ServeLimits
     from strop.serve.order import ModelCard, Spell
+    from strop.serve.service import Service
     from strop.serve.studio import Studio
 
 EXAMPLES = """[bold]Examples[/]
 $ strop serve   # the built-in model, on http://127.0.0.1:8000
 $ strop serve ./stable-diffusion-v1-5 --lora ./loras --port 9000
 $ strop serve ./sdxl --host 0.0.0.0 --token-file token.txt
+$ strop serve ./sdxl --ray   # a replica on each GPU
+$ strop serve ./sdxl --ray --device cuda --replicas 8 --deployment-file serve.yaml
 
 [bold]Ask it[/]
 $ curl 127.0.0.1:8000/api/model   # sizes, limits, LoRAs
@@ -45,99 +52,36 @@ _LARGER = 4  # times the pixels of the model's own size are drawn, unless anothe
 _BATCHES = {"cpu": 4, "cuda": 8}
 _LEAST_TOKEN = 16
 _MAKE_ONE = "write a token into it: openssl rand -hex 32 >"
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Serve this model: 'sprites' or 'sprites-dit', which ship with Strop, or a diffusers "
-        "folder."
-    ),
-]
-HostOption = Annotated[
-    str,
-    typer.Option(
-        help="Listen on this address. Others than this machine's own need a token, or "
-        "--without-token."
-    ),
-]
-PortOption = Annotated[
-    int, typer.Option(min=0, max=65535, help="Listen on this port; 0 takes a free one.")
-]
-LoraOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--lora",
-        metavar="DIR",
-        help="Load every .safetensors file of this folder as a LoRA. Requests name them by their "
-        "file names without the ending; no request reaches another file.",
-    ),
-]
-EagerOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--eager/--no-eager",
-        help="Keep the model a second time without Strop, so that the page can compare. "
-        r"[dim]\[default: only for sprites][/]",
-        show_default=False,
-    ),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Ask every request for the token in this file, as 'Authorization: Bearer TOKEN'. The "
-        "environment variable STROP_SERVE_TOKEN does the same."
-    ),
-]
-TokenOption = Annotated[str, typer.Option(envvar="STROP_SERVE_TOKEN", hidden=True)]
-WithoutTokenOption = Annotated[
-    bool,
-    typer.Option("--without-token", help="Serve other machines without asking for a token."),
-]
-PixelsOption = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=arguments.MOST_PIXELS,
-        help="Draw pictures of up to this many pixels; 0 takes four times the model's own size.",
-    ),
-]
-BatchOption = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=64,
-        help="Draw up to this many pictures together; 0 takes 4 on a CPU and 8 on a GPU. With 1 "
-        "each has the bits that strop generate gives.",
-    ),
-]
-WaitingOption = Annotated[
-    int,
-    typer.Option(min=1, max=100_000, help="Let this many pictures wait; more get status 429."),
-]
-MostStepsOption = Annotated[
-    int, typer.Option(min=1, max=1000, help="Draw in up to this many steps.")
-]
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @reported
 def command(
-    model: ModelArgument = models.SPRITES,
-    port: PortOption = 8000,
-    lora: LoraOption = None,
-    host: HostOption = "127.0.0.1",
-    token_file: TokenFileOption = None,
-    token: TokenOption = "",
-    without_token: WithoutTokenOption = False,
-    max_batch: BatchOption = 0,
-    max_pixels: PixelsOption = 0,
-    max_steps: MostStepsOption = 150,
-    max_waiting: WaitingOption = 64,
-    eager: EagerOption = None,
+    model: options.ModelArgument = models.SPRITES,
+    port: options.PortOption = 8000,
+    lora: options.LoraOption = None,
+    host: options.HostOption = "127.0.0.1",
+    token_file: options.TokenFileOption = None,
+    token: options.TokenOption = "",
+    without_token: options.WithoutTokenOption = False,
+    max_batch: options.BatchOption = 0,
+    max_pixels: options.PixelsOption = 0,
+    max_steps: options.MostStepsOption = 150,
+    max_waiting: options.WaitingOption = 64,
+    eager: options.EagerOption = None,
     device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
+    ray: options.RayOption = False,
+    ray_address: options.RayAddressOption = "",
+    replicas: options.ReplicasOption = 0,
+    max_replicas: options.MaxReplicasOption = 0,
+    replicas_per_gpu: options.PerGpuOption = 1,
+    replica_cpus: options.ReplicaCpusOption = 0,
+    scale_up_s: options.ScaleUpOption = 30.0,
+    scale_down_s: options.ScaleDownOption = 600.0,
+    deployment_file: options.DeploymentFileOption = None,
 ) -> None:
     """Serve a model over HTTP, with a web page at the server's address.
 
@@ -154,32 +98,77 @@ def command(
     accepted pictures are drawn, the second one at once. Nothing that a request contains is written
     to disk, and no address in it is opened.
     """
+    settings = ServeSettings(model, str(lora or ""), max_batch, max_pixels, max_steps, max_waiting)
+    settings = replace(settings, eager=eager, device=device.value, arch=arch, dtype=dtype.value)
+    counts = RaySettings(replicas, max_replicas, replicas_per_gpu, replica_cpus)
+    counts = replace(counts, scale_up_s=scale_up_s, scale_down_s=scale_down_s)
+    asked = ServePlace(host, port, token_file, token, without_token)
+    on_ray = OnRay(ray, ray_address, counts, deployment_file)
+    _start(replace(settings, threads=threads), asked, on_ray)
+
+
+@dataclass(frozen=True)
+class ServePlace:
+    """Hold where the server listens, and for whom."""
+
+    host: str
+    port: int
+    token_file: Path | None
+    token: str
+    without_token: bool
+
+
+@dataclass(frozen=True)
+class OnRay:
+    """Hold what the options say about Ray."""
+
+    is_on: bool
+    address: str
+    counts: RaySettings
+    file: Path | None
+
+
+def _start(settings: ServeSettings, asked: ServePlace, on_ray: OnRay) -> None:
+    """Check where the server listens before anything slow begins, then serve."""
     require_diffusion()
     require_serve()
+    _check_ray(on_ray)
     from strop.serve import running
 
-    secret = _secret(token_file, token)
-    is_local = running.is_loopback(host)
-    _check_access(host, is_local or without_token or bool(secret))
-    listening = running.bound(host, port)
+    secret = secret_of(asked.token_file, asked.token)
+    is_local = running.is_loopback(asked.host)
+    _check_access(asked.host, is_local or asked.without_token or bool(secret))
+    access = ServeAccess(secret, LOCAL_NAMES if is_local else ())
+    if on_ray.file is not None:
+        from strop.cli import serve_replicas
+
+        file = "" if asked.token_file is None else str(asked.token_file.resolve())
+        front = serve_replicas.FrontSettings(file, is_local, bool(secret))
+        place = (asked.host, asked.port)
+        serve_replicas.write_file(on_ray.file, settings, on_ray.counts, front, place)
+        return
+    listening = running.bound(asked.host, asked.port)
     try:
-        found = models.find_model(model)
-        if lora is not None and found.is_flux:
-            raise CommandError("LoRAs are added to Stable Diffusion only; leave out --lora")
-        where = arguments.chosen_device(device)
-        kind = arguments.chosen_dtype(dtype, where)
-        has_eager = found.is_sprites if eager is None else eager
-        studio = _studio(found, kind, where, _lora_files(lora), has_eager, threads)
-        limits = _limits(found, where, max_batch, max_pixels, max_steps, max_waiting)
-        _serve(
-            studio,
-            limits,
-            listening,
-            secret,
-            ("localhost", "127.0.0.1", "[::1]") if is_local else (),
-        )
+        if on_ray.is_on:
+            from strop.cli import serve_replicas
+
+            serve_replicas.run(settings, on_ray.counts, on_ray.address, listening, access)
+        else:
+            _serve_here(settings, listening, access)
     finally:
         listening.close()
+
+
+def _check_ray(on_ray: OnRay) -> None:
+    """Raise CommandError for options of Ray without it, and for Ray where it is not installed."""
+    if not on_ray.is_on:
+        if on_ray != OnRay(False, "", RaySettings(), None):
+            raise CommandError(
+                "an option is given that counts, places or writes down replicas; give --ray, too"
+            )
+        return
+    if importlib.util.find_spec("ray") is None and on_ray.file is None:
+        raise CommandError("--ray needs ray: pip install 'strop[ray]'")
 
 
 def require_serve() -> None:
@@ -195,7 +184,7 @@ def _check_access(host: str, is_allowed: bool) -> None:
         )
 
 
-def _secret(file: Path | None, token: str) -> str:
+def secret_of(file: Path | None, token: str) -> str:
     """Return the token that requests need, or nothing. Raises CommandError for a bad one."""
     if file is None:
         secret, source = token, "STROP_SERVE_TOKEN"
@@ -215,7 +204,7 @@ def _secret(file: Path | None, token: str) -> str:
     return secret
 
 
-def _lora_files(folder: Path | None) -> dict[str, Path]:
+def lora_files(folder: Path | None) -> dict[str, Path]:
     """Return the LoRAs of a folder by name. Raises CommandError where there are none."""
     if folder is None:
         return {}
@@ -234,7 +223,7 @@ def _lora_files(folder: Path | None) -> dict[str, Path]:
     return found
 
 
-def _studio(
+def load_studio(
     model: models.ModelFolder,
     dtype: Any,
     device: str,
@@ -280,43 +269,76 @@ def _add_loras(pipe: Any, loras: dict[str, Path]) -> None:
 
 
 def _spell(model: models.ModelFolder) -> Spell:
-    if not model.is_sprites:
-        return lambda text, _: (text, "")
+    return _spelled if model.is_sprites else _as_it_is
+
+
+def _spelled(text: str, _: str) -> tuple[str, str]:
     from strop.models.sprites.spelling import spelled
 
-    return lambda text, _: spelled(text)
+    return spelled(text)
 
 
-def _limits(
-    model: models.ModelFolder, device: str, batch: int, pixels: int, steps: int, waiting: int
-) -> ServeLimits:
+def _as_it_is(text: str, _: str) -> tuple[str, str]:
+    return text, ""
+
+
+def limits_of(settings: ServeSettings, size: PictureSize, device: str) -> ServeLimits:
+    """Return the limits of a server whose model draws pictures of ``size`` by itself."""
     from strop.serve.limits import ServeLimits
 
     return ServeLimits(
-        most_pixels=pixels or _LARGER * model.default_size.num_pixels,
-        most_batch=batch or _BATCHES[device],
-        most_waiting=waiting,
-        most_steps=steps,
+        most_pixels=settings.max_pixels or _LARGER * size.num_pixels,
+        most_batch=settings.max_batch or _BATCHES[device],
+        most_waiting=settings.max_waiting,
+        most_steps=settings.max_steps,
     )
 
 
-def _serve(
-    studio: Studio, limits: ServeLimits, listening: Any, secret: str, hosts: tuple[str, ...]
-) -> None:
+def studio_of(settings: ServeSettings, device: str) -> Studio:
+    """Load and compile the model of the settings. Raises CommandError for what cannot be had."""
+    found = models.find_model(settings.model)
+    folder = Path(settings.lora) if settings.lora else None
+    if folder is not None and found.is_flux:
+        raise CommandError("LoRAs are added to Stable Diffusion only; leave out --lora")
+    kind = arguments.chosen_dtype(Dtype(settings.dtype), device)
+    has_eager = found.is_sprites if settings.eager is None else settings.eager
+    return load_studio(found, kind, device, lora_files(folder), has_eager, settings.threads)
+
+
+def _serve_here(settings: ServeSettings, listening: socket, access: ServeAccess) -> None:
+    models.find_model(settings.model)  # before the device is looked for, which takes a while
+    device = arguments.chosen_device(DeviceName(settings.device))
+    studio = studio_of(settings, device)
     import torch
 
+    from strop.serve.service import Service
+
+    threads = torch.get_num_threads()
+    limits = limits_of(settings, studio.card.size, device)
+    service = Service(studio, limits, prepare=lambda: torch.set_num_threads(threads))
+    serve_until_stopped(service, listening, access)
+
+
+@dataclass(frozen=True)
+class ServeAccess:
+    """Hold the token that requests need, and the names under which the server answers."""
+
+    secret: str
+    hosts: tuple[str, ...]
+
+
+def serve_until_stopped(
+    service: Service, listening: socket, access: ServeAccess, more: str = ""
+) -> None:
+    """Say where the server is, and serve until a signal stops it."""
     from strop.serve import running
     from strop.serve.app import build_app
     from strop.serve.guard import GuardRules
     from strop.serve.logs import log_as_json
-    from strop.serve.service import Service
 
-    threads = torch.get_num_threads()
-    service = Service(studio, limits, prepare=lambda: torch.set_num_threads(threads))
     log_as_json()
-    card: ModelCard = studio.card
-    asks = " (it asks for the token)" if secret else ""
-    typer.echo(
-        f"{card.name}, {counted(len(card.loras), 'LoRA')}: {running.address_of(listening)}{asks}"
-    )
-    running.run(build_app(service, GuardRules(secret, hosts)), service, listening)
+    card: ModelCard = service.painter.card
+    asks = " (it asks for the token)" if access.secret else ""
+    what = ", ".join((card.name, counted(len(card.loras), "LoRA"), *([more] if more else ())))
+    typer.echo(f"{what}: {running.address_of(listening)}{asks}")
+    running.run(build_app(service, GuardRules(access.secret, access.hosts)), service, listening)

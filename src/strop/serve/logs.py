@@ -6,10 +6,11 @@ import datetime
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
-_LOGGERS = ("strop", "uvicorn", "py.warnings")
+_LOGGERS = ("strop", "uvicorn", "py.warnings", "ray", "ray.serve")
 
 
 class JsonLines(logging.Formatter):
@@ -30,12 +31,12 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_as_json(level: int = logging.INFO) -> None:
-    """Send the records of Strop, of uvicorn and of warnings to standard error."""
+def log_as_json(level: int = logging.INFO, names: Sequence[str] = _LOGGERS) -> None:
+    """Send the records of Strop, of uvicorn, of Ray and of warnings to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.captureWarnings(True)
-    for name in _LOGGERS:
+    for name in names:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

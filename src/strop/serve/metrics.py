@@ -30,6 +30,9 @@ class ServeMetrics:
         self.failed = Counter(
             "strop_pictures_failed", "Pictures that could not be drawn", registry=own
         )
+        self.replicas_lost = Counter(
+            "strop_replicas_lost", "Replicas that ended while they drew", registry=own
+        )
         self.batch = Histogram(
             "strop_batch_pictures", "Pictures of a batch", buckets=_BATCHES, registry=own
         )

@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 
 
 class Service:
-    """Hold the line, the jobs and the thread that draws."""
+    """Hold the line, the jobs and the threads that draw."""
 
     def __init__(
         self,
@@ -38,15 +38,19 @@ class Service:
         limits: ServeLimits,
         metrics: ServeMetrics | None = None,
         prepare: Callable[[], None] = lambda: None,
+        lanes: int = 1,
     ) -> None:
-        """``prepare`` is called once in the thread that draws, before anything else."""
+        """``lanes`` batches are drawn at once, each in a thread of its own. ``prepare`` is called
+        in each of these threads before anything else."""
         self.painter, self.limits = painter, limits
         self.metrics = metrics or ServeMetrics()
         self.jobs = JobStore(limits.keep_seconds, limits.keep_bytes)
         self.is_draining, self._draining_since = False, 0.0
         self._line = WaitingLine[LineTicket](limits.most_batch)
         self._news = asyncio.Event()
-        self._pool = ThreadPoolExecutor(1, "strop-serve-draw", initializer=prepare)
+        self.lanes = lanes
+        self._pool = ThreadPoolExecutor(lanes, "strop-serve-draw", initializer=prepare)
+        self._drawing: set[asyncio.Task[None]] = set()
         self._batch_s = _FIRST_GUESS_S
         self._idle = asyncio.Event()
         self._idle.set()
@@ -57,7 +61,7 @@ class Service:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Finish what is accepted, then end the thread."""
+        """Finish what is accepted, then end the threads."""
         await self.drain()
         if self._task is not None:
             self._task.cancel()
@@ -108,7 +112,7 @@ class Service:
 
     def retry_after_s(self) -> int:
         """Return the seconds after which there should be room, from what batches have taken."""
-        batches = math.ceil(len(self._line) / self.limits.most_batch / 2)
+        batches = math.ceil(len(self._line) / self.limits.most_batch / 2 / self.lanes)
         return min(_MOST_RETRY_S, max(1, math.ceil(batches * self._batch_s)))
 
     def cancel(self, job: PictureJob) -> None:
@@ -119,7 +123,7 @@ class Service:
             self.metrics.waiting.set(len(self._line))
 
     def abandon(self) -> None:
-        """Cancel everything, so that the thread that draws ends after its step."""
+        """Cancel everything, so that the threads that draw end after their step."""
         for job in self.jobs.unfinished():
             self.cancel(job)
 
@@ -134,13 +138,19 @@ class Service:
     async def _run(self) -> None:
         while True:
             await self._news.wait()
-            batch = self._line.take()
-            if not batch:
-                self._news.clear()
+            self._news.clear()
+            while len(self._drawing) < self.lanes and (batch := self._line.take()):
+                task = asyncio.create_task(self._draw(batch))
+                self._drawing.add(task)
+                task.add_done_callback(self._note_drawn)
+            if not self._drawing:
                 self._idle.set()
-                continue
-            await self._draw(batch)
-            self.jobs.tidy()
+
+    def _note_drawn(self, task: asyncio.Task[None]) -> None:
+        """Let the next batch have the lane of this one."""
+        self._drawing.discard(task)
+        self.jobs.tidy()
+        self._news.set()
 
     async def _draw(self, tickets: Sequence[LineTicket]) -> None:
         loop, begun = asyncio.get_running_loop(), time.monotonic()

@@ -104,9 +104,12 @@ class Studio:
 
     def notes(self, request: PictureRequest) -> Sequence[str]:
         """Return what the model will not read of a request."""
-        texts = ((request.prompt, "prompt"), (request.negative, "negative prompt"))
-        found = [unread(self._reader, text, what) for text, what in texts if text]
-        return [note for note in found if note]
+        return notes_of(self._reader, request)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the notes; None where the model has none."""
+        return self._reader.tokenizer
 
     def _activate(self, is_eager: bool, adapters: Adapters) -> None:
         """Let exactly these adapters have effect. Without any a layer has the weight of the
@@ -122,6 +125,13 @@ class Studio:
         else:
             pipe.disable_lora()
         self._active[is_eager] = adapters
+
+
+def notes_of(reader: Any, request: PictureRequest) -> Sequence[str]:
+    """Return what a model will not read of a request, by its ``reader.tokenizer``."""
+    texts = ((request.prompt, "prompt"), (request.negative, "negative prompt"))
+    found = [unread(reader, text, what) for text, what in texts if text]
+    return [note for note in found if note]
 
 
 def _previews(pipe: Any, batch: PictureBatch, done: StepDone) -> dict[int, bytes]:

@@ -1,0 +1,3 @@
+"""Strop's node for InvokeAI."""
+
+from .denoise import StropDenoiseInvocation as StropDenoiseInvocation
