@@ -88,3 +88,19 @@ def test_gradients_of_an_exported_program(tmp_path: Path) -> None:
             model(x)["all"].square().sum().backward()
         found = {name: p.grad for name, p in module.named_parameters()}
         torch.testing.assert_close(found, {name: p.grad for name, p in net.named_parameters()})
+
+
+class Heads(nn.Module):
+    def forward(self, q: Tensor, mask: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+@torch.no_grad()
+def test_its_attention_is_a_call_that_may_have_a_kernel(tmp_path: Path) -> None:
+    """torch's operator has a second result, which nobody reads."""
+    given = torch.randn(2, 4, 8, 64), torch.zeros(2, 1, 8, 8)
+    given[1][0, 0, :, 5:] = -10
+    module: Any = torch.export.export(Heads().eval(), given).module()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    torch.testing.assert_close(module(*given), Heads()(*given))
+    assert strop.explain(module).calls == {"attention": 1}

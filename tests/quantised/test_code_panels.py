@@ -4,6 +4,7 @@ others ask for them. All numbers here are whole or halves, so that every result 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import strop
+from strop.dispatch.derived_inputs import PACKED
 from strop.fusion.planner import plan
 from strop.ir.code_panel import MOST_BYTES, CodePanel
 from strop.ir.dims import symbol
@@ -140,6 +142,61 @@ def test_whatever_is_written_to_a_weight_counts(product, folder):
         assert_fresh()
         layer.codes[0] += 1
         assert_fresh()
+
+
+def packed(module: nn.Module) -> Any:
+    """What of a module's weights is packed, or None."""
+    found = strop.explain(module).components[0].derived
+    return next((one for one in found if one.kind == PACKED), None)
+
+
+def test_a_weight_is_packed_once_for_all_calls_of_few_rows(tmp_path):
+    stack, x = made(of_signed, 36, 70, 64, folder=tmp_path), given(49, 36)
+    assert torch.equal(stack(x), expected(stack, x))
+    assert packed(stack) is None  # many rows: in each call, in working memory
+    for rows in (3, 48, 3, 24):
+        assert torch.equal(stack(x[:rows]), expected(stack, x[:rows]))
+        assert (packed(stack).count, packed(stack).num_made) == (2, 2)
+    for times, change in enumerate((lambda codes: codes.data.neg_(), lambda codes: codes.add_(1))):
+        change(stack.layers[0].codes)
+        for rows in (24, 3):
+            assert torch.equal(stack(x[:rows]), expected(stack, x[:rows]))
+            assert packed(stack).num_made == 3 + times
+    assert packed(stack).size_bytes >= sum(layer.codes.nbytes for layer in stack.layers)
+
+
+def test_what_is_written_and_taken_back_counts(folder):
+    """The memory holds what was packed last."""
+    stack, x = made(of_signed, 20, 33, folder=folder), given(5, 20)
+    codes = stack.layers[0].codes
+    one, other = codes.clone(), -codes
+    for held in (one, other, one, one, other):
+        codes.numpy()[:] = held.numpy()
+        assert torch.equal(stack(x), expected(stack, x))
+
+
+def test_two_modules_of_one_weight_and_of_two_shapes(folder):
+    """A weight that another module sees in another shape is packed by itself."""
+    memory = torch.randint(-128, 128, (48 * 64,), dtype=INT8)
+    stacks = [made(of_signed, *sizes, folder=folder) for sizes in ((64, 48), (48, 64))]
+    stacks[0].layers[0].codes = memory.view(48, 64)
+    stacks[1].layers[0].codes = memory.view(64, 48)
+    for _ in range(2):
+        for stack, depth in zip(stacks, (64, 48), strict=True):
+            x = given(7, depth)
+            assert torch.equal(stack(x), expected(stack, x))
+        memory.neg_()
+
+
+def test_threads_that_pack_the_same_weight_at_once(tmp_path):
+    stack, x = made(of_signed, 256, 512, folder=tmp_path), given(6, 256)
+    stack(x)
+    for _ in range(5):
+        stack.layers[0].codes.neg_()
+        wanted = expected(stack, x)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: stack(x), range(8)))
+        assert all(torch.equal(each, wanted) for each in found)
 
 
 def test_a_weight_that_lies_otherwise(folder):

@@ -51,14 +51,15 @@ def _is_dense(kernel: LoopKernel, load: Load) -> bool:
 
 
 def pack(loops: Loops) -> None:
-    """Print what is done before all tasks: each weight is packed into scratch."""
+    """Print what is done before all tasks: each weight is packed. With few rows it is packed into
+    memory that stays, unless its bits are those that were packed there."""
+    rows = loops.scalars(loops.kernel.num_rows)
     for number, panel in loops.panels.items():
         place = len(loops.kernel.params) + len(loops.scratch)
-        loops.scratch.append(panel.scratch)
-        words = f"reinterpret_cast<code_sums::Word*>(p{place})"
-        loops.out(f"code_sums::Word* const packed{number} = {words};")
-        sizes = f"{panel.columns}, {panel.depth}"
-        loops.out(f"code_sums::pack(p{panel.weight}, {sizes}, packed{number});")
+        loops.scratch.extend(panel.scratch)
+        memory = (f"reinterpret_cast<code_sums::Word*>(p{place + n})" for n in range(2))
+        given = f"{rows}, p{panel.weight}, {panel.columns}, {panel.depth}, {', '.join(memory)}"
+        loops.out(f"const code_sums::Word* const packed{number} = code_sums::packed_for({given});")
 
 
 def multiply(loops: Loops) -> None:

@@ -39,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
+from strop.frontend.affine_codes import opened_codes
 from strop.frontend.block_reuse import BlockReuse
 from strop.frontend.composed_tensors import is_composed
 from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
@@ -403,7 +404,8 @@ def _traced(
         nullcontext() if transform else blocks.watched(),
     ):
         function = transform(flat) if transform else flat
-        rules = {**DECOMPOSITIONS, **dict(opened()), **functional_collectives()}
+        rules = {**DECOMPOSITIONS, **dict(opened()), **dict(opened_codes())}
+        rules |= functional_collectives()
         gm = make_fx(function, rules, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
     refuse_unread(gm)

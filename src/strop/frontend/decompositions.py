@@ -183,11 +183,12 @@ def _fused_attention(
     scale: float | None = None,
 ) -> tuple[Any, ...] | None:
     """Import torch's inference kernels. With more outputs in use (training) the call stays
-    opaque."""
-    used = {user.args[1] for user in fx.users}
+    opaque. A trace takes out all of them, used or not."""
+    used = {user.args[1] for user in fx.users if user.users}
     if dropout or used - {0}:
         return None
-    return (_attention(im, fx, q, k, v, attn_mask, causal, scale),)
+    unread = [None] * (len(fx.meta["val"]) - 1)
+    return (_attention(im, fx, q, k, v, attn_mask, causal, scale), *unread)
 
 
 def _copy_(im: Importer, fx: FxNode, destination: Any, value: Any) -> Node:

@@ -1,7 +1,7 @@
 """Describe rows of sums of products of int8 codes that a generated kernel on a CPU makes itself.
 
 Such a kernel reads sums (M, N) at one row after the other. It multiplies some rows at a time by a
-weight that it has packed before, and what it does with them follows while they lie in a cache.
+weight that is packed before them, and what it does with them follows while they lie in a cache.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from strop.ir.dims import const
 from strop.ir.source import Scratch
 
 ROWS = 24  # of a panel, as ``codegen/rt/code_sums.h`` has them
+HEAD = 16  # words in front of a weight that is packed once: as many bytes as vectors are wide
 LANES = 16  # of the widest vectors, to whose multiples columns are padded
 MOST_BYTES = 1 << 19  # of a panel and its codes, on the stack of a thread, which may have 2 MiB
 
@@ -30,9 +31,12 @@ class CodePanel:
     weight: int
 
     @property
-    def scratch(self) -> Scratch:
-        """Return the memory of the packed weight."""
-        return Scratch(torch.int32, const(packed_words(self.columns, self.depth)))
+    def scratch(self) -> tuple[Scratch, Scratch]:
+        """Return the memory of the packed weight: that in which it stays, behind what says of which
+        bits it is, and that of a call of many rows."""
+        words = packed_words(self.columns, self.depth)
+        stays = Scratch(torch.int32, const(HEAD + words), zeroed=True, packs=self.weight)
+        return stays, Scratch(torch.int32, const(words))
 
     @property
     def stack_bytes(self) -> int:
@@ -58,5 +62,12 @@ def row_words(depth: int) -> int:
 def header() -> str:
     """Return the text of the kernel that all of them call: the compiler takes the form of the
     processor."""
-    folder = Path(__file__).parents[1] / "codegen" / "rt"
-    return "\n".join((folder / name).read_text() for name in ("code_sums_arm.h", "code_sums.h"))
+    package = Path(__file__).parents[1]
+    return "\n".join((package / name).read_text() for name in _TEXTS)
+
+
+_TEXTS = (
+    "kernels/packed/fingerprint.h",
+    "codegen/rt/code_sums_arm.h",
+    "codegen/rt/code_sums.h",
+)

@@ -16,15 +16,19 @@ class Scratch:
     """Describe working memory that a kernel wants beside its params: ``numel`` is over its scalar
     names.
 
-    ``zeroed`` memory is zero at the first launch and left zero by the kernel (counters).
+    ``zeroed`` memory is zero at the first launch and kept from launch to launch (counters, which
+    the kernel leaves zero).
     ``faults`` is such memory on the host: one number, which a kernel that is asked to look outside
     of a tensor sets to 1.
+    ``packs``, where it is not negative, is the param of a weight that the kernel packs into such
+    memory, which says of what bits that was made. Kernels that pack the same weight share it.
     """
 
     dtype: torch.dtype
     numel: Expr
     zeroed: bool = False
     faults: bool = False
+    packs: int = -1
 
 
 # A kernel with at most so many programs may start before the one before has ended. With more

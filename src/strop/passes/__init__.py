@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from strop.ir.affine import base_of
@@ -17,6 +17,7 @@ from strop.passes.canonicalize import canonicalize
 from strop.passes.cat_last import cat_last
 from strop.passes.channels_last import channels_last
 from strop.passes.code_sums import code_sums
+from strop.passes.dequantised_linear import dequantised_linear, left_in_floats
 from strop.passes.dot_merge import dot_merge
 from strop.passes.eight_bit import eight_bit_choice, eight_bit_products, left_exact
 from strop.passes.gated_linear import gated_linear
@@ -38,6 +39,7 @@ Pass = Callable[[Graph, Options], Graph]
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
+    dequantised_linear,  # products of dequantised values, by codes
     code_sums,  # products of int8 codes, by a kernel of ours
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
@@ -66,6 +68,7 @@ ONLY_ON = {
     "activated_linear": "cuda",
     "aligned_linear": "cuda",
     "code_sums": "cpu",
+    "dequantised_linear": "cpu",
     "pooled_operands": "cuda",
     "gated_linear": "cuda",
     "grouped_heads": "cuda",
@@ -108,13 +111,20 @@ def run(
         if step.__name__ in options.disable:
             continue
         start, before = time.perf_counter(), len(graph.nodes)
-        left = left_exact(graph, options) if step is eight_bit_choice else {}
+        left = _left_out(graph, step, options)
         graph = _with_own_results(graph, step(graph, options))
         seconds = time.perf_counter() - start
         kept = graph if options.wants_graphs else None
         notes = tuple((node.origin, reason) for node, reason in left.items())
         records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes), kept, notes))
     return graph, tuple(records)
+
+
+def _left_out(graph: Graph, step: Pass, options: Options) -> Mapping[Node, str]:
+    """Return the linears that a step leaves as they are though it is for such, with the reasons."""
+    if step is eight_bit_choice:
+        return left_exact(graph, options)
+    return left_in_floats(graph) if step is dequantised_linear else {}
 
 
 def _with_own_results(before: Graph, after: Graph) -> Graph:

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from strop.ir.code_panel import HEAD
 from strop.kernels.packed.fingerprint import num_words, source
 from strop.runtime.build.loader import KernelLoader
 
@@ -88,20 +89,46 @@ class PackedWeight:
         return made
 
 
+class PackedMemory:
+    """Hold memory into which generated kernels pack one weight. They look at its bits themselves,
+    and say in words in front of it how often they have packed (``codegen/rt/code_sums.h``)."""
+
+    def __init__(self, numel: int) -> None:
+        self.memory = torch.empty(numel, dtype=torch.int32)
+        self.memory[:HEAD] = 0  # the rest takes no memory until it is written to
+
+    @property
+    def num_made(self) -> int:
+        return int(self.memory[2])  # the lower half of the second number of 64 bits
+
+    @property
+    def size_bytes(self) -> int:
+        return self.memory.nbytes if self.num_made else 0
+
+
 class PackedWeights:
     """Hold those of one module, each as long as a program that reads it is bound."""
 
     def __init__(self) -> None:
-        self.num_made = 0
+        self._num_made = 0
         self._weights: WeakValueDictionary[Hashable, PackedWeight] = WeakValueDictionary()
+        self._memories: WeakValueDictionary[Hashable, PackedMemory] = WeakValueDictionary()
         self._lock = threading.Lock()
 
+    @property
+    def num_made(self) -> int:
+        return self._num_made + sum(each.num_made for each in self._all_memories())
+
     def __len__(self) -> int:
-        return sum(1 for weight in self._all() if weight.size_bytes)
+        return sum(1 for size_bytes in self._sizes() if size_bytes)
 
     @property
     def size_bytes(self) -> int:
-        return sum(weight.size_bytes for weight in self._all())
+        return sum(self._sizes())
+
+    def _sizes(self) -> list[int]:
+        weights = [weight.size_bytes for weight in self._all()]
+        return weights + [memory.size_bytes for memory in self._all_memories()]
 
     def get(self, weight: Tensor, way: Hashable, pack: Pack) -> PackedWeight:
         """Return what holds this weight, packed in a way, for everyone who asks for it."""
@@ -112,13 +139,27 @@ class PackedWeights:
                 found = self._weights[key] = PackedWeight(pack, self._note)
             return found
 
+    def memory_for(self, weight: Tensor, move: int, numel: int) -> PackedMemory:
+        """Return what holds the weight that begins ``move`` bytes into a tensor, packed into
+        ``numel`` words by kernels, for all of these."""
+        key = weight.data_ptr() + move, tuple(weight.shape), weight.stride(), numel
+        with self._lock:
+            found = self._memories.get(key)
+            if found is None:
+                found = self._memories[key] = PackedMemory(numel)
+            return found
+
+    def _all_memories(self) -> list[PackedMemory]:
+        with self._lock:
+            return list(self._memories.values())
+
     def _all(self) -> list[PackedWeight]:
         with self._lock:
             return list(self._weights.values())
 
     def _note(self) -> None:
         with self._lock:
-            self.num_made += 1
+            self._num_made += 1
 
 
 def has_no_gaps(weight: Tensor) -> bool:

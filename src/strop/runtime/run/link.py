@@ -23,7 +23,12 @@ from strop.kernels.packed.rows import NAME as PACKED
 from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.build.native import BoundNativeKernel
-from strop.runtime.derived.packed_weights import PackedWeight, PackedWeights, has_no_gaps
+from strop.runtime.derived.packed_weights import (
+    PackedMemory,
+    PackedWeight,
+    PackedWeights,
+    has_no_gaps,
+)
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
@@ -63,7 +68,8 @@ class Resources:
     """A program is linked to these, wherever its memory is. ``state`` holds weights by argument,
     and ``packed`` what is packed of them, or None where they do not stay; ``lent`` holds the
     tensors that buffers of a part lie in. ``faults``, ``zeroed``, scratch by step and place, and
-    ``held``, packed weights by step, are its own and outlive a link."""
+    ``held``, packed weights by step, are its own and outlive a link, and so is ``memories``, in
+    which kernels pack weights."""
 
     state: Sequence[Tensor | None]
     kernels: KernelLoader
@@ -73,6 +79,7 @@ class Resources:
     zeroed: dict[tuple[int, int], Tensor]
     packed: PackedWeights | None = None
     held: dict[int, PackedWeight] = field(default_factory=dict)
+    memories: dict[tuple[int, int], PackedMemory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,10 +423,29 @@ def _scratch_pointer(at: Linking, position: int, place: int, launch: GeneratedLa
         return at.resources.faults.pointer(position)
     if not scratch.zeroed:
         return at.memory.data_ptr() + at.plan.memory.scratch[position, place]
+    if scratch.packs >= 0 and (held := _packed_memory(at, position, place, launch)) is not None:
+        return held.memory.data_ptr()
     if (position, place) not in zeroed:
         numel, device = launch.scratch_numels[place], at.memory.device
         zeroed[position, place] = torch.zeros(numel, dtype=scratch.dtype, device=device)
     return zeroed[position, place].data_ptr()
+
+
+def _packed_memory(
+    at: Linking, position: int, place: int, launch: GeneratedLaunch
+) -> PackedMemory | None:
+    """Return where a kernel packs a weight of the module; None for what is no weight, or does not
+    stay where it is."""
+    step, weights = at.plan.order.steps[position], at.resources.packed
+    assert isinstance(step, KernelStep)
+    param = launch.source.scratch[place].packs
+    number = step.buffers[param]
+    weight = at.slots[number]
+    if weights is None or weight is None or number not in at.steady:
+        return None
+    numel, move = launch.scratch_numels[place], launch.moves[param]
+    held = at.resources.memories[position, place] = weights.memory_for(weight, move, numel)
+    return held
 
 
 def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[..., Any]:
