@@ -154,7 +154,7 @@ def test_a_missing_extra_is_named(
         (["bench", "infer", "P1", "-o", "file"], 1, "file is a file"),
         (["bench", "train", "huge"], 2, "there are P8, P9"),
         (["bench", "train", "P8", "--only", "huge"], 2, "there are strop, strop-graph"),
-        (["bench", "compile", "tiny-unet", "-o", "absent"], 1, "mkdir -p absent"),
+        (["bench", "compile", "tiny-unet", "-o", "file"], 1, "file is a file"),
         (["bench", "models", "-o", "absent/a.json"], 1, "mkdir -p absent"),
         (["bench", "models", "--page", "folder"], 1, "folder is a folder"),
         (["bench", "kernel", "-o", "absent/a.json"], 1, "mkdir -p absent"),

@@ -98,3 +98,26 @@ def deep(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             place
         )
     return made
+
+
+@pytest.fixture(scope="session")
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drawings in one folder, half as large greys of them in another, and metadata that names
+    both."""
+    from tests.train.controls import draw_controlled
+
+    return draw_controlled(tmp_path_factory.mktemp("controlled"))
+
+
+@pytest.fixture(scope="session")
+def started(deep: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """ControlNets that diffusers has made and saved, after some training."""
+    from tests.train.controls import NAMES, awake, by_diffusers
+
+    made = {}
+    for name in NAMES:
+        net = by_diffusers(name, deep[name])
+        awake(net)
+        made[name] = tmp_path_factory.mktemp("started") / name
+        net.save_pretrained(made[name])
+    return made

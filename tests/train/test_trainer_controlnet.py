@@ -28,6 +28,7 @@ from strop.train.objective import Objective
 from strop.train.session import Session
 from tests.e2e.tiny import cache_dir
 from tests.train import trainer
+from tests.train.controls import awake, gradients
 from tests.train.pair import Pair, train
 
 diffusers = pytest.importorskip("diffusers")
@@ -36,38 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUMBER, SIDE = 1, trainer.SIDE  # of the batch
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def controlled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Drawings in one folder, half as large greys of them in another, and metadata that names
-    both."""
-    return draw_controlled(tmp_path_factory.mktemp("controlled"))
-
-
-def draw_controlled(place: Path) -> Path:
-    trainer.draw_pictures(place / "pictures")
-    rows = (place / "pictures" / "metadata.jsonl").read_text().splitlines()
-    (place / "pictures" / "metadata.jsonl").unlink()
-    (place / "greys").mkdir()
-    named = []
-    for row in map(json.loads, rows):
-        name = row["file_name"]
-        grey = Image.open(place / "pictures" / name).convert("L").resize((24, 20))
-        grey.save(place / "greys" / name)
-        named.append(row | {"file_name": f"pictures/{name}", "conditioning_image": f"greys/{name}"})
-    (place / "metadata.jsonl").write_text("\n".join(map(json.dumps, named)))
-    return place
-
-
-def awake(net: Any) -> None:
-    """Give a new ControlNet what it has after some training: at first its last layers are zeros,
-    which hand no gradient to those before them."""
-    source = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if not parameter.any():
-                parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +103,6 @@ def _texts(parts: Any, ids: dict[str, Tensor], sizes: Tensor) -> dict[str, Any]:
     states = torch.concat([one[-1][-2] for one in found], dim=-1)
     more = {"text_embeds": found[1][0], "time_ids": sizes}
     return {"encoder_hidden_states": states, "added_cond_kwargs": more}
-
-
-def gradients(made: Session, loss: Tensor) -> dict[str, Tensor]:
-    made.learner.forget_gradients()
-    loss.backward()
-    return {n: p.grad.double() for n, p in made.learner.named.items() if p.grad is not None}
 
 
 def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float) -> None:

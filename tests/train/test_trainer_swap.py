@@ -21,19 +21,14 @@ from strop.train.block_swap import BlockSwap
 from strop.train.objective import Objective
 from strop.train.session import Session
 from tests.train import trainer
+from tests.train.controls import awake
 from tests.train.pair import Pair, train
-from tests.train.test_trainer_controlnet import awake, draw_controlled
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NAMES, SWAPPED = ("sd", "sd3", "flux"), 3
 Found = tuple[list[float], dict[str, Tensor | None]]
-
-
-@pytest.fixture(scope="module")
-def controlled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return draw_controlled(tmp_path_factory.mktemp("controlled"))
 
 
 @pytest.fixture
