@@ -588,7 +588,7 @@ def test_command(fast: list[Any], tmp_path: Path) -> None:
         (["P8", "--device", "cpu"], 1, "--device cpu --tiny runs the same code"),
         (["P1", "--tiny"], 2, "no row P1; there are P8"),
         (["--tiny", "--only", "apex"], 2, "no contender apex"),
-        (["--tiny", "-o", "absent"], 1, "mkdir -p absent"),
+        (["--tiny", "--device", "cpu", "-o", __file__], 1, "is a file; give the name of a folder"),
         (["--tiny", "--samples", "1"], 2, "samples"),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_missing_extra_is_named(
         (["explain", "--size", "100x64"], 2, "the nearest: 96x64"),
         (["explain", "--model", "sd15-unet", "--size", "100x64"], 2, "multiples of 8 pixels"),
         (["bench", "infer", "huge"], 2, "there are P1, P2"),
-        (["bench", "infer", "P1", "-o", "file"], 1, "file is a file"),
+        (["bench", "infer", "P1", "--tiny", "--device", "cpu", "-o", "file"], 1, "file is a file"),
         (["bench", "train", "huge"], 2, "there are P8, P9"),
         (["bench", "train", "P8", "--only", "huge"], 2, "there are strop, strop-graph"),
         (["bench", "compile", "tiny-unet", "-o", "file"], 1, "file is a file"),

@@ -124,7 +124,7 @@ def test_trainings_end_with_the_same_bytes(
         drawn = (output / "validation" / "step-000003.png").read_bytes()
         found[name] = trainer.checkpoint_sums(output / "checkpoint-4"), drawn
     assert found["device"] == found["host"] == found["both"]
-    assert len(found["device"][0]) == 2
+    assert {"weights.safetensors", "optimizer.safetensors"} <= found["device"][0].keys()
 
 
 def test_what_does_not_go_together() -> None:

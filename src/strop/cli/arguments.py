@@ -128,10 +128,11 @@ def check_folder(folder: Path | None) -> None:
 
 
 def make_folder(folder: Path | None) -> None:
-    """Make the folder of results, unless it is there. Raise CommandError where that fails."""
+    """Make the folder of results, unless it is there; for behind all that can be wrong with other
+    arguments. Raise CommandError where that fails."""
     if folder is not None and not folder.exists():
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)  # another rank may be as far
         except OSError as error:
             raise CommandError(f"no folder {folder} can be made: {error.strerror}") from None
     check_folder(folder)

@@ -142,7 +142,6 @@ def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 def _prepared(case: str, out: Path | None, device: DeviceName) -> tuple[BenchCase, str]:
     """Find everything that can be wrong before any work."""
     require_diffusion()
-    arguments.make_folder(out)
     from strop.bench.cases import CASES
 
     named = {c.name: c for c in CASES}
@@ -151,6 +150,7 @@ def _prepared(case: str, out: Path | None, device: DeviceName) -> tuple[BenchCas
             f"no case {case!r}; there are {', '.join(named)}", param_hint="'CASE'"
         )
     where = arguments.chosen_device(device)
+    arguments.make_folder(out)
 
     from strop.cli.models import quieten
 

@@ -73,7 +73,6 @@ def cpu(
     contender was made, and each model a plot.
     """
     require_diffusion()
-    arguments.make_folder(out)
     if page is not None and out is None:
         raise typer.BadParameter("goes with --out", param_hint="'--page'")
     from strop.bench import cpu as bench_cpu
@@ -87,6 +86,7 @@ def cpu(
         chosen = chosen_rows(rows or ())
     names = tuple(name for name in peers.split(",") if name)
     known("--peers", list(names), PEERS)
+    arguments.make_folder(out)
     quieten()
     with wrong("--core"), only_errors(), progress_bar() as bar:
         task = bar.add_task("measuring", total=None, note="")

@@ -152,7 +152,6 @@ def infer(
     require_diffusion()
     from strop.bench.infer_rows import chosen_rows
 
-    arguments.make_folder(out)
     if variants and not random:
         raise typer.BadParameter("goes with --random N", param_hint="--variants")
     with wrong("ROWS"):
@@ -171,6 +170,7 @@ def infer(
         variants=variants,
         commit=commit,
     )
+    arguments.make_folder(out)
     results = _measured(chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny)
 
     from strop.bench import infer_plots, infer_report

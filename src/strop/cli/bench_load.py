@@ -86,7 +86,6 @@ def load(
     gives it, and calls at the same time have their shares of the cores.
     """
     require_diffusion()
-    arguments.make_folder(out)
     from strop.bench import load as bench_load
     from strop.bench.load_report import rows_of, verdicts
     from strop.bench.load_workloads import LOAD_WORKLOADS, sized
@@ -95,6 +94,7 @@ def load(
     names = tuple(name for name in contenders.split(",") if name)
     known("--contenders", list(names), bench_load.CONTENDERS)
     where = arguments.chosen_device(device)
+    arguments.make_folder(out)
 
     import torch
 

@@ -70,11 +70,11 @@ def pictures(
     PNG file with the worst pictures.
     """
     require_diffusion()
-    arguments.make_folder(out)
     where = arguments.chosen_device(device)
+    if numerics and ablate:
+        raise typer.BadParameter("--ablate is for exact pictures; leave out --numerics")
+    arguments.make_folder(out)
     if numerics:
-        if ablate:
-            raise typer.BadParameter("--ablate is for exact pictures; leave out --numerics")
         bench_numerics.judge(numerics, where, prompts, budget, out)
         return
     from strop.bench import quality

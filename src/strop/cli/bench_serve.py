@@ -45,8 +45,8 @@ def serve(
     """
     require_diffusion()
     require_serve()
-    arguments.make_folder(out)
     where = arguments.chosen_device(device)
+    arguments.make_folder(out)
 
     import torch
 

@@ -163,8 +163,6 @@ def train(
     from strop.bench.train_measure import Plan
     from strop.bench.train_rows import chosen_rows
 
-    for folder in (out, plots):
-        arguments.make_folder(folder)
     names = [*(rows or ()), *(more_rows or ())]
     with wrong("ROWS, --only, --compiler"):
         chosen = chosen_rows(
@@ -186,6 +184,8 @@ def train(
         log_freq=log_freq,
         is_spread=place.count > 1,
     )
+    for folder in (out, plots):
+        arguments.make_folder(folder)
     how = {"budget_s": budget, "out": out, "is_apart": not tiny, "earlier": resume or ()}
     _measure_each(chosen, plan, counts, place, plots or out, how)
 

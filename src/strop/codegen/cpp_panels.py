@@ -53,11 +53,11 @@ def _is_dense(kernel: LoopKernel, load: Load) -> bool:
 def pack(loops: Loops) -> None:
     """Print what is done before all tasks: each weight is packed. With few rows it is packed into
     memory that stays, unless its bits are those that were packed there."""
-    rows = loops.scalars(loops.kernel.num_rows)
     for number, panel in loops.panels.items():
         place = len(loops.kernel.params) + len(loops.scratch)
         loops.scratch.extend(panel.scratch)
         memory = (f"reinterpret_cast<code_sums::Word*>(p{place + n})" for n in range(2))
+        rows = loops.scalars(loops.kernel.num_rows)
         given = f"{rows}, p{panel.weight}, {panel.columns}, {panel.depth}, {', '.join(memory)}"
         loops.out(f"const code_sums::Word* const packed{number} = code_sums::packed_for({given});")
 
