@@ -19,8 +19,9 @@ from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype
 from strop.cli.cores import CoreUse
 from strop.cli.generate import DtypeOption, ThreadsOption, set_threads
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
-from strop.cli.serve_options import RaySettings, ServeSettings
+from strop.cli.serve_options import ServeSettings
 from strop.drawing.request import PictureRequest, PictureSize
+from strop.serve.replicas.plan import ReplicaWish
 from strop.wording import counted
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def command(
     """
     settings = ServeSettings(model, str(lora or ""), max_batch, max_pixels, max_steps, max_waiting)
     settings = replace(settings, eager=eager, device=device.value, arch=arch, dtype=dtype.value)
-    counts = RaySettings(replicas, max_replicas, replicas_per_gpu, replica_cpus)
+    counts = ReplicaWish(replicas, max_replicas, replicas_per_gpu, replica_cpus)
     counts = replace(counts, scale_up_s=scale_up_s, scale_down_s=scale_down_s)
     asked = ServePlace(host, port, token_file, token, without_token)
     on_ray = OnRay(ray, ray_address, counts, deployment_file)
@@ -124,7 +125,7 @@ class OnRay:
 
     is_on: bool
     address: str
-    counts: RaySettings
+    counts: ReplicaWish
     file: Path | None
 
 
@@ -162,7 +163,7 @@ def _start(settings: ServeSettings, asked: ServePlace, on_ray: OnRay) -> None:
 def _check_ray(on_ray: OnRay) -> None:
     """Raise CommandError for options of Ray without it, and for Ray where it is not installed."""
     if not on_ray.is_on:
-        if on_ray != OnRay(False, "", RaySettings(), None):
+        if on_ray != OnRay(False, "", ReplicaWish(), None):
             raise CommandError(
                 "an option is given that counts, places or writes down replicas; give --ray, too"
             )

@@ -155,15 +155,3 @@ class ServeSettings:
     arch: int = 0
     dtype: str = "auto"
     threads: int = 0
-
-
-@dataclass(frozen=True)
-class RaySettings:
-    """Hold how many replicas there are and what each has; 0 leaves it to the machines."""
-
-    replicas: int = 0
-    max_replicas: int = 0
-    replicas_per_gpu: int = 1
-    replica_cpus: int = 0
-    scale_up_s: float = 30.0
-    scale_down_s: float = 600.0

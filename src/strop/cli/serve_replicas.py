@@ -25,7 +25,7 @@ from strop.cli.serve import (
     serve_until_stopped,
     studio_of,
 )
-from strop.cli.serve_options import RaySettings, ServeSettings
+from strop.cli.serve_options import ServeSettings
 from strop.serve.replicas.plan import Machines, ReplicaPlan, ReplicaWish
 from strop.wording import counted
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from strop.serve.order import ModelCard
     from strop.serve.studio import Studio
 
-S = TypeVar("S", ServeSettings, RaySettings, "FrontSettings")
+S = TypeVar("S", ServeSettings, ReplicaWish, "FrontSettings")
 _IMPORT_PATH = "strop.cli.serve_replicas:build"
 _ANSWER_S = 10.0
 _HEADER = """\
@@ -59,7 +59,7 @@ class FrontSettings:
 
 def run(
     settings: ServeSettings,
-    counts: RaySettings,
+    counts: ReplicaWish,
     address: str,
     listening: socket,
     access: ServeAccess,
@@ -70,7 +70,7 @@ def run(
     settings = _with_whole_paths(settings)
     with _ray(address) as machines:
         settings = replace(settings, device=_device_on(machines, settings.device, address))
-        plan = _wish(counts).plan(settings.device, machines)
+        plan = counts.plan(settings.device, machines)
         if not address:
             plan.check_room(machines)
         name = f"strop-{listening.getsockname()[1]}"
@@ -131,7 +131,7 @@ def build(args: dict[str, Any]) -> Any:
     from strop.serve.replicas import deployed
 
     settings, counts, front = _read_args(args)
-    plan = _wish(counts).plan(settings.device, None)
+    plan = counts.plan(settings.device, None)
     return deployed.front_of(
         plan,
         partial(load_replica, settings, plan.cpus),
@@ -143,7 +143,7 @@ def build(args: dict[str, Any]) -> Any:
 def write_file(
     path: Path,
     settings: ServeSettings,
-    counts: RaySettings,
+    counts: ReplicaWish,
     front: FrontSettings,
     place: tuple[str, int],
 ) -> None:
@@ -157,7 +157,7 @@ def write_file(
     models.find_model(settings.model)
     if settings.device == "auto":
         raise CommandError("the file is for other machines: give --device cuda or --device cpu")
-    _wish(counts).plan(settings.device, None)
+    counts.plan(settings.device, None)
     content = deployment(_with_whole_paths(settings), counts, front, place)
     text = _HEADER.format(name=path.name) + yaml.safe_dump(content, sort_keys=False)
     path.write_text(text, encoding="utf-8")
@@ -165,7 +165,7 @@ def write_file(
 
 
 def deployment(
-    settings: ServeSettings, counts: RaySettings, front: FrontSettings, place: tuple[str, int]
+    settings: ServeSettings, counts: ReplicaWish, front: FrontSettings, place: tuple[str, int]
 ) -> dict[str, Any]:
     """Return the content of a deployment file, in the words of Ray Serve's configuration."""
     args = {"model": asdict(settings), "replicas": asdict(counts), "front": asdict(front)}
@@ -182,12 +182,12 @@ def deployment(
     }
 
 
-def _read_args(args: Mapping[str, Any]) -> tuple[ServeSettings, RaySettings, FrontSettings]:
+def _read_args(args: Mapping[str, Any]) -> tuple[ServeSettings, ReplicaWish, FrontSettings]:
     if set(args) != {"model", "replicas", "front"}:
         raise CommandError("args: give model, replicas and front, each with its own values")
     return (
         _read(ServeSettings, "model", args),
-        _read(RaySettings, "replicas", args),
+        _read(ReplicaWish, "replicas", args),
         _read(FrontSettings, "front", args),
     )
 
@@ -202,17 +202,6 @@ def _read(kind: type[S], name: str, args: Mapping[str, Any]) -> S:
         return TypeAdapter(kind).validate_python(args[name])
     except ValidationError as error:
         raise CommandError(f"args: {name}: {error}") from error
-
-
-def _wish(counts: RaySettings) -> ReplicaWish:
-    return ReplicaWish(
-        counts.replicas,
-        counts.max_replicas,
-        counts.replicas_per_gpu,
-        counts.replica_cpus,
-        counts.scale_up_s,
-        counts.scale_down_s,
-    )
 
 
 def _with_whole_paths(settings: ServeSettings) -> ServeSettings:

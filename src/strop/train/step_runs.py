@@ -127,13 +127,11 @@ def make_runs(
     has the states of all weights."""
     size, updating = settings.gradient_accumulation_steps, learner.updating
     has_graphs = recording.can_record(objective.model.device)
-    wants_graphs = settings.step_graph and has_graphs and updating is not None
-    if wants_graphs and settings.blocks_to_swap:
+    if settings.step_graph and has_graphs and updating is not None:
+        if not settings.blocks_to_swap:
+            return GraphRuns(objective, learner, size, updating, ranks, warn)
         warn(
             "steps are run without a CUDA graph, since --blocks_to_swap decides in each pass which "
             "weights to copy; --no_step_graph says so beforehand"
         )
-        wants_graphs = False
-    if wants_graphs and updating is not None:
-        return GraphRuns(objective, learner, size, updating, ranks, warn)
     return PlainRuns(objective, learner, size)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from strop.cli import app, serve_replicas
 from strop.cli.mistakes import CommandError
-from strop.cli.serve_options import RaySettings, ServeSettings
-from strop.serve.replicas.plan import PlanError
+from strop.cli.serve_options import ServeSettings
+from strop.serve.replicas.plan import PlanError, ReplicaWish
 
 TOKEN = "0123456789abcdef"
 
@@ -40,9 +40,9 @@ def test_a_file_says_what_the_flags_say(tmp_path: Path) -> None:
     assert content["http_options"] == {"host": "127.0.0.1", "port": 9000}
     settings, counts, front = serve_replicas._read_args(application["args"])
     assert settings == ServeSettings("sprites", max_batch=4, max_steps=50, device="cuda")
-    assert counts == RaySettings(2, 6, 2, 3, 5, 60)
+    assert counts == ReplicaWish(2, 6, 2, 3, 5, 60)
     assert front == serve_replicas.FrontSettings()
-    plan = serve_replicas._wish(counts).plan(settings.device, None)
+    plan = counts.plan(settings.device, None)
     scaling = plan.options()["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 6)
     assert (scaling["upscale_delay_s"], scaling["downscale_delay_s"]) == (5, 60)
@@ -144,7 +144,7 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
 
 ARGS = serve_replicas.deployment(
     ServeSettings("sprites", device="cpu"),
-    RaySettings(2, replica_cpus=1),
+    ReplicaWish(2, replica_cpus=1),
     serve_replicas.FrontSettings(),
     ("127.0.0.1", 8000),
 )["applications"][0]["args"]
@@ -169,7 +169,7 @@ def test_args_that_count_too_little() -> None:
         ARGS | {"replicas": {"max_replicas": 1, "replicas": 2}}
     )
     with pytest.raises(PlanError, match="--max-replicas 1 is less"):
-        serve_replicas._wish(counts).plan("cuda", None)
+        counts.plan("cuda", None)
 
 
 def test_a_ray_that_is_joined_says_what_there_is() -> None:

@@ -12,7 +12,7 @@ FOUR = Machines(4, 32)
 def test_a_replica_for_each_gpu() -> None:
     plan = ReplicaWish().plan("cuda", FOUR)
     assert (plan.replicas, plan.most, plan.gpus, plan.cpus) == (4, 4, 1, 1)
-    shared = ReplicaWish(per_gpu=2, cpus=3).plan("cuda", FOUR)
+    shared = ReplicaWish(replicas_per_gpu=2, replica_cpus=3).plan("cuda", FOUR)
     assert (shared.replicas, shared.gpus, shared.cpus) == (8, 0.5, 3)
 
 
@@ -22,9 +22,9 @@ def test_a_replica_for_each_gpu() -> None:
         (ReplicaWish(), 32, 8, 4),
         (ReplicaWish(), 2, 1, 2),
         (ReplicaWish(replicas=2), 32, 2, 16),
-        (ReplicaWish(replicas=1, most=4), 32, 1, 8),
-        (ReplicaWish(cpus=1), 3, 3, 1),
-        (ReplicaWish(replicas=3, cpus=2), 32, 3, 2),
+        (ReplicaWish(replicas=1, max_replicas=4), 32, 1, 8),
+        (ReplicaWish(replica_cpus=1), 3, 3, 1),
+        (ReplicaWish(replicas=3, replica_cpus=2), 32, 3, 2),
     ],
 )
 def test_a_share_of_the_cores(wish: ReplicaWish, cores: int, replicas: int, each: int) -> None:
@@ -34,7 +34,7 @@ def test_a_share_of_the_cores(wish: ReplicaWish, cores: int, replicas: int, each
 
 
 def test_a_fixed_number_in_the_words_of_ray() -> None:
-    options = ReplicaWish(replicas=3, cpus=2).plan("cuda", None).options()
+    options = ReplicaWish(replicas=3, replica_cpus=2).plan("cuda", None).options()
     assert options["num_replicas"] == 3
     assert "autoscaling_config" not in options
     assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 1}
@@ -42,7 +42,7 @@ def test_a_fixed_number_in_the_words_of_ray() -> None:
 
 
 def test_scaling_in_the_words_of_ray() -> None:
-    wish = ReplicaWish(replicas=2, most=5, cpus=1, scale_up_s=7, scale_down_s=90)
+    wish = ReplicaWish(replicas=2, max_replicas=5, replica_cpus=1, scale_up_s=7, scale_down_s=90)
     options = wish.plan("cuda", None).options()
     assert "num_replicas" not in options
     assert options["autoscaling_config"] == {
@@ -58,12 +58,12 @@ def test_scaling_in_the_words_of_ray() -> None:
 @pytest.mark.parametrize(
     ("wish", "device", "machines", "part"),
     [
-        (ReplicaWish(replicas=4, most=2), "cuda", FOUR, "--max-replicas 2 is less"),
-        (ReplicaWish(per_gpu=2), "cpu", FOUR, "give --replica-cpus"),
+        (ReplicaWish(replicas=4, max_replicas=2), "cuda", FOUR, "--max-replicas 2 is less"),
+        (ReplicaWish(replicas_per_gpu=2), "cpu", FOUR, "give --replica-cpus"),
         (ReplicaWish(), "cuda", None, "give --replicas"),
         (ReplicaWish(replicas=2), "cpu", None, "give --replica-cpus"),
         (ReplicaWish(), "cuda", Machines(0, 8), "0 GPUs"),
-        (ReplicaWish(cpus=16), "cpu", Machines(0, 8), "no replica with 16 cores"),
+        (ReplicaWish(replica_cpus=16), "cpu", Machines(0, 8), "no replica with 16 cores"),
     ],
 )
 def test_what_cannot_be_had(

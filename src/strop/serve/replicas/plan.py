@@ -80,42 +80,48 @@ class ReplicaPlan:
 
 @dataclass(frozen=True)
 class ReplicaWish:
-    """Hold what the options say; 0 leaves a number open."""
+    """Hold what the options of these names say, as plain values: they stand in deployment files.
+    0 leaves a number open."""
 
     replicas: int = 0
-    most: int = 0
-    per_gpu: int = 1
-    cpus: int = 0
+    max_replicas: int = 0
+    replicas_per_gpu: int = 1
+    replica_cpus: int = 0
     scale_up_s: float = 30.0
     scale_down_s: float = 600.0
 
     def plan(self, device: str, machines: Machines | None) -> ReplicaPlan:
-        """Fill in what is open: a replica for each GPU (``per_gpu`` of them), or on a CPU for each
-        ``cpus`` cores. ``machines``: None where nobody knows them yet. Raises PlanError."""
-        if device == "cpu" and self.per_gpu > 1:
+        """Fill in what is open: a replica for each GPU (``replicas_per_gpu`` of them), or on a CPU
+        for each ``replica_cpus`` cores. ``machines``: None where nobody knows them yet. Raises
+        PlanError."""
+        if device == "cpu" and self.replicas_per_gpu > 1:
             raise PlanError("--replicas-per-gpu has no meaning on a CPU; give --replica-cpus")
-        cpus = self.cpus or (1 if device == "cuda" else self._cores(machines))
+        cpus = self.replica_cpus or (1 if device == "cuda" else self._cores(machines))
         if self.replicas:
             replicas = self.replicas
         elif machines is None:
             raise PlanError("the machines are not known yet; give --replicas")
         else:
-            room = machines.gpus * self.per_gpu if device == "cuda" else machines.cores // cpus
+            room = (
+                machines.gpus * self.replicas_per_gpu
+                if device == "cuda"
+                else machines.cores // cpus
+            )
             if room < 1:
                 raise PlanError(
                     f"no replica with {counted(cpus, 'core')} has room;"
                     f" there are {machines.cores:g} cores and {machines.gpus:g} GPUs"
                 )
             replicas = int(room)
-        gpus = 1 / self.per_gpu if device == "cuda" else 0
-        most = self.most or replicas
+        gpus = 1 / self.replicas_per_gpu if device == "cuda" else 0
+        most = self.max_replicas or replicas
         return ReplicaPlan(replicas, most, cpus, gpus, self.scale_up_s, self.scale_down_s)
 
     def _cores(self, machines: Machines | None) -> int:
         """Return a replica's cores on a CPU: an even share of all, or a usual number."""
         if machines is None:
             raise PlanError("the machines are not known yet; give --replica-cpus")
-        wanted = max(self.replicas, self.most)
+        wanted = max(self.replicas, self.max_replicas)
         share = machines.cores / wanted if wanted else min(_USUAL_CORES, machines.cores)
         return max(1, math.floor(share))
 
