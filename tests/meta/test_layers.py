@@ -134,6 +134,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dispatch.gradient_listeners",
         "runtime.build.loader",
         "runtime.run.graph_keep_alive",
+        "runtime.run.group_shutdowns",
         "runtime.run.pinned_memory",
         "runtime.run.sizes",
         "runtime.run.weight_layout",

@@ -340,6 +340,7 @@ def _in_a_graph(ranks: Ranks) -> dict[str, Any]:
         assert step._averaged is not None
         found[f"early {graph}"] = step._averaged.num_early
         found[f"replays {graph}"] = step.report().replays
+    torch.distributed.destroy_process_group()  # while a graph holds its sums
     patch.undo()
     return found
 

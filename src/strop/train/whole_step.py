@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from strop.dispatch.signature import Skeleton, flatten, rebuild
 from strop.errors import CaptureError, OptionError, StropError, UnsupportedError
-from strop.runtime.run import graph_keep_alive
+from strop.runtime.run import graph_keep_alive, group_shutdowns
 from strop.train import diagnosis, recording
 from strop.train.averaged_gradients import AveragedGradients, averaged_over
 from strop.train.closure_walk import Reached, WatchedModules, reached
@@ -158,6 +158,11 @@ class WholeStep:
         for leaf in self._updating.leaves:
             leaf.grad = None
 
+    def let_go_of_graphs(self) -> None:
+        """Destroy the graphs. Later calls capture anew, if their process group is there."""
+        for bucket in self._buckets.values():
+            bucket.drop()
+
     def report(self) -> StepReport:
         """Return the counts so far."""
         if self._device is not None:
@@ -280,6 +285,7 @@ class WholeStep:
         bucket.given, bucket.leases = given, taken
         bucket.held = (*held, stepper, *leaves, *self._updating.states, self._watched)
         self._counts.captures += 1
+        group_shutdowns.note_capture(self)
 
     def _replay(
         self, bucket: _Bucket, recorded: Recording, given: _Call, call: _Call, is_last: bool

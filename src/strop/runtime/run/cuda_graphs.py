@@ -23,6 +23,7 @@ from torch import Tensor
 from strop.ir.exchange import rehearsed
 from strop.ir.tensor_spec import TensorSpec
 from strop.runtime.loop.hoisting import Moment, Stamp
+from strop.runtime.run import group_shutdowns
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.workspace import Workspace, workspace_of
 from strop.wording import counted
@@ -212,6 +213,9 @@ class GraphPool:
             self._renew_pool()
             return count
 
+    def let_go_of_graphs(self) -> int:
+        return self.drop()
+
     def _renew_pool(self) -> None:
         """Let graphs from here on have memory of their own."""
         self._pool = torch.cuda.graph_pool_handle()
@@ -302,6 +306,7 @@ class GraphPool:
             graph, results, num_kernels = self._recorded(lambda: tuple(bound.run_rest(static)))
         caller.wait_stream(stream)
         self.num_captures += 1
+        group_shutdowns.note_capture(self)
         tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
         return CapturedGraph(
