@@ -42,7 +42,7 @@ TRAIN = {
 
 def table(results: Path = RESULTS) -> str:
     """Return the table in Markdown: a line for each row, with the newest results of ``results``."""
-    files = sorted(results.glob("P*.json"))
+    files = sorted(results.glob("P*_h100_*.json"))  # one device, which the first line names
     infer = {result["row"]: result for result in infer_report.load(files)}
     train = {result["row"]: result for result in train_report.load(files)}
     machine = infer["P1"]["environment"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from strop.bench import compare, train_page, train_runs
+from strop.bench import compare, report, train_page, train_runs
 from strop.cli import app
 from strop.errors import OptionError
 
@@ -336,3 +336,11 @@ def test_the_mock_set_is_written_into_an_empty_folder(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 1
     assert "is not empty" in " ".join(again.output.split())
+
+
+def test_a_table_names_a_gpu_that_its_first_row_does_not_have() -> None:
+    first = {"title": "a step", "environment": {"gpu": "NVIDIA H100"}}
+    other = {"title": "two steps", "environment": {"gpu": "NVIDIA H200"}}
+    assert report.title_of(first, first) == "a step"
+    assert report.title_of(other, first) == "two steps (NVIDIA H200)"
+    assert report.title_of({**other, "environment": {}}, first) == "two steps (a CPU)"

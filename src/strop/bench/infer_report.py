@@ -9,7 +9,7 @@ from typing import Any
 
 from strop.bench.infer_contenders import LOOP_CALLS, Found, is_there
 from strop.bench.infer_rows import ROWS
-from strop.bench.report import Rows, newest_rows
+from strop.bench.report import Rows, newest_rows, title_of
 from strop.errors import OptionError
 from strop.wording import counted
 
@@ -257,8 +257,9 @@ def markdown(results: Sequence[Result]) -> str:
             random += f", at most {summary['to_best'] - 1:.1%} behind the fastest variant"
         random += ", another run" if "from" in result.get("random", {}) else ""
         ours = _value_text(result, result["contenders"].get("strop", {}))
+        title = title_of(result, results[0])
         lines.append(
-            f"| {result['row']} | {result['title']} | **{ours}** | {' | '.join(cells)}"
+            f"| {result['row']} | {title} | **{ours}** | {' | '.join(cells)}"
             f" | {target} | {random} |"
         )
     return "\n".join(lines)

@@ -45,6 +45,12 @@ def row_name(result: Mapping[str, Any]) -> str:
     )
 
 
+def title_of(result: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return the title of a row for a table, with its GPU if the first row has another."""
+    own, usual = (each["environment"].get("gpu") or "a CPU" for each in (result, first))
+    return result["title"] if own == usual else f"{result['title']} ({own})"
+
+
 def _write_as(name: str, result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
     date = result["environment"]["date"][:10]
     return write_json(result, folder / f"{name}_{environment.device_label(device)}_{date}.json")

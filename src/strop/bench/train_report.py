@@ -8,7 +8,7 @@ from typing import Any
 
 from strop.bench.infer_contenders import Found, is_there
 from strop.bench.infer_report import gib
-from strop.bench.report import Rows, newest_rows
+from strop.bench.report import Rows, newest_rows, title_of
 from strop.bench.train_loop import PARTS
 from strop.bench.train_rows import LADDER, ROWS
 from strop.wording import counted
@@ -34,9 +34,13 @@ HEADER = (
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the results in the order of the table, for each row of one GPU the newest with the
-    default options."""
+    default options that has its peer beside it, if there is one."""
     names = [row.name for row in (*ROWS, LADDER)]
-    return newest_rows(paths, "train", names, takes=_is_usual)
+    return newest_rows(paths, "train", names, _compares, _is_usual)
+
+
+def _compares(result: Result) -> bool:
+    return result.get("against", SCRIPT) in result["contenders"]
 
 
 def _is_usual(result: Result) -> bool:
@@ -218,7 +222,8 @@ def markdown(results: Sequence[Result]) -> str:
         theirs = [_speed_text(result["contenders"].get(name, {})) for name in (SCRIPT, "torch")]
         stretch = "-" if result["stretch"] is None else result["stretch"]
         target = f"{result['must']} / {stretch} {result['unit']}"
-        lines.append(_line((result["row"], result["title"], ours, *theirs, target)))
+        title = title_of(result, rows[0])
+        lines.append(_line((result["row"], title, ours, *theirs, target)))
     for result in results:
         if result["row"] == LADDER.name:
             lines += ["", *_ladder_lines(result)] if lines else _ladder_lines(result)
