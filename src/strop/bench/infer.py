@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 from strop.bench import environment, infer_measure, infer_variants, peers, report
 from strop.bench.infer_contenders import Deadline, Found, Plan, Save, is_there
 from strop.bench.infer_rows import InferRow, chosen_rows, groups_of
+from strop.bench.waves import LEAST_S, TAIL_S, in_waves
 from strop.bench.worker import Task, Worker
 
 SAME = ("gpu", "cpu", "torch", "triton", "cuda", "cudnn", "diffusers")  # or a peer runs again
 ORDER = ("rows", "start", "random", "switches")  # the most important first
-TAIL_S = 3.0  # of a process, to write down what it has
-LEAST_S = 10.0  # that it takes to say anything
 Step = Callable[[str, int], None]
 Note = Callable[[dict[str, Any]], None]
 
@@ -33,6 +32,7 @@ def run(
     out: Path | None = None,
     earlier: Path | None = None,
     is_apart: bool = True,
+    jobs: int = 1,
     step: Step = lambda text, done: None,
     note: Note = lambda result: None,
 ) -> list[dict[str, Any]]:
@@ -42,7 +42,8 @@ def run(
     asked for come from the newest file in ``earlier`` of the same row, device and versions.
     ``step`` hears what is being measured, and how much is done; ``note`` of each row's result so
     far. Not ``is_apart``: everything runs
-    in this process.
+    in this process. ``jobs``: so many models are prepared at the same time, and timed one after
+    another.
     """
     for name in plan.peers:
         peers.peer_named(name)
@@ -50,21 +51,40 @@ def run(
     tasks = [(group, task) for group in groups_of(rows) for task in _tasks(group, plan)]
     tasks.sort(key=lambda pair: ORDER.index(pair[1]["do"]))
     found: dict[str, dict[str, Any]] = {}
-    with contextlib.closing(Processes(is_apart)) as processes:
-        described = environment.describe(plan.where)
-        described["commit"] = plan.commit or described["commit"]
-        for done, (group, task) in enumerate(tasks):
-            step(f"{', '.join(row.name for row in group)}: {task['do']}", done)
-            if is_apart:
-                answer = processes.perform(task, clock, is_last=done == len(tasks) - 1)
-            else:
-                answer = perform({**task, "until": _until(clock)}, lambda saved: None)
-            for row in group:
-                result = found.setdefault(row.name, _empty(row, plan, described))
-                _put(result, task["do"], answer, is_first=row is group[0])
-                _finish(result, plan, out, earlier)
-                note(result)
+    described = environment.describe(plan.where)
+    described["commit"] = plan.commit or described["commit"]
+    texts = [f"{', '.join(row.name for row in group)}: {task['do']}" for group, task in tasks]
+    todo = [task for _, task in tasks]
+    if not is_apart:
+        answers = _here(todo, texts, clock, step)
+    elif jobs > 1:
+        answers = in_waves(todo, texts, jobs, clock.left, step)
+    else:
+        answers = _in_processes(todo, texts, clock, step)
+    for (group, task), answer in zip(tasks, answers, strict=True):
+        for row in group:
+            result = found.setdefault(row.name, _empty(row, plan, described))
+            _put(result, task["do"], answer, is_first=row is group[0])
+            _finish(result, plan, out, earlier)
+            note(result)
     return list(found.values())
+
+
+def _here(
+    tasks: Sequence[Task], texts: Sequence[str], clock: Deadline, step: Step
+) -> Iterator[dict[str, Any]]:
+    for done, task in enumerate(tasks):
+        step(texts[done], done)
+        yield perform({**task, "until": _until(clock)}, lambda saved: None)
+
+
+def _in_processes(
+    tasks: Sequence[Task], texts: Sequence[str], clock: Deadline, step: Step
+) -> Iterator[dict[str, Any]]:
+    with contextlib.closing(Processes()) as processes:
+        for done, task in enumerate(tasks):
+            step(texts[done], done)
+            yield processes.perform(task, clock, is_last=done == len(tasks) - 1)
 
 
 def num_tasks(rows: Sequence[InferRow], plan: Plan) -> int:
@@ -114,13 +134,16 @@ def _until(clock: Deadline) -> float:
     return time.time() + clock.left()
 
 
-def perform(task: Task, save: Save) -> dict[str, Any]:
-    """Do one task in this process."""
+def perform(
+    task: Task, save: Save, wait_for_turn: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Do one task in this process. One that "has_turn" waits for it before it times anything."""
     clock = Deadline.of(task["until"] - time.time())
     plan = Plan(**{**task["plan"], "peers": tuple(task["plan"]["peers"])})
     rows = chosen_rows(task["rows"], tiny=task["is_tiny"])
     if task["do"] == "rows":
-        return infer_measure.measure_rows(rows, plan, clock, save)
+        turn = wait_for_turn if task.get("has_turn") else None
+        return infer_measure.measure_rows(rows, plan, clock, save, turn)
     refusal = clock.refusal(rows[0].cost_s)
     if refusal:
         return {"skipped": refusal}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,16 @@ MEMORY_PEERS = ("eager", "eager-naive")
 
 
 def measure_rows(
-    rows: Sequence[InferRow], plan: Plan, clock: Deadline, save: Save
+    rows: Sequence[InferRow],
+    plan: Plan,
+    clock: Deadline,
+    save: Save,
+    wait_for_turn: Callable[[], None] | None = None,
 ) -> dict[str, Found]:
-    """Measure Strop and its peers on the rows of one model, by the row's name."""
+    """Measure Strop and its peers on the rows of one model, by the row's name. With a turn
+    to wait for, all rows are prepared before it and timed behind it."""
     results: dict[str, Found] = {}
-    calls: dict[str, dict[str, timer.Call]] = {}
+    ready: dict[str, _Prepared] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         group = Field.of(rows[0], plan, cache)
         for row in rows:
@@ -54,24 +59,41 @@ def measure_rows(
                 results[row.name] = {"skipped": refusal}
             else:
                 result = results[row.name] = {"contenders": {}}
-                calls[row.name] = _measure(row, group, plan, clock, result, partial(save, results))
+                note = partial(save, results)
+                ready[row.name] = _prepare(row, group, plan, clock, result, note)
+                if wait_for_turn is None:
+                    _time(row, ready[row.name], group, plan, clock, result)
             save(results)
+        if wait_for_turn is not None:
+            wait_for_turn()
+            for row in rows:
+                if row.name in ready:
+                    _time(row, ready[row.name], group, plan, clock, results[row.name])
+                    save(results)
         for row in rows:  # last: the profiler leaves its traces
-            if row.name in calls and row.kind != "memory" and plan.where.type == "cuda":
-                _profile(row, calls[row.name], results[row.name], group, clock)
+            if row.name in ready and row.kind != "memory" and plan.where.type == "cuda":
+                _profile(row, ready[row.name].calls, results[row.name], group, clock)
                 save(results)
     return results
 
 
-def _measure(
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Hold the calls of contenders that have run, and the exact result, if it is known."""
+
+    calls: dict[str, timer.Call]
+    exact: Tensor | None
+
+
+def _prepare(
     row: InferRow,
     group: Field,
     plan: Plan,
     clock: Deadline,
     result: Found,
     note: Callable[[], None],
-) -> dict[str, timer.Call]:
-    """Fill in ``result``; the calls of those that have run."""
+) -> _Prepared:
+    """Run each contender twice. Fill in ``result`` but for what is timed."""
     case = replace(group.case, name=row.name, sizes=(row.size,), batches=(row.batch,))
     outputs: dict[str, Any] = {}
     if row.kind == "step":
@@ -91,22 +113,29 @@ def _measure(
         result["counts"] = explain(group.target).summary()
         result["error"] = _error(outputs)
     known = outputs.get("references")
-    outputs.clear()
-    if calls and row.kind != "memory":
-        group.wait()
-        before = clock.left()
-        times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
-        for name, timing in times.items():
-            result["contenders"][name] |= timing
-        if known:
-            _check(calls, known[1], result["contenders"])
-        if row.kind == "step" and plan.where.type == "cuda":
-            for name, call in calls.items():
-                result["contenders"][name]["load"] = environment.gpu_load(
-                    partial(timer.elapsed_ms, call, plan.where, LOAD_CALLS)
-                )
-        result["timing_s"] = round(before - clock.left(), 2)
-    return calls
+    return _Prepared(calls, known[1] if known else None)
+
+
+def _time(
+    row: InferRow, ready: _Prepared, group: Field, plan: Plan, clock: Deadline, result: Found
+) -> None:
+    """Time contenders in turns, and fill that in."""
+    calls = ready.calls
+    if not calls or row.kind == "memory":
+        return
+    group.wait()
+    before = clock.left()
+    times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
+    for name, timing in times.items():
+        result["contenders"][name] |= timing
+    if ready.exact is not None:
+        _check(calls, ready.exact, result["contenders"])
+    if row.kind == "step" and plan.where.type == "cuda":
+        for name, call in calls.items():
+            result["contenders"][name]["load"] = environment.gpu_load(
+                partial(timer.elapsed_ms, call, plan.where, LOAD_CALLS)
+            )
+    result["timing_s"] = round(before - clock.left(), 2)
 
 
 def _check(calls: Mapping[str, timer.Call], exact: Tensor, contenders: dict[str, Found]) -> None:

@@ -56,12 +56,15 @@ def run(
     budget_s: float = 3600.0,
     is_apart: bool = True,
     again: bool = False,
+    jobs: int = 1,
     step: infer.Step = lambda text, done: None,
 ) -> dict[str, Any]:
     """Measure ``rows`` and return all that ``out`` has by then; it is written after each row.
 
     Rows that it has with all contenders, of this device and these versions, are measured anew only
-    if ``again``. A peer that was not asked for stays, with its date.
+    if ``again``. A peer that was not asked for stays, with its date. ``jobs``: so many networks are
+    prepared at the same time; each is timed alone, and seconds of first calls are those of a busy
+    machine.
     """
     described = environment.describe(plan.where)
     result = _begun(out, described)
@@ -70,11 +73,11 @@ def run(
     todo = [row for row in rows if again or row.name not in measured]
 
     def note(found: dict[str, Any]) -> None:
-        _put(result, _row(found))
+        _put(result, _row(found) | {"jobs": jobs})
         if out is not None:
             report.write_json(result, out)
 
-    infer.run(todo, plan, budget_s=budget_s, is_apart=is_apart, step=step, note=note)
+    infer.run(todo, plan, budget_s=budget_s, is_apart=is_apart, jobs=jobs, step=step, note=note)
     return result
 
 

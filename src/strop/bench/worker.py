@@ -12,10 +12,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 Task = Mapping[str, Any]  # {"do": "rows", "random", "switches", "start", "compile" or "train"}
+
+LOOK_S = 0.05  # of a process that waits for its turn
 
 
 def run_apart(task: Task, limit_s: float) -> dict[str, Any]:
@@ -68,6 +71,15 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):  # it has failed already, and its log says why
             self._process.stdin.write(json.dumps(dict(task)).encode())
             self._process.stdin.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether a task that has a turn is ready for it."""
+        return _ready(self._answer).exists()
+
+    def give_turn(self) -> None:
+        """Let it go on."""
+        _turn(self._answer).touch()
 
     @property
     def is_over(self) -> bool:
@@ -123,10 +135,28 @@ def _saved(answer: Path) -> Path:
     return answer.with_suffix(".saved")
 
 
+def _ready(answer: Path) -> Path:
+    return answer.with_suffix(".ready")
+
+
+def _turn(answer: Path) -> Path:
+    return answer.with_suffix(".turn")
+
+
+def _wait_for_turn(answer: Path) -> None:
+    _ready(answer).touch()
+    while not _turn(answer).exists():
+        time.sleep(LOOK_S)
+
+
 def _write(value: Any, path: Path) -> None:
     part = Path(f"{path}.part")
     part.write_text(json.dumps(value))
     part.replace(path)
+
+
+def _save(answer: Path, found: dict[str, Any]) -> None:
+    _write(found, _saved(answer))
 
 
 def perform(task: Task, answer: Path) -> dict[str, Any]:
@@ -140,8 +170,10 @@ def perform(task: Task, answer: Path) -> dict[str, Any]:
     if task["do"] == "compile":
         case, device = case_named(task["case"]), torch.device(task["device"])
         return compile_bench.measure_here(case, device, task["cache_dir"], task["num_shapes"])
-    work = train.perform if task["do"] == "train" else infer.perform
-    return work(task, lambda found: _write(found, _saved(answer)))
+    save = partial(_save, answer)
+    if task["do"] == "train":
+        return train.perform(task, save)
+    return infer.perform(task, save, partial(_wait_for_turn, answer))
 
 
 def main() -> None:

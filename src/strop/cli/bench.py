@@ -186,6 +186,13 @@ def models(
     again: Annotated[
         bool, typer.Option("--again", help="With --speed, measure what the file has, too.")
     ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With --speed, prepare so many networks at the same time. Each is timed alone.",
+        ),
+    ] = 1,
     tiny: TinyOption = False,
 ) -> None:
     """Compile each architecture of the zoo at tiny widths, and judge the result.
@@ -193,13 +200,16 @@ def models(
     A model passes if one graph serves all its shapes without a fallback, if nearly all of it runs
     in generated kernels, and if its results are as accurate as eager's. With --speed, encoders of
     texts and pictures and GPT-2 are timed at full size; rows that --out has are not measured again,
-    so a run that was cut off goes on where it was.
+    so a run that was cut off goes on where it was. Compilers take most of its time: on a GPU with
+    many cores beside it, --jobs 4 takes about a third.
     """
     require_diffusion()
     for file in (out, page):
         arguments.check_file(file)
     if speed:
-        bench_speed.timed(only, batches, peers, device, out, page, budget, again=again, tiny=tiny)
+        bench_speed.timed(
+            only, batches, peers, device, out, page, budget, again=again, tiny=tiny, jobs=jobs
+        )
         return
     from strop.bench.zoo import ZOO
 

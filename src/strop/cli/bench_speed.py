@@ -35,6 +35,7 @@ def timed(
     *,
     again: bool,
     tiny: bool,
+    jobs: int,
 ) -> None:
     """Time networks, show the table, and write it into ``page``."""
     from strop.bench import speed
@@ -58,6 +59,7 @@ def timed(
             budget_s=budget_s,
             is_apart=not tiny,
             again=again,
+            jobs=jobs,
             step=lambda note, done: bar.update(task, note=note, completed=done),
         )
     header, *lines = speed.rows_of(result)
