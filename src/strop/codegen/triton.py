@@ -23,7 +23,7 @@ from strop.codegen import (
 from strop.codegen.effort import effort_of
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
-from strop.ir.functions import EARLY, FUNCTIONS
+from strop.ir.functions import EARLY, FUNCTIONS, SHORT_FLOATS
 from strop.ir.loops import LoopKernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     BOUNDS_CHECK,
@@ -131,6 +131,8 @@ def _assemble(
     printed = [*functions, *printer.out.lines]
     if has_places(kernel):
         scratch = (*scratch, ("faults", BOUNDS_CHECK))
+    if any(SHORT_FLOATS in line for line in printed):
+        printer.constants[SHORT_FLOATS] = 1
     printer.constants["EARLY"] = 1
     args = [f"p{i}" for i in range(len(kernel.params))]
     args += [name for name, _ in scratch]

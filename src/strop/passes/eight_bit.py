@@ -117,7 +117,8 @@ def _linear(
     scaled = b.pointwise("mul", wide, by, dtype=_F32)
     scales = b.pointwise("mul", most, b.constant(1 / own.most, _F32), dtype=_F32)
     if own.dtype is not torch.int8:
-        read = encoded(b, scaled), weight, scales, b.reshape(columns, (1, weight.shape[0])), *bias
+        codes = encoded(b, scaled, is_bounded=True)
+        read = codes, weight, scales, b.reshape(columns, (1, weight.shape[0])), *bias
         return b.reshape(scaled_product(b, read, node.dtype), node.shape)
     y = _of_whole_codes(b, scaled, scales, weight, columns)
     for added in bias:
