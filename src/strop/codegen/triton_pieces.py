@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from strop.codegen import triton_pointwise
 from strop.codegen.triton_text import Lines, Printer, TritonScalars
 from strop.ir.dims import Expr, const
-from strop.ir.functions import SHORT_FLOATS
+from strop.ir.functions import SM_90
 from strop.ir.loops import LoopKernel
 
 
@@ -42,8 +42,8 @@ def parts_of(
     body.add("program = tl.program_id(0)")
     for number, (printer, own_grid) in enumerate(printers):
         given = {name: str(value) for name, value in printer.constants.items()}
-        if any(SHORT_FLOATS in line for line in printer.out.lines):
-            given[SHORT_FLOATS] = SHORT_FLOATS  # which the target decides
+        if any(SM_90 in line for line in printer.out.lines):
+            given[SM_90] = SM_90  # which the target decides
         tile = [f"{constant}: tl.constexpr" for constant in given]
         functions.add("@triton.jit")
         functions.add(f"def {name}_{number}({', '.join(['program', *names, *tile])}):")

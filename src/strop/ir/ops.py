@@ -137,7 +137,7 @@ STRUCTURAL: tuple[Op, ...] = (
     Op(
         "e4m3_code",
         Kind.POINTWISE,
-        triton="e4m3_code({0}, SHORT_FLOATS)",
+        triton="e4m3_code({0}, SM_90)",
         cpp="sp::e4m3_code({0})",
         reference=_e4m3_code,
         operands=Operands.PROMOTED,

@@ -15,7 +15,7 @@ import torch
 from strop.codegen import triton_worker
 from strop.errors import CacheError, CodegenError
 from strop.ir.device import GpuTarget
-from strop.ir.functions import SHORT_FLOATS
+from strop.ir.functions import SM_90
 from strop.ir.source import KernelSource
 
 TYPES = {
@@ -119,7 +119,7 @@ def request_of(source: KernelSource, target: GpuTarget) -> dict[str, Any]:
     if not target.has_pdl:
         source = source.with_constants(EARLY=0)
     if not target.rounds_to_e4m3:
-        source = source.with_constants(**{SHORT_FLOATS: 0})
+        source = source.with_constants(**{SM_90: 0})
     types += ["constexpr"] * len(source.constants)
     names = _argument_names(source)
     return {
