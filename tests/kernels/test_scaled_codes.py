@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.fitting import codes_wgmma
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.tile import GemmTile, Product
+from strop.kernels.gemm import scaled_rows
+from strop.kernels.gemm.tile import CODES, GemmTile, Product
+from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
+from strop.kernels.library import select
+from strop.kernels.tuned import tuned
+from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
-from tests.kernels.test_wgmma_gemm import BF16, BOUND, F16
+from tests.kernels.test_wgmma_gemm import BF16, BOUND, F16, assert_assembled
 
 APART = GemmTile(2, 80, 3, 1, keeps_on=True, apart=True)
 
@@ -89,3 +97,56 @@ def test_results(case: Case, seed: int) -> None:
 def test_all_that_orders_it_is_needed(case: Case) -> None:
     found = survivors(*prepared(case))
     assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
+
+
+def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
+    assert_assembled([Product(tile, 1, codes=True) for tile in codes_wgmma.TILES], F16, tmp_path)
+
+
+def product(
+    rows: int, columns: int, depth: int, *, by_row: bool = True, dtype: torch.dtype = F16
+) -> Problem:
+    scales = (rows if by_row else 1, 1), (1, columns)
+    shapes = ((rows, depth), (columns, depth), *scales, (columns,))
+    return Problem("scaled_product", (("is_fast", False),), shapes, dtype)
+
+
+REFUSED = {
+    "wants depths of 16s": product(300, 160, 328),
+    "and widths of 8s": product(300, 164, 320),
+    "scales each row and each column": product(300, 160, 320, by_row=False),
+    "computes fp16 and bf16": product(300, 160, 320, dtype=torch.float32),
+    "no tile that was measured": product(300, 160, 320),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_it_does_not_compute(said: str) -> None:
+    assert said in scaled_rows.supports(REFUSED[said].call, H100)
+
+
+def test_until_a_tile_is_measured_the_library_multiplies() -> None:
+    problem = product(2048, 1280, 1280)
+    assert scaled_rows.cost_us(problem, H100) == NEVER
+    assert scaled_rows.launch(problem, H100) is None
+    assert select(problem.call, problem, H100).name == "scaled_mm"
+
+
+def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = APART, replace(APART, cols=112)
+    costs = {small: Cost(1.0, 0.5, 0.2), large: Cost(1.0, 0.5, 0.25)}
+    known = tuned(H100)
+    table = replace(known, gemm=replace(known.gemm, tiles={**known.gemm.tiles, CODES: costs}))
+    monkeypatch.setattr(scaled_rows, "tuned", lambda device: table)
+    scaled_rows.fastest.cache_clear()
+    problem = product(300, 160, 320)
+    assert scaled_rows.supports(problem.call, H100) == ""
+    (part,) = scaled_rows.launch(problem, H100).parts  # type: ignore[union-attr]
+    assert isinstance(part, Launch)
+    assert part.source in list(scaled_rows.forms(problem.call, H100))
+    assert [operand.number for operand in part.operands] == [0, 1, RESULT, 2, 3, 4]
+    assert part.scalars == (2, 3, 1, 1, 320, 6, Late.WEIGHTS, 3)
+    wide = scaled_rows.launch(product(4608, 12288, 3072), H100)
+    assert wide is not None
+    assert wide.sources == (wgmma_gemm(Product(large, 1, codes=True), F16),)
+    scaled_rows.fastest.cache_clear()

@@ -17,6 +17,7 @@ PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 # The results are the activation of sums and biases.
 ACTIVATED = "activated"
 NARROW = "narrow"  # the kind of a plain product with few columns
+CODES = "codes"  # the kind of products of e4m3 codes
 
 
 @dataclass(frozen=True, slots=True)

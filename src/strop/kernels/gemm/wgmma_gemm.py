@@ -61,10 +61,11 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
 
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), further input (B, H, W, R) and
     weights (CO, R) where it is paired, the result (B, H / t, W / t, CO), of codes their scales (B *
-    H * W,) and (CO,) in fp32, and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the inputs may have gaps, and
-    so may results that leave by boxes. CI is a multiple of 64, of a single place 8, and so is R; CO
-    of 8, where it is gated twice ``width``, where it adds ``width``, and where it has an activation
-    no less than ``width``. Sums are fp32; where it adds they are rounded before they are added to
+    H * W,) and (CO,) in fp32, and biases (CO,), or nothing; all dense, of addresses that are
+    multiples of 16 bytes; the inputs may have gaps, and so may results that leave by boxes. CI is a
+    multiple of 64, of a single place 8, of codes 16, and R of 8; CO of 8, where it is gated twice
+    ``width``, where it adds ``width``, and where it has an activation or scales no less than
+    ``width``. Sums are fp32; where it adds they are rounded before they are added to
     what is there, and again with it. Scalars: tiles of columns, boxes right, down and of pictures,
     CI, tiles at work, and 1 where kernels that may still run write the weights, else 0; of a window
     of several places pictures, lines and columns of a box, no more than rows in all, and 2^16 by
