@@ -18,6 +18,7 @@ from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
 from strop.kernels.library import select
 from strop.kernels.tuned import tuned
+from strop.runtime.build.loader import kernel_loader
 from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
@@ -129,7 +130,7 @@ def test_until_a_tile_is_measured_the_library_multiplies() -> None:
     problem = product(2048, 1280, 1280)
     assert scaled_rows.cost_us(problem, H100) == NEVER
     assert scaled_rows.launch(problem, H100) is None
-    assert select(problem.call, problem, H100).name == "scaled_mm"
+    assert select(problem.call, problem, H100).kernel == "scaled_mm"
 
 
 def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +151,17 @@ def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wide is not None
     assert wide.sources == (wgmma_gemm(Product(large, 1, codes=True), F16),)
     scaled_rows.fastest.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="multiplies by WGMMA",
+)
+@pytest.mark.parametrize("shape", [(300, 328, 208), (2048, 1280, 5120)], ids=str)
+def test_on_a_gpu(shape: tuple[int, ...]) -> None:
+    library = kernel_loader("cuda", 0, "", 0)
+    library.build(list(dict.fromkeys(codes_wgmma.sources(shape))))
+    errors = codes_wgmma.measure(shape, library)["errors"]
+    assert len(errors) == len(codes_wgmma.TILES) + 1
+    assert max(errors.values()) < 2 * BOUND[F16], errors  # sums of Hopper are short
