@@ -108,8 +108,9 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 @cache
-def planned(name: str) -> Compiled:
-    """The program in bf16, as ``strop.optimize`` makes it for a GPU."""
+def planned(name: str, *numerics: str) -> Compiled:
+    """The program in bf16, as ``strop.optimize`` makes it for a GPU, with what ``numerics``
+    allow."""
     with torch.device("meta"):
         module, given = MODELS[name]()
     module = module.eval().to(torch.bfloat16).requires_grad_(False)
@@ -126,4 +127,4 @@ def planned(name: str) -> Compiled:
         captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
     )
     signature = Signature(found.returned, captured.guards)
-    return compile_graph(found.graph, signature, "cuda", Options())
+    return compile_graph(found.graph, signature, "cuda", Options(numerics=numerics))

@@ -2,8 +2,8 @@
 
 A part of ``ptx_machine``. Four warps issue a product together; it runs at any time between the last
 one's issue and the first one's wait. Till then its registers are locked and what it reads of shared
-memory must stay. Known are operands in lines of 64 and 128 mixed bytes, of fp16 and bf16, with
-fp32 sums.
+memory must stay. Known are operands in lines of 64 and 128 mixed bytes, of fp16, bf16 and e4m3,
+with fp32 sums. Those of e4m3 have all bits here: how many Hopper keeps is not modelled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.kernels.ptx_access import BLOCKED
 from tests.kernels.ptx_arithmetic import of_half
@@ -24,8 +25,12 @@ from tests.kernels.ptx_text import LANES, Imm, PtxError, Reg, Vector
 
 WARPS, ROWS, DEPTH = 4, 64, 16
 LOCKED = 1 << LANES  # in the place of the lanes that have written a register
-_FORM = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(bf16|f16)$")
+_FORM = re.compile(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(?:k16\.f32\.(bf16|f16)\.(bf16|f16)"
+    r"|k32\.f32\.(e4m3)\.(e4m3))$"
+)
 _LINES = {1: 128, 2: 64}  # bytes, by how lines are mixed
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
 @lru_cache(maxsize=4096)
@@ -56,9 +61,11 @@ def operand_units(descriptor: int, rows: int, is_across: bool) -> Array:
 
 
 def operand(memory: Any, units: Array, is_across: bool, kind: str) -> Array:
-    """(rows, DEPTH) in fp32."""
-    raw = memory.units[units.reshape(-1)].view(np.uint16).reshape(len(units), -1)
-    found = of_half(kind, raw)
+    """(rows, DEPTH) in fp32, or twice as many codes."""
+    raw = memory.units[units.reshape(-1)]
+    if kind == "e4m3":
+        return E4M3[raw.view(np.uint8).reshape(len(units), -1)]
+    found = of_half(kind, raw.view(np.uint16).reshape(len(units), -1))
     return found.T if is_across else found
 
 
@@ -127,14 +134,20 @@ def _registers(operand_: Any, count: int) -> tuple[Reg, ...]:
 def make_product(maker: Maker, code: Instruction) -> Run:
     """Flags: whether sums are added to, signs, and which operands lie across the sum."""
     found = _FORM.match(".".join(maker.words))
-    if not found or found[2] != found[3] or int(found[1]) % 8 or not 8 <= int(found[1]) <= 256:
+    if not found:
         raise PtxError("form of wgmma not known")
-    cols, kind, args = int(found[1]), found[2], maker.statement.args
+    halves, codes = (found[2], found[3]), (found[4], found[5])
+    if halves[0] != halves[1] or int(found[1]) % 8 or not 8 <= int(found[1]) <= 256:
+        raise PtxError("form of wgmma not known")
+    cols, kind, args = int(found[1]), halves[0] or codes[0], maker.statement.args
     is_shared = len(args) > 1 and not isinstance(args[1], Vector)
-    into, a, b, adds, *flags = maker.args(8 if is_shared else 7)
+    if codes[0] and not is_shared:
+        raise PtxError("codes in registers are not known")
+    into, a, b, adds, *flags = maker.args((8 if is_shared else 7) - 2 * bool(codes[0]))
     signs = _flag(flags[0], (-1, 1)) * _flag(flags[1], (-1, 1))
-    a_across = bool(_flag(flags[2], (0, 1))) if is_shared else False
-    b_across = bool(_flag(flags[-1], (0, 1)))
+    across = flags[2:]  # only halves may lie across the sum
+    a_across = bool(_flag(across[0], (0, 1))) if is_shared and across else False
+    b_across = bool(_flag(across[-1], (0, 1))) if across else False
     code.accumulators = _registers(into, cols // 2)
     code.fragments = () if is_shared else _registers(a, 4)
     code.uses = (*((reg, cols) for reg in code.accumulators), *((reg, 0) for reg in code.fragments))

@@ -61,6 +61,7 @@ CALLS = (
         for ins, outs in ((320, 1280), (320, 12))
     ),
     call("code_sums", ("n", 64), (32, 64)),
+    call("scaled_product", ("n", 64), (32, 64), ("n", 1), (1, 32)),
 )
 SIZES = (
     {"b": 2, "n": 4096, "m": 77, "h": 64, "w": 64},

@@ -7,12 +7,14 @@ from torch import nn
 import strop
 from strop.codegen import cpp, triton
 from strop.codegen.triton_interpreter import interpret
+from strop.ir import e4m3
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.cubin import compile_cubin
 from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels
 from tests.codegen.cpp_launch import launch
+from tests.codegen.test_triton_compile import disassemble
 from tests.frontend.tracing import Function
 
 ROWS = {
@@ -77,6 +79,48 @@ def test_triton_gives_bits():
     assert compile_cubin(emitted.source, 80).code
 
 
+def coded():
+    """A kernel that rounds to e4m3, numbers and their codes: of a NaN whatever sign."""
+    numbers = torch.cat([GIVEN["float32"], torch.tensor([464.0, -464.1, 1e9, -torch.inf])])
+    wanted = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
+    wanted = torch.where(numbers.isnan(), 0x7F, wanted)
+    return kernels.pointwise("e4m3_code", [torch.float32], torch.int32).kernel, numbers, wanted
+
+
+def test_cpp_rounds_to_8_bits(tmp_path):
+    kernel, numbers, wanted = coded()
+    emitted, out = cpp.emit(kernel), torch.empty(len(numbers), dtype=torch.int32)
+    built = NativeKernels(DiskCache(tmp_path)).build([emitted.source])[emitted.source]
+    launch(built, emitted, [numbers, out], {"n": len(out)})
+    assert torch.equal(torch.where(numbers.isnan(), out & 0x7F, out), wanted)
+
+
+def test_triton_rounds_to_8_bits_by_whole_numbers():
+    kernel, numbers, wanted = coded()
+    emitted, out = triton.emit(kernel), torch.empty(len(numbers), dtype=torch.int32)
+    sizes = {f"s{i}": size.eval({"n": len(out)}) for i, size in enumerate(emitted.scalars)}
+    interpret(emitted.source, [numbers, out], sizes)
+    assert torch.equal(torch.where(numbers.isnan(), out & 0x7F, out), wanted)
+
+
+@pytest.mark.parametrize(("arch", "runs_on"), [(80, 80), (89, 89), (80, 90), (90, 90), (100, 100)])
+def test_an_instruction_rounds_to_8_bits_where_there_is_one(arch, runs_on, tmp_path):
+    source = triton.emit(coded()[0]).source
+    found = disassemble(compile_cubin(source, arch, runs_on), tmp_path)
+    rounding = [name for name in found if "E4M3" in name]
+    assert bool(rounding) == (arch >= 90)
+    assert not any("F16" in name for name in found), "what is rounded twice differs"
+
+
+def test_a_torch_that_gives_nan_for_what_is_too_large(monkeypatch, tmp_path):
+    monkeypatch.setattr(e4m3, "_saturates", lambda: False)
+    module = optimized(
+        Function(lambda x: x.to(torch.float8_e4m3fn).view(torch.uint8) + 0), tmp_path
+    )
+    x = torch.tensor([464.0, -464.0, 464.1, -465.0, 1e9, -torch.inf, 448.0, 1.0])
+    assert module(x).tolist() == [0x7E, 0xFE, 0x7F, 0xFF, 0x7F, 0xFF, 0x7E, 0x38]
+
+
 HALVES = torch.arange(65536).to(torch.int32).to(torch.int16)
 NEAR_CODES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
 GIVEN = {
@@ -115,7 +159,7 @@ def test_rounded_rows_reach_a_product_in_their_own_type(tmp_path):
     for rows in (16, 32):
         x = torch.randn(2, rows, 16)
         torch.testing.assert_close(module(x, weight), eager(x, weight), rtol=1e-2, atol=1e-2)
-    assert strop.explain(module).calls == {"aten._scaled_mm.default": 1, "aten.view.dtype": 2}
+    assert strop.explain(module).calls == {"scaled_product": 1}
 
 
 ALL = torch.arange(256).to(torch.uint8)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.runtime.derived import known_values
 from strop.runtime.derived.known_values import KnownValues
@@ -72,3 +74,33 @@ def test_one_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KnownValues(given).size_bytes == 2 * 3 * 16 * 64 * 4, "and scratch for all at once"
     monkeypatch.setitem(known_values.SHARE_BYTES, "cpu", 16)
     assert KnownValues(given).size_bytes == 4 * 16 * 64 * 4, "and scratch for the largest"
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operators that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.copy_)
+        return func(*args, **(kwargs or {}))
+
+
+def test_edges_of_many_weights_are_copied_together() -> None:
+    weights = [torch.randn(rows, depth) for rows, depth in ((64, 32), (96, 64), (32, 16)) * 4]
+    known = KnownValues([edge for w in weights for edge in (w[:1], w[:, :4])])
+    with Copies() as copies:
+        assert not known.differs()
+    assert copies.count == 2, "first rows, and first numbers of all rows"
+    weights[7].data[50, 3] += 1
+    assert known.differs()
+
+
+def test_columns_alone_have_their_numbers_compared() -> None:
+    columns = torch.randn(9, 7).t()[:, 3]
+    known = KnownValues([columns, torch.randn(4, 6, 2).transpose(0, 1)])
+    assert not known.differs()
+    columns.data[6] = 0
+    assert known.differs()

@@ -23,7 +23,7 @@ from strop.codegen import (
 from strop.codegen.effort import effort_of
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
-from strop.ir.functions import EARLY, FUNCTIONS
+from strop.ir.functions import EARLY, FUNCTIONS, SM_90
 from strop.ir.loops import LoopKernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     BOUNDS_CHECK,
@@ -102,7 +102,8 @@ def _emit(
     if kernel.schedule is Schedule.ROW:
         grid, num_warps = triton_row.row(printer, is_transposing(kernel), most)
         effort = triton_row.effort(printer, is_transposing(kernel), most)
-        return _assemble(printer, grid, num_warps, effort=effort)
+        registers = triton_row.most_registers(kernel, num_warps)
+        return _assemble(printer, grid, num_warps, effort=effort, most_registers=registers)
     plan = triton_column.column(printer, most)
     return _assemble(
         printer, plan.grid, plan.num_warps, plan.scratch, plan.split, effort=plan.effort
@@ -126,11 +127,14 @@ def _assemble(
     split: Split | None = None,
     functions: Sequence[str] = (),
     effort: Effort | None = None,
+    most_registers: int | None = None,
 ) -> Emitted:
     kernel = printer.kernel
     printed = [*functions, *printer.out.lines]
     if has_places(kernel):
         scratch = (*scratch, ("faults", BOUNDS_CHECK))
+    if any(SM_90 in line for line in printed):
+        printer.constants[SM_90] = 1
     printer.constants["EARLY"] = 1
     args = [f"p{i}" for i in range(len(kernel.params))]
     args += [name for name, _ in scratch]
@@ -162,7 +166,7 @@ def _assemble(
         split=split,
         constants=tuple(printer.constants.items()),
         num_warps=num_warps,
-        max_registers=triton_column.MAX_REGISTERS if split else None,
+        max_registers=triton_column.MAX_REGISTERS if split else most_registers,
         effort=effort,
     )
     return Emitted(source, tuple(printer.scalars.sizes))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from strop.codegen.triton_worker import jit_function
+from strop.ir.functions import SM_90
 from strop.ir.source import KernelSource
 
 _LOCK = threading.Lock()
@@ -51,7 +52,7 @@ def interpret(
     """Run every program of the grid in order. Returns the scratch tensors, as they were left."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    source = source.with_constants(EARLY=0)
+    source = source.with_constants(EARLY=0, **{SM_90: 0})
     scratch = [_scratch(s.dtype, s.numel.eval(scalars), s.zeroed) for s in source.scratch]
     numbers = [scalars[f"s{i}"] for i in range(len(source.scalars))]
     numbers += [scalars["splits"]] if source.split else []

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from strop.codegen import triton_pointwise
 from strop.codegen.triton_text import Lines, Printer, TritonScalars
 from strop.ir.dims import Expr, const
+from strop.ir.functions import SM_90
 from strop.ir.loops import LoopKernel
 
 
@@ -40,12 +41,15 @@ def parts_of(
     functions, body = Lines(depth=0), Lines()
     body.add("program = tl.program_id(0)")
     for number, (printer, own_grid) in enumerate(printers):
-        tile = [f"{constant}: tl.constexpr" for constant in printer.constants]
+        given = {name: str(value) for name, value in printer.constants.items()}
+        if any(SM_90 in line for line in printer.out.lines):
+            given[SM_90] = SM_90  # which the target decides
+        tile = [f"{constant}: tl.constexpr" for constant in given]
         functions.add("@triton.jit")
         functions.add(f"def {name}_{number}({', '.join(['program', *names, *tile])}):")
         functions.lines += [*printer.out.lines, "", ""]
         start, grid = grid, grid + own_grid
         with body.block(f"if (program >= {start}) & (program < {grid}):"):
-            given = [f"program - ({start})", *names, *map(str, printer.constants.values())]
-            body.add(f"{name}_{number}({', '.join(given)})")
+            handed = [f"program - ({start})", *names, *given.values()]
+            body.add(f"{name}_{number}({', '.join(handed)})")
     return Parts(functions, body, scalars, grid, num_warps)

@@ -27,6 +27,7 @@ from strop.codegen.triton_text import (
     loads_first,
     next_power_of_two,
     of_whole_vectors,
+    rounds_to_codes,
     tiles,
 )
 from strop.ir.dims import Expr
@@ -97,6 +98,7 @@ STREAMED_MOST, STREAMED_SWEEP = 24576, (8192, 32)
 # read then leaves first, so that results stay. LayerNorm 16384x768 18.8 us to 16.4, residual +
 # RMSNorm 4096x1280 14.1 to 13.1; with less, or much more, 5 to 30 % slower.
 FILLING = (36 << 20, 64 << 20)
+LONG_WARPS, MOST_QUANTISING = 16, 64  # of long rows that are streamed, and their registers
 MAX_WAITING = 24  # elements a thread: with more, what is loaded early has no registers to wait in
 
 # Limits of the variants for rows of unknown length: steps of 3/2 and 4/3, because idle lanes cost
@@ -184,6 +186,13 @@ def row(printer: Printer, strided: bool, most: int | None = None) -> tuple[Expr,
     else:
         _in_sweeps(printer, flat, masks, tile.cols)
     return tiles(printer.scalars.symbolic(kernel.num_rows), tile.rows), tile.num_warps
+
+
+def most_registers(kernel: LoopKernel, num_warps: int) -> int | None:
+    """Limit the registers of a thread where long rows are quantised: arithmetic takes as long as
+    memory there, and two programs on a multiprocessor wait for each in turn. A row of 15,360 behind
+    GELU takes 80 registers without a limit, and 30 accesses to its stack with one (sm_90)."""
+    return MOST_QUANTISING if num_warps == LONG_WARPS and rounds_to_codes(kernel) else None
 
 
 def effort(printer: Printer, strided: bool, most: int | None) -> Effort:

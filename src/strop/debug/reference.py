@@ -200,6 +200,17 @@ def _geglu(node: Node, columns: Tensor) -> Tensor:
     return value * ACTIVATIONS[gate.activation](gates)
 
 
+def _scaled_product(x: list[Tensor]) -> Tensor:
+    (codes, weight), (rows, columns, *bias) = map(_of_e4m3, x[:2]), x[2:]
+    sums = torch.matmul(codes, weight.t()) * (rows.double() * columns.double())
+    return sums + bias[0].double() if bias else sums
+
+
+def _of_e4m3(codes: Tensor) -> Tensor:
+    short = codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
+    return short.double()
+
+
 def _window(node: Node, x: list[Tensor], env: Env) -> Tensor:
     """Read a window by places in memory, where the value lies dense in its order."""
     (whole,), base = x, node.inputs[0]
@@ -252,6 +263,7 @@ _RULES: dict[str, Rule] = {
     "matmul": lambda n, x, env: torch.matmul(*x),
     "mixed_product": lambda n, x, env: mixed_product(*x),
     "code_sums": lambda n, x, env: torch.matmul(x[0].double(), x[1].double().t()),
+    "scaled_product": lambda n, x, env: _scaled_product(x),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)
     ),

@@ -170,6 +170,13 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", ANYWHERE, flops=_linear_flops),
     ),
+    # codes (M, K), codes of a weight (N, K), both e4m3 or bytes that stand for it, their scales
+    # (M, 1) and (1, N), or one number each[, bias (N,)] -> (M, N); maybe with short sums, is_fast
+    Op(
+        "scaled_product",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", ANYWHERE, flops=_linear_flops),
+    ),
     # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op(
         "matmul",

@@ -80,6 +80,12 @@ class GpuTarget:
         """Tell whether a kernel can start before the one before it has ended."""
         return self.arch >= 90
 
+    @property
+    def rounds_to_e4m3(self) -> bool:
+        """Tell whether Triton rounds fp32 to e4m3 at once: on sm_89 it goes through fp16, and
+        rounds twice."""
+        return self.arch >= 90
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

@@ -4,8 +4,9 @@ Rows of values and rows of the weight (one for each column of the result) have a
 largest number over the largest code. A code is the number over the scale, rounded to the format, to
 even. Products of int8 codes are summed up in int32, exactly; those of e4m3 codes in fp32, which the
 library promotes from the tensor cores' shorter sums every few steps. Scales and bias are applied in
-fp32, and the result is rounded once. Scales, codes and sums of e4m3 are those that torchao's
-dynamic quantisation by rows has; its int8 divides by 127, too.
+fp32, and the result is rounded once (but fp16 twice, to bf16 first, where torch has another library
+than cuBLAS for e4m3 codes: ``runtime.run.scaled_calls``). Scales, codes and sums of e4m3 are those
+that torchao's dynamic quantisation by rows has; its int8 divides by 127, too.
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ CODES, SCALES = "codes", "scales"  # what an argument that is made of weights ho
 @dataclass(frozen=True, slots=True)
 class Format:
     """Describe codes. ``most`` is the largest; ``multiple``: libraries multiply on a GPU if depth
-    and columns are multiples of it; ``sums`` is the type in which sums leave the product.
-    ``device.EIGHT_BIT`` says which GPUs multiply them."""
+    and columns are multiples of it. ``device.EIGHT_BIT`` says which GPUs multiply them."""
 
     name: str
     dtype: torch.dtype
     most: float
     multiple: int
-    sums: torch.dtype
 
     def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of rows (M, K) and their scales (M,) in fp32. A row that holds NaN or
@@ -48,9 +47,8 @@ class Format:
 FORMATS: Mapping[str, Format] = {
     one.name: one
     for one in (
-        Format("int8", torch.int8, 127.0, 8, torch.int32),
-        # _scaled_mm by rows gives bf16, whatever the model computes in
-        Format("fp8", torch.float8_e4m3fn, 448.0, 16, torch.bfloat16),
+        Format("int8", torch.int8, 127.0, 8),
+        Format("fp8", torch.float8_e4m3fn, 448.0, 16),
     )
 }
 

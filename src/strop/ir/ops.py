@@ -53,6 +53,10 @@ def _never(attrs: Mapping[str, Any], rank: int) -> bool:
     return False
 
 
+def _e4m3_code(x: torch.Tensor) -> torch.Tensor:
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
+
+
 def _along_others(attrs: Mapping[str, Any], rank: int) -> bool:
     return bool(attrs["dim"] % rank != 0)
 
@@ -126,6 +130,16 @@ STRUCTURAL: tuple[Op, ...] = (
         triton="({0}).to(tl.int32, bitcast=True)",
         cpp="sp::bits_of_float({0})",
         reference=lambda x: x.float().view(torch.int32),
+        operands=Operands.PROMOTED,
+        types=Types.INTEGER,
+    ),
+    # an fp32 as the nearest e4m3, a byte in an int32: what is too large is the largest
+    Op(
+        "e4m3_code",
+        Kind.POINTWISE,
+        triton="e4m3_code({0}, SM_90)",
+        cpp="sp::e4m3_code({0})",
+        reference=_e4m3_code,
         operands=Operands.PROMOTED,
         types=Types.INTEGER,
     ),

@@ -33,6 +33,7 @@ ACTIVATIONS: tuple[Op, ...] = (
         "{0} / (1 + sp::exp(-{0} * (1.5957691216057308f + 0.07135481627260025f * {0} * {0})))",
         reference=lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         when=has(approximate="tanh"),
+        triton_half="half_gelu_tanh({0}, SM_90)",
     ),
     row("relu", (aten.relu.default,), "tl.where({0} < 0, 0, {0})", "({0} < 0 ? 0 : {0})", **NUMBER),
     row(

@@ -25,6 +25,7 @@ from strop.kernels.tuned.attention_cpu import CASES as ON_CPUS
 ATTENTION_SHARE = 0.5
 SDPA_NAME = "sdpa"
 CODES_A_US = 4e5  # operations of oneDNN's product of codes, on one core with VNNI
+SCALED_GAIN = 1.8  # the rate of products of e4m3 codes over that of halves
 # Libraries that torch has for attention; ``runtime.run.attention_calls`` has the calls.
 ATTENTION_LIBRARIES = ("cudnn_attention", "flash_attention", "efficient_attention")
 
@@ -127,6 +128,17 @@ def codes_us(problem: Problem, device: Device) -> float:
     return 2 * rows * depth * columns / CODES_A_US
 
 
+def scaled_us(problem: Problem, device: Device) -> float:
+    """Return the time of a linear's operations in halves over what codes gain: 1.8 for the shapes
+    of Flux.1 on an H200, by its rate there."""
+    (rows, depth), (columns, _) = problem.shapes[:2]
+    ops = 2 * rows * depth * columns
+    if not device.arch:
+        return ops / CODES_A_US
+    times = tuned(device).gemm.library
+    return times.linear_begin_us + ops / (SCALED_GAIN * times.linear_ops)
+
+
 def attention_us(problem: Problem, device: Device) -> float:
     """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
     if not device.arch:
@@ -167,6 +179,7 @@ GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
+SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 # Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
 SDPA = Kernel(SDPA_NAME, ("attention",), anywhere, attention_us)
@@ -178,6 +191,7 @@ ROWS: tuple[Kernel, ...] = (
     GATES,
     MIXED,
     CODES,
+    SCALED,
     CUDNN,
     TAPS,
     SDPA,

@@ -18,7 +18,15 @@ from strop.kernels import libraries
 from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
 from strop.kernels.conv import folded_taps, narrow
-from strop.kernels.gemm import code_sums, geglu, linear_cpu, mixed_product, skinny, small_cpu
+from strop.kernels.gemm import (
+    code_sums,
+    geglu,
+    linear_cpu,
+    mixed_product,
+    scaled_rows,
+    skinny,
+    small_cpu,
+)
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
 from strop.kernels.packed import rows as packed
@@ -39,6 +47,7 @@ KERNELS: tuple[Kernel, ...] = (
     folded_taps.ROW,
     geglu.ROW,
     mixed_product.ROW,
+    scaled_rows.ROW,
     code_sums.ROW,
     packed.ROW,
     packed.PLAIN,

@@ -13,6 +13,7 @@ import torch
 
 ROWS = 64  # of a product: four warps have 16 each
 DEPTH = 16  # of a product
+CODES_DEPTH = 32  # of one of e4m3 codes: as many bytes
 LINE = 64  # elements in a line of shared memory, which is mixed in units of 128 bytes
 LINE_BYTES = 128
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -113,6 +114,12 @@ def product(columns: int, kind: str, into: str, a: str, is_added: bool) -> str:
     op = f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{kind}.{kind}"
     flags = "1, 1, 0, 0" if a == "%a" else "1, 1, 1"
     return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, {flags};\n"
+
+
+def product_of_codes(columns: int, into: str, is_added: bool) -> str:
+    """%a @ %b of e4m3 codes in shared memory, added to what is there or not."""
+    op = f"wgmma.mma_async.sync.aligned.m64n{columns}k{CODES_DEPTH}.f32.e4m3.e4m3"
+    return f"    {op} {into}, %a, %b, {'%yes' if is_added else '%no'}, 1, 1;\n"
 
 
 def f32(value: float) -> str:

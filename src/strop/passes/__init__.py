@@ -32,6 +32,7 @@ from strop.passes.pointwise_conv import pointwise_conv
 from strop.passes.pooled_operands import pooled_operands
 from strop.passes.product_sum import product_sum
 from strop.passes.reduce_in_steps import reduce_in_steps
+from strop.passes.scaled_products import scaled_products
 from strop.passes.upsampled_conv import upsampled_conv
 
 Pass = Callable[[Graph, Options], Graph]
@@ -41,6 +42,7 @@ PIPELINE: tuple[Pass, ...] = (
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
     dequantised_linear,  # products of dequantised values, by codes
     code_sums,  # products of int8 codes, by a kernel of ours
+    scaled_products,  # products of e4m3 codes, as one call that reads bytes
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
     eight_bit_choice,  # which linears are computed in 8 bits, where that is allowed

@@ -4,15 +4,16 @@
 linears of one input are merged; ``eight_bit_products`` writes them down: the rows of values are
 quantised by kernels, into which whatever computes the values is fused, and the weight is read as
 codes and scales. These are arguments of their own that the runtime makes of the weights, once for
-each content (``dispatch.coded_weights``). The nodes are those that a module of torchao's dynamic
-quantisation gives, so that all later stages treat both alike.
+each content (``dispatch.coded_weights``). The nodes are those that become of a module of torchao's
+dynamic quantisation (``code_sums``, ``scaled_products``), so that all later stages treat both
+alike.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,14 +21,14 @@ import torch
 from strop.ir.dims import product
 from strop.ir.e4m3 import encoded
 from strop.ir.eight_bit import CODES, FORMATS, LEAST, SCALES, Format
-from strop.ir.graph import Builder, Graph, Node, Ref, rewrite
+from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 from strop.passes.eight_bit_rules import reasons
+from strop.passes.scaled_products import scaled_product
 
 log = logging.getLogger("strop")
 MARK = "format"  # the attribute of a linear that is to be computed in 8 bits: in which
 _F32 = torch.float32
-_SCALED_MM = "aten._scaled_mm.default"
 
 
 def left_exact(graph: Graph, options: Options) -> dict[Node, str]:
@@ -115,10 +116,11 @@ def _linear(
     by = b.pointwise("div", b.constant(own.most, _F32), most, dtype=_F32)
     scaled = b.pointwise("mul", wide, by, dtype=_F32)
     scales = b.pointwise("mul", most, b.constant(1 / own.most, _F32), dtype=_F32)
-    if own.dtype is torch.int8:
-        y = _of_whole_codes(b, scaled, scales, weight, columns)
-    else:
-        y = _of_short_floats(b, scaled, scales, weight, columns)
+    if own.dtype is not torch.int8:
+        codes = encoded(b, scaled, is_bounded=True)
+        read = codes, weight, scales, b.reshape(columns, (1, weight.shape[0])), *bias
+        return b.reshape(scaled_product(b, read, node.dtype), node.shape)
+    y = _of_whole_codes(b, scaled, scales, weight, columns)
     for added in bias:
         y = b.pointwise("add", y, b.cast(added, _F32), dtype=_F32, alpha=1)
     return b.reshape(b.cast(y, node.dtype), node.shape)
@@ -130,38 +132,3 @@ def _of_whole_codes(b: Builder, scaled: Node, scales: Node, weight: Node, column
     sums = b.cast(b.make("code_sums", (codes, weight), shape, torch.int32), _F32)
     both = b.pointwise("mul", scales, b.reshape(columns, (1, shape[1])), dtype=_F32)
     return b.pointwise("mul", sums, both, dtype=_F32)
-
-
-def _of_short_floats(b: Builder, scaled: Node, scales: Node, weight: Node, columns: Node) -> Node:
-    """Return the product by ``_scaled_mm``, which promotes its sums unless it is told to be fast,
-    and scales them before it rounds to bf16."""
-    codes = _in_torch(b, (encoded(b, scaled),), scaled.shape, torch.float8_e4m3fn, *_AS_E4M3)
-    shape, depth = (scaled.shape[0], weight.shape[0]), weight.shape[1]
-    turned = b.permute(weight, (1, 0))
-    assert turned.shape == (depth, shape[1])
-    operands = codes, turned, scales, b.reshape(columns, (1, shape[1]))
-    args = (*map(Ref, range(4)), None, None, torch.bfloat16)
-    return b.cast(_in_torch(b, operands, shape, torch.bfloat16, _SCALED_MM, args), _F32)
-
-
-_AS_E4M3 = ("aten.view.dtype", (Ref(0), torch.float8_e4m3fn))
-
-
-def _in_torch(
-    b: Builder,
-    operands: tuple[Node, ...],
-    shape: tuple[object, ...],
-    dtype: torch.dtype,
-    target: str,
-    args: tuple[object, ...],
-) -> Node:
-    """Return a call of torch."""
-    attrs: Mapping[str, object] = {
-        "target": target,
-        "args": args,
-        "kwargs": (),
-        "outputs": ((shape, dtype),),
-        "single": True,
-        "tag": "",
-    }
-    return b.make("aten", operands, shape, dtype, **attrs)  # type: ignore[arg-type]

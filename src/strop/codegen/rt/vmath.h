@@ -780,6 +780,17 @@ inline float half_of_bits(int32_t x) { return widen(fp16{static_cast<uint16_t>(x
 inline float float_of_bits(int32_t x) { return from_bits(static_cast<uint32_t>(x)); }
 inline int32_t bits_of_float(float x) { return static_cast<int32_t>(bits_of(x)); }
 
+// See ir/functions.py.
+inline int32_t e4m3_code(float x) {
+  const int32_t bits = bits_of_float(x), size = bits & 0x7FFFFFFF;
+  const int32_t normal = (size - 0x3BF80001 + ((size >> 20) & 1)) >> 20;
+  const int32_t small = bits_of_float(float_of_bits(size) + 16384.0f) - 0x46800000;
+  int32_t code = size < 0x3C800000 ? small : normal;
+  code = code < 0x7E ? code : 0x7E;
+  code = size <= 0x7F800000 ? code : 0x7F;
+  return code | ((bits >> 24) & 0x80);
+}
+
 // ---- random numbers: see ir/philox.py ----------------------------------------------------------
 
 inline float uniform(int64_t seed, int64_t position) {

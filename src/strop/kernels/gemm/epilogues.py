@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from strop.ir.contractions import GELU, GELU_TANH, SILU
+from strop.kernels.gemm import scaled_codes
 from strop.kernels.gemm.tile import ACTIVATED, Product
 from strop.kernels.ptx import ROWS, f32
 
@@ -160,7 +161,8 @@ def begun(of: Product, kind: str, coordinates: str) -> Iterator[str]:
     """Set what sums begin with: zeros, or biases, the same in all rows."""
     half = of.tile.cols // 2
     if not of.begins_with_biases:
-        yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.blocks * half))
+        name = scaled_codes.SUMS if of.codes else "o"
+        yield from (f"    mov.f32 %{name}{n}, 0f00000000;\n" for n in range(of.blocks * half))
         return
     yield coordinates + _BIASES
     for n in range(of.tile.cols // 8):
@@ -247,6 +249,8 @@ def stored(of: Product, kind: str) -> Iterator[str]:
             yield from _gates(of, kind, block)
         elif of.end == ACTIVATED:
             yield from _activated(of, block)
+        elif of.codes:
+            yield from scaled_codes.scaled(of, kind, block)
         yield from _staged(of, kind, block)
     yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
     yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"

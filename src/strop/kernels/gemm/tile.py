@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from strop.ir.contractions import Gate
 from strop.kernels.gemm.implicit import FOUR_WINDOWS
-from strop.kernels.ptx import LINE_BYTES, ROWS
+from strop.kernels.ptx import LINE, LINE_BYTES, ROWS
 
 GEGLU = Gate()
 MOST_SHARED = 227 * 1024  # of a program
@@ -17,6 +17,7 @@ PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 # The results are the activation of sums and biases.
 ACTIVATED = "activated"
 NARROW = "narrow"  # the kind of a plain product with few columns
+CODES = "codes"  # the kind of products of e4m3 codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Product:
     between each other. ``end``: one of ENDS, or ACTIVATED; ``gate`` says by what activation,
     and which half of the weights' rows are gates. ``stride``: pixels of the input from one of
     the result to the next. ``paired``: the sum of a linear goes on over a second input with
-    weights of its own, as of an adapter's factors."""
+    weights of its own, as of an adapter's factors. ``codes``: operands are e4m3, and results their
+    sums times a scale of each row and one of each column."""
 
     tile: GemmTile
     size: int
@@ -49,7 +51,8 @@ class Product:
     stride: int = 1
     paired: bool = False
     gate: Gate = GEGLU
-    has_biases: bool = True  # of values and gates
+    has_biases: bool = True  # of values and gates, or of columns that are scaled
+    codes: bool = False
 
     @property
     def gated(self) -> bool:
@@ -66,6 +69,11 @@ class Product:
     @property
     def begins_with_biases(self) -> bool:
         return (self.adds and not self.has_parts) or self.end == ACTIVATED
+
+    @property
+    def line(self) -> int:
+        """Count the elements in a line of shared memory."""
+        return LINE_BYTES if self.codes else LINE
 
     @property
     def rows(self) -> int:

@@ -20,6 +20,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
+from strop.kernels.gemm import scaled_codes
 from strop.kernels.gemm.epilogues import (
     NEXT_TILE,
     READ,
@@ -59,11 +60,12 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     over further[b, y, x, c] * v[o, c].
 
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), further input (B, H, W, R) and
-    weights (CO, R) where it is paired, the result (B, H / t, W / t, CO), and biases (CO,), or
-    nothing; all dense, of addresses that are multiples of 16 bytes; the inputs may have gaps, and
-    so may results that leave by boxes. CI is a multiple of 64, of a single place 8, and so is R; CO
-    of 8, where it is gated twice ``width``, where it adds ``width``, and where it has an activation
-    no less than ``width``. Sums are fp32; where it adds they are rounded before they are added to
+    weights (CO, R) where it is paired, the result (B, H / t, W / t, CO), of codes their scales (B *
+    H * W,) and (CO,) in fp32, and biases (CO,), or nothing; all dense, of addresses that are
+    multiples of 16 bytes; the inputs may have gaps, and so may results that leave by boxes. CI is a
+    multiple of 64, of a single place 8, of codes 16, and R of 8; CO of 8, where it is gated twice
+    ``width``, where it adds ``width``, and where it has an activation or scales no less than
+    ``width``. Sums are fp32; where it adds they are rounded before they are added to
     what is there, and again with it. Scalars: tiles of columns, boxes right, down and of pictures,
     CI, tiles at work, and 1 where kernels that may still run write the weights, else 0; of a window
     of several places pictures, lines and columns of a box, no more than rows in all, and 2^16 by
@@ -78,17 +80,19 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     results = () if of.has_parts else (*placed, of.unit)
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
     further = ((*pixels, HALF), (of.width, HALF)) if of.paired else ()
-    pairs = ((*pixels, LINE), (of.width, LINE), *further)
+    pairs = ((*pixels, of.line), (of.width, of.line), *further)
+    operands = torch.uint8 if of.codes else dtype
+    scales = (torch.float32,) * 2 if of.codes else ()
     return KernelSource(
-        NAME,
+        name_of(of),
         "ptx",
         text,
-        (dtype,) * (len(pairs) + 2),
+        (*(operands,) * len(pairs), dtype, *scales, dtype),
         (1,) * _scalars(of),
         (symbol("s5") * tile.split,),
         constants=(("SHARED", of.shared), ("EARLY", 1)),
         num_warps=of.num_warps,
-        boxes=(*pairs, results, ()),
+        boxes=(*pairs, results, *((),) * len(scales), ()),
         steps=steps,
     )
 
@@ -102,7 +106,10 @@ def _scalars(of: Product) -> int:
     return 12 if of.has_box else 8
 
 
-NAME = "wgmma_gemm"
+def name_of(of: Product) -> str:
+    return "wgmma_codes" if of.codes else "wgmma_gemm"
+
+
 _BEGIN = """\
     .reg .pred %p, %yes, %goes_on, %is_first, %is_handing, %follows;
     .reg .b32 %thread, %warp, %lane, %group, %rank, %id, %total, %stride, %col, %left, %top;
@@ -155,12 +162,13 @@ def _begin(of: Product) -> Iterator[str]:
     rank = 5 if of.has_four_windows else 4
     params = {"x": 4, "w": 2} | ({"further": 4, "v": 2} if of.paired else {})
     params |= {} if of.has_parts else {"result": rank}
-    pointers = ("result", "more") if of.has_parts else ("more",)
-    yield entry(NAME, params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
+    pointers = (*scaled_codes.POINTERS * of.codes, "more")
+    pointers = ("result", *pointers) if of.has_parts else pointers
+    yield entry(name_of(of), params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
         split=tile.split,
         results=of.blocks * tile.cols // 2,
-        line=LINE,
+        line=of.line,
         places=of.size**2,
         maps=5 if of.paired else 3,
         further=_FURTHER_STEPS if of.paired else "",
@@ -194,6 +202,8 @@ _HALVES = "    sub.u32 %halved, %halved, %first;\n"
 def _more_registers(of: Product) -> str:
     if of.has_four_windows:
         return "    .reg .b32 %window;\n"
+    if of.codes:
+        return scaled_codes.registers(of)
     return _PAIR if of.paired else ""
 
 
@@ -279,11 +289,11 @@ def _first_place(of: Product) -> str:
     further = f"    mul.lo.u32 %left, %left, {stride};\n    mul.lo.u32 %top, %top, {stride};\n"
     moved = _MOVED if of.has_four_windows else ""
     return f"""\
-    add.u32 %n1, %ins, {LINE} - 1;
-    div.u32 %n1, %n1, {LINE};
+    add.u32 %n1, %ins, {of.line} - 1;
+    div.u32 %n1, %n1, {of.line};
     div.u32 %n0, %first, %n1;
     rem.u32 %channel, %first, %n1;
-    mul.lo.u32 %channel, %channel, {LINE};
+    mul.lo.u32 %channel, %channel, {of.line};
     rem.u32 %x, %n0, {of.size};
     div.u32 %y, %n0, {of.size};
 {further if stride > 1 else ""}{moved}\
@@ -292,7 +302,7 @@ def _first_place(of: Product) -> str:
     add.u32 %x, %x, %left;
     add.u32 %y, %y, %top;
     sub.u32 %y, %y, {around};
-    mul.lo.u32 %k, %first, {LINE};
+    mul.lo.u32 %k, %first, {of.line};
 """
 
 
@@ -343,7 +353,7 @@ def _behind(place: str, first: int) -> str:
 def _onward(of: Product, place: str) -> str:
     """Go on to the next step's channels: to half as many within the second pair."""
     if not of.paired:
-        return f"    add.u32 {place}, {place}, {LINE};\n"
+        return f"    add.u32 {place}, {place}, {of.line};\n"
     return f"""\
     selp.b32 %depth, {HALF}, {LINE}, %is_further;
     add.u32 {place}, {place}, %depth;
@@ -383,10 +393,10 @@ def _weights(of: Product) -> Iterator[str]:
     yield _onward(of, "%k")
 
 
-_PIXELS = f"""\
+_PIXELS = """\
     cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
 [%at], [%map0, {{%channel, %x, %y, %picture}}], [%bar];
-    add.u32 %channel, %channel, {LINE};
+    add.u32 %channel, %channel, {line};
     setp.ge.u32 %p, %channel, %ins;
     @%p mov.u32 %channel, 0;
     @%p add.u32 %x, %x, 1;
@@ -399,7 +409,7 @@ _PIXELS = f"""\
 def _pixels(of: Product) -> str:
     """Fetch the box of this step's pixels, or the rows of either pair."""
     if not of.paired:
-        return _PIXELS
+        return _PIXELS.format(line=of.line)
     return f"""\
 {_behind("%channel", 0)}\
     cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
@@ -558,18 +568,20 @@ multiply:
     setp.ne.u32 %goes_on, %step, 0;
     wgmma.fence.sync.aligned;
 """
-    yield from _step(of, kind)
+    yield from scaled_codes.products(of) if of.codes else _step(of, kind)
     if not of.begins_with_biases:  # where results go is worked out while the first products are
         yield f"    @%goes_on bra onward;\n{_coordinates(of)}onward:\n"
-    yield "    wgmma.wait_group.sync.aligned 1;\n    @!%goes_on bra kept;\n"
-    yield (
-        release(of.barriers, "%last", "%n0")
-        + "kept:\n    mov.u32 %last, %stage;\n"
-        + advance(of.tile.stages, "%stage", "%phase")
-    )
+    if of.codes:
+        yield from scaled_codes.summed_up(of)
+    else:
+        yield "    wgmma.wait_group.sync.aligned 1;\n    @!%goes_on bra kept;\n"
+        yield released + "kept:\n    mov.u32 %last, %stage;\n"
+    yield advance(of.tile.stages, "%stage", "%phase")
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
-    yield _turned(of) + "    wgmma.wait_group.sync.aligned 0;\n"
+    yield _turned(of)
+    if not of.codes:
+        yield "    wgmma.wait_group.sync.aligned 0;\n" + released * of.tile.keeps_on
     if of.tile.keeps_on:  # results of the tile before have left
-        yield released + READ
+        yield READ
     # results go where the operands of all groups were, or those of the tile before
     yield met(of)

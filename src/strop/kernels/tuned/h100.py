@@ -14,7 +14,7 @@ from strop.kernels.attention.cross import MASKED, CrossTile
 from strop.kernels.attention.times import UNBOUNDED, AttentionTimes, Rounds, TileRule
 from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
-from strop.kernels.gemm.tile import ACTIVATED, GATED, NARROW, PLAIN, SUM, GemmTile
+from strop.kernels.gemm.tile import ACTIVATED, CODES, GATED, NARROW, PLAIN, SUM, GemmTile
 from strop.kernels.gemm.times import Cost, GemmTimes, LibraryTimes
 from strop.kernels.tuned.attention_h100 import CASES
 from strop.kernels.tuned.tuned import Tuned
@@ -121,6 +121,9 @@ ACTIVATED_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 192, 4, keeps_on=True): Cost(3.3, 3.3, 0.556),
 }
 
+# No tile of products of codes has been measured yet (benchmarks/fit_kernels.py codes_wgmma).
+CODES_TILES: Mapping[GemmTile, Cost] = {}
+
 # The driver of an H100 says how many clusters of so many programs run at a time, one program a
 # multiprocessor.
 CLUSTERS: Mapping[int, int] = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
@@ -153,6 +156,7 @@ GEMM = GemmTimes(
         GATED: GATED_TILES,
         SUM: SUM_TILES,
         ACTIVATED: ACTIVATED_TILES,
+        CODES: CODES_TILES,
     },
     CLUSTERS,
     LIBRARY,

@@ -15,6 +15,7 @@ import torch
 from strop.codegen import triton_worker
 from strop.errors import CacheError, CodegenError
 from strop.ir.device import GpuTarget
+from strop.ir.functions import SM_90
 from strop.ir.source import KernelSource
 
 TYPES = {
@@ -117,6 +118,8 @@ def request_of(source: KernelSource, target: GpuTarget) -> dict[str, Any]:
     types += ["i64" if source.wide else "i32"] * (len(source.scalars) + (source.split is not None))
     if not target.has_pdl:
         source = source.with_constants(EARLY=0)
+    if not target.rounds_to_e4m3:
+        source = source.with_constants(**{SM_90: 0})
     types += ["constexpr"] * len(source.constants)
     names = _argument_names(source)
     return {

@@ -3,7 +3,9 @@
 Nobody counts what is written through ``.data``. A GPU compares beside the work that is launched
 meanwhile. What tensors hold now is copied to scratch memory, as much at once as stays in a cache.
 Tensors without gaps are concatenated: that keeps a GPU busy, while a copy of each into its part
-of the scratch memory (``_foreach_copy_``) has programs for a fraction of it.
+of the scratch memory has programs for a fraction of it. So are tensors with gaps that have the same
+dims but for the first, such as the first numbers of each row of many weights: torch launches one
+kernel for 64 of them.
 """
 
 from __future__ import annotations
@@ -42,35 +44,27 @@ class KnownValues(SourceWatch):
 @dataclass(frozen=True, slots=True)
 class Share:
     """Describe tensors that are compared at once. ``now`` is room for what they hold, and ``known``
-    what they held: those without gaps, ``dense``, then those with gaps, each with its room."""
+    what they held. ``pieces``: tensors that are concatenated along their first dim, each list with
+    its room."""
 
-    dense: list[Tensor]
-    others: list[Tensor]
-    dense_room: Tensor
-    other_rooms: list[Tensor]
+    pieces: list[tuple[list[Tensor], Tensor]]
     now: Tensor
     known: Tensor
 
     @staticmethod
     def of(tensors: list[Tensor], scratch: Tensor, known: Tensor) -> Share:
         """Describe these, and remember in ``known`` what they hold."""
-        dense = [tensor.view(-1) for tensor in tensors if tensor.is_contiguous()]
-        others = [tensor for tensor in tensors if not tensor.is_contiguous()]
         room = scratch[: known.numel()]
-        behind = sum(tensor.numel() for tensor in dense)
-        rooms = _parts(room[behind:], others)
         words = (memory.view(torch.int64) for memory in (room, known))
-        share = Share(dense, others, room[:behind], rooms, *words)
+        share = Share([*_pieces(room, tensors)], *words)
         share.read()
         share.known.copy_(share.now)
         return share
 
     def read(self) -> None:
         """Copy what the tensors hold now."""
-        if self.dense:
-            torch.cat(self.dense, out=self.dense_room)
-        if self.others:
-            torch._foreach_copy_(self.other_rooms, self.others)
+        for tensors, room in self.pieces:
+            torch.cat(tensors, out=room)
 
 
 class KnownGroup(SourceWatch):
@@ -149,8 +143,16 @@ def _in_words(tensors: list[Tensor]) -> list[Tensor]:
     return [*tensors, tensors[0].new_zeros(missing)] if missing else tensors
 
 
-def _parts(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of memory that are for these tensors, one behind the other."""
-    sizes = [tensor.numel() for tensor in tensors]
-    pieces = memory[: sum(sizes)].split(sizes)
-    return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+def _pieces(memory: Tensor, tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Yield the tensors that are concatenated at once, with the part of memory that is for them:
+    those without gaps, and those with gaps by their dims behind the first."""
+    alike: dict[torch.Size, list[Tensor]] = {}
+    for tensor in tensors:
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
+        alike.setdefault(flat.shape[1:], []).append(flat)
+    begin = 0
+    for dims, some in alike.items():
+        length = sum(len(tensor) for tensor in some)
+        end = begin + length * dims.numel()
+        yield some, memory[begin:end].view(length, *dims)
+        begin = end

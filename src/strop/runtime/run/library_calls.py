@@ -26,7 +26,7 @@ from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.mixed_product import mixed_product
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
-from strop.runtime.run import attention_calls
+from strop.runtime.run import attention_calls, scaled_calls
 
 # This is torch's own, whatever a user has put in its place in torch.nn.functional.
 _torchs_attention = torch._C._nn.scaled_dot_product_attention
@@ -361,10 +361,12 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "matmul": _matmul,
     "mixed_product": _mixed_product,
     "code_sums": _code_sums,
+    "scaled_product": scaled_calls.on_cpu,
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
     "code_sums": _cuda_code_sums,
+    "scaled_product": scaled_calls.on_gpu,
     "conv2d": _cudnn_conv2d,
     "linear_gelu": _linear_gelu,
     "geglu": _geglu,

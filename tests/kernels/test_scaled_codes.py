@@ -1,0 +1,167 @@
+"""Products of e4m3 codes in PTX, by the machine for PTX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.fitting import codes_wgmma
+from strop.ir.source import KernelSource
+from strop.kernels.gemm import scaled_rows
+from strop.kernels.gemm.tile import CODES, GemmTile, Product
+from strop.kernels.gemm.times import Cost
+from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
+from strop.kernels.library import select
+from strop.kernels.tuned import tuned
+from strop.runtime.build.loader import kernel_loader
+from tests.gpus import H100
+from tests.kernels.ptx_machine import launch
+from tests.kernels.test_ptx_kernels import survivors
+from tests.kernels.test_wgmma_gemm import BF16, BOUND, F16, assert_assembled
+
+APART = GemmTile(2, 80, 3, 1, keeps_on=True, apart=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    tile: GemmTile
+    rows: int
+    depth: int
+    columns: int
+    dtype: torch.dtype = F16
+    has_biases: bool = True
+
+
+CASES = (
+    Case(APART, 300, 320, 160),
+    Case(APART, 300, 1040, 160, BF16, has_biases=False),  # more steps than stages, the last short
+    Case(APART, 100, 128, 80),  # a single tile
+    Case(GemmTile(2, 128, 4, 1, True, True), 200, 272, 200, BF16),  # columns that two tiles have
+    Case(GemmTile(2, 80, 3, 1, True), 300, 208, 160),
+    Case(GemmTile(1, 160, 4), 100, 640, 320, BF16),
+    Case(GemmTile(2, 160, 5), 300, 144, 328, has_biases=False),
+)
+
+
+def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
+    """The kernel, and what runs it or another and asserts that results are right."""
+    product = Product(case.tile, 1, has_biases=case.has_biases, codes=True)
+    torch.manual_seed(case.rows + case.depth)
+    x, w = (
+        (8 * torch.randn(n, case.depth)).to(torch.float8_e4m3fn) for n in (case.rows, case.columns)
+    )
+    by_row, by_column = torch.rand(case.rows) + 0.5, (torch.rand(case.columns) + 0.5) / case.depth
+    bias = torch.randn(case.columns).to(case.dtype)
+    wanted = (x.double() @ w.double().t()) * by_row.double()[:, None] * by_column.double()
+    wanted += bias.double() if case.has_biases else 0.0
+    right, across = -(-case.rows // product.rows), -(-case.columns // product.width)
+    total = across * right
+    at_work = min(total, 2) if case.tile.keeps_on else total
+    box = (1, 1, product.rows)
+    result = (1, 1, case.rows, case.columns)
+    views = [
+        (x[None, None].shape, x[None, None].stride(), (*box, product.line)),
+        (w.shape, w.stride()),
+        (result, torch.empty(result).stride(), (*box, product.unit)),
+    ]
+    codes = [each.view(torch.uint8) for each in (x, w)]
+
+    def call(source: KernelSource, seed: int) -> None:
+        out = torch.full((case.rows, case.columns), torch.nan, dtype=case.dtype)
+        launch(
+            source,
+            [*codes, out, by_row, by_column, bias],
+            [across, right, 1, 1, case.depth, at_work, seed % 2, min(right, 2)],
+            seed=seed,
+            views=views,
+            allow_rewrites=True,
+        )
+        error = float((out.double() - wanted).norm() / wanted.norm())
+        assert error < BOUND[case.dtype]
+
+    return wgmma_gemm(product, case.dtype), call
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results(case: Case, seed: int) -> None:
+    source, call = prepared(case)
+    call(source, seed)
+
+
+@pytest.mark.parametrize("case", [Case(APART, 300, 640, 160)], ids=str)
+def test_all_that_orders_it_is_needed(case: Case) -> None:
+    found = survivors(*prepared(case))
+    assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
+
+
+def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
+    assert_assembled([Product(tile, 1, codes=True) for tile in codes_wgmma.TILES], F16, tmp_path)
+
+
+def product(
+    rows: int, columns: int, depth: int, *, by_row: bool = True, dtype: torch.dtype = F16
+) -> Problem:
+    scales = (rows if by_row else 1, 1), (1, columns)
+    shapes = ((rows, depth), (columns, depth), *scales, (columns,))
+    return Problem("scaled_product", (("is_fast", False),), shapes, dtype)
+
+
+REFUSED = {
+    "wants depths of 16s": product(300, 160, 328),
+    "and widths of 8s": product(300, 164, 320),
+    "scales each row and each column": product(300, 160, 320, by_row=False),
+    "computes fp16 and bf16": product(300, 160, 320, dtype=torch.float32),
+    "no tile that was measured": product(300, 160, 320),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_it_does_not_compute(said: str) -> None:
+    assert said in scaled_rows.supports(REFUSED[said].call, H100)
+
+
+def test_until_a_tile_is_measured_the_library_multiplies() -> None:
+    problem = product(2048, 1280, 1280)
+    assert scaled_rows.cost_us(problem, H100) == NEVER
+    assert scaled_rows.launch(problem, H100) is None
+    assert select(problem.call, problem, H100).kernel == "scaled_mm"
+
+
+def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = APART, replace(APART, cols=112)
+    costs = {small: Cost(1.0, 0.5, 0.2), large: Cost(1.0, 0.5, 0.25)}
+    known = tuned(H100)
+    table = replace(known, gemm=replace(known.gemm, tiles={**known.gemm.tiles, CODES: costs}))
+    monkeypatch.setattr(scaled_rows, "tuned", lambda device: table)
+    scaled_rows.fastest.cache_clear()
+    problem = product(300, 160, 320)
+    assert scaled_rows.supports(problem.call, H100) == ""
+    (part,) = scaled_rows.launch(problem, H100).parts  # type: ignore[union-attr]
+    assert isinstance(part, Launch)
+    assert part.source in list(scaled_rows.forms(problem.call, H100))
+    assert [operand.number for operand in part.operands] == [0, 1, RESULT, 2, 3, 4]
+    assert part.scalars == (2, 3, 1, 1, 320, 6, Late.WEIGHTS, 3)
+    wide = scaled_rows.launch(product(4608, 12288, 3072), H100)
+    assert wide is not None
+    assert wide.sources == (wgmma_gemm(Product(large, 1, codes=True), F16),)
+    scaled_rows.fastest.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="multiplies by WGMMA",
+)
+@pytest.mark.parametrize("shape", [(300, 328, 208), (2048, 1280, 5120)], ids=str)
+def test_on_a_gpu(shape: tuple[int, ...]) -> None:
+    library = kernel_loader("cuda", 0, "", 0)
+    library.build(list(dict.fromkeys(codes_wgmma.sources(shape))))
+    errors = codes_wgmma.measure(shape, library)["errors"]
+    assert len(errors) == len(codes_wgmma.TILES) + 1
+    assert max(errors.values()) < 2 * BOUND[F16], errors  # sums of Hopper are short
