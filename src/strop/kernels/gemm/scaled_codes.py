@@ -1,4 +1,4 @@
-"""Products of e4m3 codes in PTX: their sums are promoted, and scaled by row and by column.
+"""Multiply e4m3 codes in PTX: sums are promoted, and scaled by row and by column.
 
 Hopper's tensor cores keep some 14 bits of a sum of products of e4m3 codes
 (https://arxiv.org/abs/2412.19437, section 3.3.2). So they sum up one line of 128 codes, which is
