@@ -48,7 +48,8 @@ def test_a_transformer_on_a_gpu(numerics):
     assert calls[of_codes] == 8
     assert calls["linear"] == 3
     # rows are quantised where they are made: a kernel for that alone is behind attention only
-    assert len(program.kernel_steps) <= 2 * 5 + 2
+    # and sums of int8 codes are scaled for attention by one, which e4m3 does not need
+    assert len(program.kernel_steps) <= 1 + 2 * {"int8": 5, "fp8": 4}[numerics]
     assert program.is_pure
     made = [spec for spec in program.inputs if spec.made]
     assert Counter(spec.made for spec in made) == {f"{numerics} codes": 8, f"{numerics} scales": 8}
