@@ -22,7 +22,7 @@ from strop.cli import (
 )
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.bench_infer import BudgetOption, TinyOption
-from strop.cli.bench_speed import BatchesOption, SpeedPeersOption
+from strop.cli.bench_speed import BatchesOption, JobsOption, SpeedPeersOption
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show
@@ -186,13 +186,7 @@ def models(
     again: Annotated[
         bool, typer.Option("--again", help="With --speed, measure what the file has, too.")
     ] = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="With --speed, prepare so many networks at the same time. Each is timed alone.",
-        ),
-    ] = 1,
+    jobs: JobsOption = 1,
     tiny: TinyOption = False,
 ) -> None:
     """Compile each architecture of the zoo at tiny widths, and judge the result.
@@ -200,8 +194,8 @@ def models(
     A model passes if one graph serves all its shapes without a fallback, if nearly all of it runs
     in generated kernels, and if its results are as accurate as eager's. With --speed, encoders of
     texts and pictures and GPT-2 are timed at full size; rows that --out has are not measured again,
-    so a run that was cut off goes on where it was. Compilers take most of its time: on a GPU with
-    many cores beside it, --jobs 4 takes about a third.
+    so a run that was cut off goes on where it was. Compilers take most of its time, one core each:
+    --jobs has several networks prepared at a time.
     """
     require_diffusion()
     for file in (out, page):

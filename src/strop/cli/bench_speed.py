@@ -19,6 +19,13 @@ BatchesOption = Annotated[
         show_default=False,
     ),
 ]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="With --speed, prepare so many networks at the same time. Each is timed alone.",
+    ),
+]
 SpeedPeersOption = Annotated[
     str, typer.Option(help="With --speed, measure these peers; put commas between them.")
 ]

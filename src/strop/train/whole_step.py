@@ -159,7 +159,7 @@ class WholeStep:
             leaf.grad = None
 
     def let_go_of_graphs(self) -> None:
-        """Destroy the graphs. Later calls capture anew, if their process group is there."""
+        """Let go of the graphs. Later calls capture anew, if their process group is there."""
         for bucket in self._buckets.values():
             bucket.drop()
 

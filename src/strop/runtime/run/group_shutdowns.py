@@ -20,7 +20,7 @@ class HoldsGraphs(Protocol):
     """Hold CUDA graphs that can be captured anew."""
 
     def let_go_of_graphs(self) -> object:
-        """Destroy them all. The next call runs without one, or captures again."""
+        """Let go of them all. The next call runs without one, or captures again."""
         ...
 
 
