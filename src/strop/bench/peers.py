@@ -63,10 +63,22 @@ def _compiled(module: nn.Module, **how: Any) -> None:
 def _compiled_blocks(module: nn.Module) -> None:
     """Compile repeated blocks, as diffusers recommends it for transformers."""
     _channels_last(module)
-    compile_blocks: Any = getattr(module, "compile_repeated_blocks", None)
-    if not callable(compile_blocks) or not getattr(module, "_repeated_blocks", None):
-        raise OptionError(f"{type(module).__name__} does not say which of its blocks repeat")
-    compile_blocks(fullgraph=True, dynamic=False)
+    for block in repeated_blocks(module):
+        block.compile(fullgraph=True, dynamic=False)
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a user compiles one by one: those of the classes that a model of
+    diffusers names, or else the members of its own lists that are all of one class. Raises
+    OptionError where it has neither."""
+    named = getattr(module, "_repeated_blocks", None) or ()
+    found = [part for part in module.modules() if type(part).__name__ in named]
+    lists = [part for part in module.children() if isinstance(part, nn.ModuleList)]
+    alike = [part for part in lists if len(part) > 1 and len({type(block) for block in part}) == 1]
+    found = found or [block for part in alike for block in part]
+    if not found:
+        raise OptionError(f"{type(module).__name__} has no blocks that repeat: leave this peer out")
+    return found
 
 
 def _naive(module: nn.Module) -> None:
