@@ -176,6 +176,8 @@ def _error_text(result: Result) -> str:
     if not error:
         why = result.get("references", {}).get("failed")
         return f"no reference: {why}" if why else ""
+    if "rms_to_eager" in error:
+        return f"rms {error['rms_to_eager']:.2e} to eager"
     if "rms" not in error:
         return f"{error['psnr_to_eager_db']:.1f} dB to eager"
     good = result.get("numerics") or ("ok" if error["is_good"] else "BAD")

@@ -36,6 +36,11 @@ class Peer:
     is_whole: bool = False
 
     @property
+    def is_by_block(self) -> bool:
+        """Tell whether blocks are compiled one by one, which only denoisers have."""
+        return self.setup == "blocks"
+
+    @property
     def is_slow(self) -> bool:
         """Tell whether its results are worth keeping for a later run."""
         return bool(self.limit_s)
@@ -133,12 +138,19 @@ def hot_modules(target: Any) -> list[nn.Module]:
     """Return the modules that a user would hand to a compiler."""
     if isinstance(target, nn.Module):
         return [target]
-    return [target.unet, target.vae.decoder]
+    return [denoiser_of(target), target.vae.decoder]
+
+
+def denoiser_of(pipe: Any) -> nn.Module:
+    """Return the model that a pipeline calls in each step."""
+    found: nn.Module = pipe.components.get("unet") or pipe.components["transformer"]
+    return found
 
 
 def prepared(peer: Peer, workload: Workload) -> Workload:
     """Return a fresh model, set up for this peer."""
-    for module in [workload.target] if peer.is_whole else hot_modules(workload.target):
+    modules = [workload.target] if peer.is_whole else hot_modules(workload.target)
+    for module in modules[:1] if peer.is_by_block else modules:
         peer.prepare(module)
     return workload
 
