@@ -186,7 +186,7 @@ def _with_flow(parts: Callable[[], Parts], **config: Any) -> Callable[[], Parts]
 
 
 _SHORT = {"max_sequence_length": 16}
-_LAYERS = {"max_sequence_length": 64, "text_encoder_out_layers": (0, 1, 2)}
+_LAYERS = {"max_sequence_length": 48, "text_encoder_out_layers": (0, 1, 2)}
 _CFG = {"true_cfg_scale": 4.0, "negative_prompt": " "}
 _QWEN_WORDS = {"prompt": prompt_of(QWEN_PROMPT)}
 
