@@ -1,4 +1,4 @@
-"""int, len, min and max of a traced module: symbolic for sizes, Python's own for everything else."""
+"""int, len, min and max of a traced module: symbolic for sizes, Python's own for all else."""
 
 from __future__ import annotations
 
