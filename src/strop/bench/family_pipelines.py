@@ -141,8 +141,11 @@ def _qwen() -> Parts:
 
 
 def _z_image() -> Parts:
+    net = diffusers("ZImageTransformer2DModel")
+    for token in (net.x_pad_token, net.cap_pad_token):  # diffusers leaves them as memory was
+        torch.nn.init.normal_(token, std=0.02)
     return {
-        "transformer": diffusers("ZImageTransformer2DModel"),
+        "transformer": net,
         "vae": diffusers("AutoencoderKL", **FLOW_VAE),
         "scheduler": flow(shift=3.0),
         "text_encoder": causal("Qwen3Model", **QWEN3_4B),
