@@ -144,10 +144,10 @@ def test_a_contender_with_a_wrong_result_has_failed(
 ) -> None:
     usual = infer_measure.take_turns
 
-    def turns(calls: dict[str, Any], *given: Any) -> Any:
+    def turns(calls: dict[str, Any], *given: Any, **how: Any) -> Any:
         right = calls["eager"]
         calls["eager"] = lambda: right() * factor
-        return usual(calls, *given)
+        return usual(calls, *given, **how)
 
     monkeypatch.setattr(infer_measure, "take_turns", turns)
     rows = chosen_rows(["P1"], tiny=True)

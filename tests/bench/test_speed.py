@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from strop.bench import accuracy, infer, speed
+from strop.bench import accuracy, infer, peers, speed
 from strop.bench.cases import BenchCase
 from strop.bench.infer_contenders import Field, Plan
 from strop.bench.infer_rows import SPEED_ROWS, chosen_rows
@@ -102,6 +102,18 @@ def test_contenders_of_a_large_model_have_the_same_weights(tmp_path: Path) -> No
     assert ours is not eager
     pointers = [[w.data_ptr() for w in each.parameters()] for each in (ours, eager)]
     assert pointers[0] == pointers[1]
+
+
+@pytest.mark.parametrize(("row", "count"), [("D1s35", 2), ("D1", 4)])
+def test_blocks_that_repeat_are_compiled_one_by_one(row: str, count: int) -> None:
+    """SD3's transformer does not name them, Flux's names two classes."""
+    model = chosen_rows([row], tiny=True)[0].case(torch.float32).build(torch.device("cpu")).target
+    peers.peer_named("inductor-blocks-graph").prepare(model)
+    compiled = [part for part in model.modules() if part._compiled_call_impl is not None]
+    assert compiled == peers.repeated_blocks(model)
+    assert len(compiled) == count
+    with pytest.raises(OptionError, match="LayerNorm has no blocks that repeat"):
+        peers.repeated_blocks(torch.nn.LayerNorm(4))
 
 
 def test_a_large_model_is_judged_without_a_wider_copy() -> None:

@@ -1,4 +1,4 @@
-"""int, min and max of a traced module: symbolic for sizes, Python's own for everything else."""
+"""int, len, min and max of a traced module: symbolic for sizes, Python's own for all else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = vars(sys.modules[__name__])
 def test_names_are_there_while_tracing_and_gone_after() -> None:
     with symbolic_builtins(Module()), symbolic_builtins(Module()):
         assert HERE["int"] is not builtins.int
-    assert not {"int", "min", "max"} & HERE.keys()
+    assert not {"int", "len", "min", "max"} & HERE.keys()
 
 
 def test_other_values_meet_what_python_has() -> None:
@@ -36,6 +36,9 @@ def test_other_values_meet_what_python_has() -> None:
         assert issubclass(bool, int)
         assert int == int  # noqa: E721
         assert {int: "number"}[builtins.int] == "number"
+        assert len([torch.ones(2)]) == 1
+        with pytest.raises(TypeError):
+            len(torch.ones(()))
         assert min([3, 1], key=lambda x: -x) == 3
         assert max((x for x in (1, 5, 2)), default=0) == 5
         assert min(4, 2.5) == 2.5
@@ -67,7 +70,19 @@ class Squared(nn.Module):
         return (square * 2).softmax(-1).sum(2) + side
 
 
-@pytest.mark.parametrize(("kind", "count"), [(FromTheLongerSide, 1), (Squared, 3)])
+class PaddedRows(nn.Module):
+    """Pads rows to a multiple of eight, as Z-Image does with tokens: ``len`` of a tensor counts
+    them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.permute(2, 3, 0, 1).flatten(0, 1)
+        missing = -len(rows) % 8
+        if missing > 0:
+            rows = torch.cat([rows, rows[-1:].repeat(missing, 1, 1)])
+        return rows.softmax(0) + (len(rows) - missing)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(FromTheLongerSide, 1), (Squared, 3), (PaddedRows, 1)])
 def test_either_side_may_be_the_longer(kind: type[nn.Module], count: int, tmp_path: Path) -> None:
     options, eager = strop.Options(cache_dir=str(tmp_path), strict=True), kind().eval()
     for folder in ("made", "from disk"):

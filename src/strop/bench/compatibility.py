@@ -183,7 +183,7 @@ def _judged(
     used = {
         name: d.counters
         for name, d in dispatchers.items()
-        if d.variants.all or d.counters.eager_calls
+        if d.variants.all or d.counters.eager_calls or d.cached.serving
     }
     reasons = [f"{name}: {why[:LONGEST]}" for name, c in used.items() for why in c.fallbacks]
     decibels = nearness(fast, eager)

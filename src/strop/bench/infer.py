@@ -182,6 +182,7 @@ def _empty(row: InferRow, plan: Plan, described: dict[str, Any]) -> dict[str, An
         "stretch": row.stretch,
         "must_share": row.must_share,
         "stretch_share": row.stretch_share,
+        "public": row.public,
         "model": row.model,
         "size": row.size,
         "batch": row.batch,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import strop
 from strop.api import dispatchers_of
@@ -22,6 +22,7 @@ from strop.bench import peers, timer
 from strop.bench.cases import BenchCase
 from strop.bench.infer_rows import InferRow
 from strop.bench.models import Size, Workload
+from strop.bench.pipelines.tiny import modules_of
 from strop.runtime.run.layouts import bytes_of
 
 Found = dict[str, Any]  # for the JSON
@@ -33,6 +34,7 @@ SAMPLE_MS = {"cuda": 150.0, "cpu": 30.0}  # of a step, at most
 # launch, once a sample: as rarely as in a denoise loop, which has 20 steps and more.
 LOOP_CALLS = 20
 PICTURE_SAMPLES = 5  # at most
+CONV_DIM = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,12 @@ def _without_machine(line: str) -> str:
     return re.sub(r'File ".*/(?:site-packages|src)/', 'File "', line)
 
 
+def _weights_of(target: Any) -> list[Tensor]:
+    """Return the weights and buffers of a module, or of all of a pipeline's."""
+    modules = [target] if isinstance(target, nn.Module) else modules_of(target)
+    return [weight for part in modules for weight in (*part.parameters(), *part.buffers())]
+
+
 @dataclass
 class Contender:
     """Hold a model set up in one way, and the bytes that it has come to hold, its weights
@@ -155,8 +163,7 @@ class Contender:
         found = Contender(build(), device)
         size_bytes = timer.allocated(device) - before
         if is_shared:
-            target = found.workload.target
-            size_bytes = bytes_of([*target.parameters(), *target.buffers()])
+            size_bytes = bytes_of(_weights_of(found.workload.target))
         found.held_bytes = found.weights_bytes = size_bytes
         return found
 
@@ -228,23 +235,26 @@ class Field:
         """Return a model of its own with the weights of the first one."""
         if self.first is None:
             self.first = self.case.build(self.device)
-        weights: list[Tensor] = [*self.first.target.parameters(), *self.first.target.buffers()]
-        same = {id(weight): weight for weight in weights}
+        weights = _weights_of(self.first.target)
+        # a peer may lay those of a convolution out in another way
+        same = {id(weight): weight for weight in weights if weight.dim() != CONV_DIM}
         return replace(self.first, target=copy.deepcopy(self.first.target, same))
 
-    def start(self, name: str, size: Size, batch: int) -> tuple[timer.Call, Found, list[Tensor]]:
-        """Make a contender's call at a shape and run it twice; return the call, what both cost, and
-        their results."""
+    def start(
+        self, name: str, size: Size, batch: int, *, num_calls: int = 2
+    ) -> tuple[timer.Call, Found, list[Tensor]]:
+        """Make a contender's call at a shape and run it twice, or as often as is said; return the
+        call, what the first two cost, and the results."""
         by_graph = name != "strop" and peers.peer_named(name).by_graph
         who = self.contender(name)
         results: list[Tensor] = []
         seconds: list[float] = []
         given: dict[str, timer.Call] = {}
 
-        def two_calls() -> None:
+        def run_it() -> None:
             start = who.since_optimize or time.perf_counter()
             who.since_optimize = 0.0
-            for _ in range(2):
+            for _ in range(num_calls):
                 if not given:
                     given["call"] = peers.caller(who.workload, size, batch, by_graph=by_graph)
                 results.append(given["call"]().clone())
@@ -252,13 +262,14 @@ class Field:
                 seconds.append(round(time.perf_counter() - start, 4))
                 start = time.perf_counter()
 
-        _, peak = who.run(two_calls)
+        _, peak = who.run(run_it)
         found: Found = {
             "first_s": seconds[0],
-            "second_s": seconds[1],
             "peak_bytes": peak,  # weights included
             "weights_bytes": who.weights_bytes or None,
         }
+        if num_calls > 1:
+            found["second_s"] = seconds[1]
         return given["call"], found, results
 
 
@@ -269,15 +280,20 @@ def take_turns(
     samples: int,
     most: int = LOOP_CALLS,
     clock: Deadline | None = None,
+    *,
+    is_long: bool = False,
 ) -> dict[str, Found]:
     """Return the percentiles of calls that have run, and how many calls a sample has. Where the
     clock is short it takes fewer samples, but at least three.
 
     A step is timed as in a denoise loop, up to ``most`` calls back to back; a picture by the host's
-    clock.
+    clock. Calls that are ``is_long`` are timed one by one, as they stand.
     """
     is_step = kind == "step"
     measure = timer.elapsed_ms if is_step else timer.wall_ms
+    if is_long:
+        once = timer.time_calls(calls, device, samples=samples, inner=1, warmup=0, measure=measure)
+        return {name: {**timing.to_dict(), "calls": 1} for name, timing in once.items()}
     for call in calls.values():
         call()  # one that was made earlier captures again, where working memory has grown since
     ms = {name: measure(call, device, 1) for name, call in calls.items()}

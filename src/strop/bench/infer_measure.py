@@ -71,7 +71,8 @@ def measure_rows(
                     _time(row, ready[row.name], group, plan, clock, results[row.name])
                     save(results)
         for row in rows:  # last: the profiler leaves its traces
-            if row.name in ready and row.kind != "memory" and plan.where.type == "cuda":
+            is_profiled = row.kind != "memory" and not row.samples
+            if row.name in ready and is_profiled and plan.where.type == "cuda":
                 _profile(row, ready[row.name].calls, results[row.name], group, clock)
                 save(results)
     return results
@@ -96,7 +97,7 @@ def _prepare(
     """Run each contender twice. Fill in ``result`` but for what is timed."""
     case = replace(group.case, name=row.name, sizes=(row.size,), batches=(row.batch,))
     outputs: dict[str, Any] = {}
-    if row.kind == "step":
+    if row.kind == "step" and not row.samples:
         result["references"] = attempt(partial(_references, case, plan, outputs))
         timer.give_back(plan.where)
     calls: dict[str, timer.Call] = {}
@@ -111,7 +112,7 @@ def _prepare(
         note()
     if "strop" in calls:
         result["counts"] = explain(group.target).summary()
-        result["error"] = _error(outputs)
+        result["error"] = _error(row, outputs)
     known = outputs.get("references")
     return _Prepared(calls, known[1] if known else None)
 
@@ -125,12 +126,14 @@ def _time(
         return
     group.wait()
     before = clock.left()
-    times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
+    samples = min(plan.samples, row.samples or plan.samples)
+    how = (row.kind, plan.where, samples, plan.calls, clock)
+    times = take_turns(calls, *how, is_long=bool(row.samples))
     for name, timing in times.items():
         result["contenders"][name] |= timing
     if ready.exact is not None:
         _check(calls, ready.exact, result["contenders"])
-    if row.kind == "step" and plan.where.type == "cuda":
+    if row.kind == "step" and not row.samples and plan.where.type == "cuda":
         for name, call in calls.items():
             result["contenders"][name]["load"] = environment.gpu_load(
                 partial(timer.elapsed_ms, call, plan.where, LOAD_CALLS)
@@ -169,16 +172,22 @@ def _references(case: BenchCase, plan: Plan, outputs: dict[str, Any]) -> Found:
 def _start(
     name: str, row: InferRow, group: Field, calls: dict[str, timer.Call], outputs: dict[str, Any]
 ) -> Found:
-    call, found, results = group.start(name, row.size, row.batch)
+    num_calls = 1 if row.samples and name != "strop" else 2
+    call, found, results = group.start(name, row.size, row.batch, num_calls=num_calls)
     calls[name] = call
     if name in ("strop", "eager"):
         outputs[name] = results
     return found
 
 
-def _error(outputs: Mapping[str, Any]) -> Found | None:
+def _error(row: InferRow, outputs: Mapping[str, Any]) -> Found | None:
     """Return the error of the first and of the second call, which may run another way (a CUDA
-    graph)."""
+    graph); of a long step, how far it is from eager's result."""
+    if row.samples and row.kind == "step":
+        if "eager" not in outputs:
+            return None
+        wide = outputs["eager"][0].double()
+        return {"rms_to_eager": max(accuracy.rms_error(x, wide) for x in outputs["strop"])}
     known = outputs.get("references") or (outputs.get("eager", [None])[0], None)
     return accuracy.worst(outputs["strop"], *known)
 

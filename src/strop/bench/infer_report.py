@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.bench.infer_contenders import LOOP_CALLS, Found, is_there
-from strop.bench.infer_rows import ROWS
+from strop.bench.infer_rows import FAMILY_ROWS, ROWS
 from strop.bench.report import Rows, newest_rows, title_of
 from strop.errors import OptionError
 from strop.wording import counted
@@ -31,7 +31,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     options that has eager beside it, if there is one, because a result that was measured alone
     compares with nothing. Random shapes and switches, which take a process of their own, come from
     the newest run that has them."""
-    files, names = [*paths], [row.name for row in ROWS]
+    files, names = [*paths], [row.name for row in (*ROWS, *FAMILY_ROWS)]
     found = newest_rows(files, "infer", names, _compares)
     for key, part in APART.items():
         for other in newest_rows(files, "infer", names, partial(_has, key, part)):
@@ -176,6 +176,8 @@ def _error_text(result: Result) -> str:
     if not error:
         why = result.get("references", {}).get("failed")
         return f"no reference: {why}" if why else ""
+    if "rms_to_eager" in error:
+        return f"rms {error['rms_to_eager']:.2e} to eager"
     if "rms" not in error:
         return f"{error['psnr_to_eager_db']:.1f} dB to eager"
     good = result.get("numerics") or ("ok" if error["is_good"] else "BAD")

@@ -11,6 +11,7 @@ import torch
 
 from strop.bench import models
 from strop.bench.cases import BenchCase
+from strop.bench.family_pipelines import FAMILIES, family_workload
 from strop.bench.models import Build, Size
 from strop.bench.network_models import NETWORKS, NetworkModel
 from strop.bench.transformer_models import TRANSFORMERS
@@ -75,6 +76,7 @@ _SD15 = (models.SD15_UNET, models.SD_VAE, models.CLIP_L)
 _TINY = (models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP)
 _BOTH_CLIPS = (models.CLIP_L, models.CLIP_BIG_G)
 _TINY_UNET_DRAWS = Draws(range(1, 4), _sides(32, 128, 16))
+_TINY_FAMILY_SIZE = (32, 32)  # their VAEs halve sides
 _PICTURES, _TINY_PICTURES = (
     Draws(range(1, 3), _sides(256, 768, 64), most=4),
     Draws(range(1, 3), _sides(32, 96, 16), most=4),
@@ -119,7 +121,7 @@ MODELS: dict[str, InferModel] = {
             partial(_always, tiny),
             Draws(range(1, 3), _sides(512, 1280, 64)),
             Draws(range(1, 3), _sides(64, 160, 16)),
-            is_large=name in ("flux", "qwen-image"),
+            is_large=name in ("flux", "qwen-image", "wan-14b-guided"),
         )
         for name, (full, tiny) in TRANSFORMERS.items()
     },
@@ -144,6 +146,18 @@ MODELS: dict[str, InferModel] = {
         _TINY_PICTURES,
         kind="pipe",
     ),
+    **{
+        name: InferModel(
+            partial(family_workload, full),
+            partial(family_workload, tiny),
+            replace(_PICTURES, sides=_sides(512, 1024, 64)),
+            replace(_TINY_PICTURES, sides=_sides(16, 64, 16)),
+            kind="pipe",
+            is_large=True,
+            tiny_size=_TINY_FAMILY_SIZE,
+        )
+        for name, (full, tiny) in FAMILIES.items()
+    },
 }
 
 
@@ -154,7 +168,9 @@ class InferRow:
     are in that unit, or shares of what Inductor takes in a CUDA graph. ``cost_s`` is what Strop and
     eager need on a GPU, once the model has been compiled. ``dtype`` is that on a GPU.
     ``parallel`` is how Strop spreads calls over GPUs, "" for one GPU; ``numerics`` what Strop may
-    compute in, "" for exact."""
+    compute in, "" for exact. ``samples`` is for calls that take seconds: so many are timed at most,
+    nothing is run to warm up but Strop's own second call, no profile is taken, and a step is
+    compared with eager's alone. ``public`` is what others have published."""
 
     name: str
     title: str
@@ -172,6 +188,8 @@ class InferRow:
     stretch_share: float | None = None
     parallel: str = ""
     numerics: str = ""
+    samples: int = 0
+    public: str = ""
 
     def case(self, dtype: torch.dtype) -> BenchCase:
         model = MODELS[self.model]
@@ -303,6 +321,62 @@ ROWS: tuple[InferRow, ...] = (
 )
 
 
+def _family_row(
+    name: str,
+    title: str,
+    model: str,
+    steps: int,
+    must: float,
+    stretch: float,
+    public: str,
+    *,
+    cost_s: float = 45,
+    samples: int = 0,
+) -> InferRow:
+    size, kind = (_square(1024), "picture") if steps else (_480P, "step")
+    return InferRow(
+        name, title, kind, model, size, 1, must, stretch, cost_s, steps,
+        dtype="bf16", samples=samples, public=public,
+    )  # fmt: skip
+
+
+# Pipelines of today, from prompt to picture, and a step of a large video model. By name only: each
+# takes a large part of a GPU's memory, and one to two minutes.
+FAMILY_ROWS = (
+    _family_row(
+        *("D2", "Flux.1-dev 1024², 28 steps, prompt to picture", "flux-pipe", 28, 3.5, 3.2),
+        "SGLang about 3.86 s, TheStage 4.18, torch.compile 4.2",
+        cost_s=70,
+        samples=3,
+    ),
+    _family_row(
+        *("D3", "Qwen-Image 1024², 50 steps with CFG, 128 tokens of text", "qwen-image-pipe", 50),
+        *(12.5, 11.8, "SGLang 12.77 s, diffusers 18.5"),
+        cost_s=100,
+        samples=1,
+    ),
+    _family_row(
+        *("D4-z-image", "Z-Image-Turbo 1024², 9 steps", "z-image-pipe", 9, 0.82, 0.75),
+        "SGLang 0.906 s",
+    ),
+    _family_row(
+        *("D4-klein", "FLUX.2 Klein 4B 1024², 4 steps", "klein-pipe", 4, 0.36, 0.32),
+        "SGLang 0.40 s",
+    ),
+    _family_row(
+        *("D5", "SD3.5 medium 1024², 28 steps, CFG", "sd3.5-pipe", 28, 1.2, 1.1),
+        "none found",
+    ),
+    _family_row(
+        "D6",
+        "Wan 2.1 14B text to video, 480p, 81 frames, step with CFG, all 40 blocks",
+        *("wan-14b-guided", 0, 5500, 5200, "LightX2V 5.18 s, SGLang 6.13"),
+        cost_s=70,
+        samples=3,
+    ),
+)
+
+
 def _speed_row(network: NetworkModel, batch: int) -> InferRow:
     return InferRow(
         f"D7-{network.name}-b{batch}",
@@ -361,8 +435,8 @@ EIGHT_BIT_ROWS = (
 
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, ...]:
     """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
-    all rows but those of ``SPEED_ROWS``, ``PARALLEL_ROWS`` and ``EIGHT_BIT_ROWS``."""
-    every = (*ROWS, *SPEED_ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)
+    all rows of ``ROWS``."""
+    every = (*ROWS, *FAMILY_ROWS, *SPEED_ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)
     known = {row.name.lower(): {row.name} for row in every}
     for row in every:
         known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
@@ -370,7 +444,7 @@ def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, 
     if unknown:
         listed = ", ".join(
             (
-                *(row.name for row in (*ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)),
+                *(row.name for row in (*ROWS, *FAMILY_ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)),
                 "D7-<network>-b<batch>",
             )
         )

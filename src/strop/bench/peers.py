@@ -36,6 +36,11 @@ class Peer:
     is_whole: bool = False
 
     @property
+    def is_by_block(self) -> bool:
+        """Tell whether blocks are compiled one by one, which only denoisers have."""
+        return self.setup == "blocks"
+
+    @property
     def is_slow(self) -> bool:
         """Tell whether its results are worth keeping for a later run."""
         return bool(self.limit_s)
@@ -63,10 +68,22 @@ def _compiled(module: nn.Module, **how: Any) -> None:
 def _compiled_blocks(module: nn.Module) -> None:
     """Compile repeated blocks, as diffusers recommends it for transformers."""
     _channels_last(module)
-    compile_blocks: Any = getattr(module, "compile_repeated_blocks", None)
-    if not callable(compile_blocks) or not getattr(module, "_repeated_blocks", None):
-        raise OptionError(f"{type(module).__name__} does not say which of its blocks repeat")
-    compile_blocks(fullgraph=True, dynamic=False)
+    for block in repeated_blocks(module):
+        block.compile(fullgraph=True, dynamic=False)
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a user compiles one by one: those of the classes that a model of
+    diffusers names, or else the members of its own lists that are all of one class. Raises
+    OptionError where it has neither."""
+    named = getattr(module, "_repeated_blocks", None) or ()
+    found = [part for part in module.modules() if type(part).__name__ in named]
+    lists = [part for part in module.children() if isinstance(part, nn.ModuleList)]
+    alike = [part for part in lists if len(part) > 1 and len({type(block) for block in part}) == 1]
+    found = found or [block for part in alike for block in part]
+    if not found:
+        raise OptionError(f"{type(module).__name__} has no blocks that repeat: leave this peer out")
+    return found
 
 
 def _naive(module: nn.Module) -> None:
@@ -121,12 +138,19 @@ def hot_modules(target: Any) -> list[nn.Module]:
     """Return the modules that a user would hand to a compiler."""
     if isinstance(target, nn.Module):
         return [target]
-    return [target.unet, target.vae.decoder]
+    return [denoiser_of(target), target.vae.decoder]
+
+
+def denoiser_of(pipe: Any) -> nn.Module:
+    """Return the model that a pipeline calls in each step."""
+    found: nn.Module = pipe.components.get("unet") or pipe.components["transformer"]
+    return found
 
 
 def prepared(peer: Peer, workload: Workload) -> Workload:
     """Return a fresh model, set up for this peer."""
-    for module in [workload.target] if peer.is_whole else hot_modules(workload.target):
+    modules = [workload.target] if peer.is_whole else hot_modules(workload.target)
+    for module in modules[:1] if peer.is_by_block else modules:
         peer.prepare(module)
     return workload
 

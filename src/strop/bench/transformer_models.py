@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from strop.bench.models import Build, Size, Workload, call_for_tensor, made_on, random_tensor
 
@@ -37,6 +38,7 @@ TINY_WAN: dict[str, Any] = {
     "text_dim": 16,
     "freq_dim": 16,
 }
+WAN_14B: dict[str, Any] = {}  # diffusers' defaults: 40 blocks
 QWEN: dict[str, Any] = {}  # diffusers' defaults are Qwen-Image
 TINY_QWEN = _TINY_ROTARY
 SD3: dict[str, Any] = {
@@ -60,6 +62,7 @@ TINY_SD3: dict[str, Any] = {
 TINY_SD35: dict[str, Any] = TINY_SD3 | {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
 _PIXELS_PER_TOKEN = 16  # a side
 _FLUX_TEXT, _WAN_TEXT, _QWEN_TEXT, _SD3_TEXT = 512, 512, 128, 333  # tokens
+_WAN_GUIDANCE = 5.0
 WAN_FRAMES, WAN_FRAMES_81 = 9, 21  # frames of latents: 33 and 81 frames of video
 
 
@@ -148,6 +151,30 @@ def _workload(name: str, config: Mapping[str, Any], inputs: Callable[..., dict[s
     return build
 
 
+def _guided_workload(config: Mapping[str, Any], frames: int) -> Build:
+    """Return a workload of Wan's step with guidance: two calls, as its pipeline makes them."""
+    plain = _workload("WanTransformer3DModel", config, partial(_wan_inputs, frames=frames))
+
+    def build(device: torch.device, dtype: torch.dtype) -> Workload:
+        step = plain(device, dtype)
+
+        def inputs(size: Size, batch: int) -> dict[str, Any]:
+            given = dict(step.inputs(size, batch))
+            text = given["encoder_hidden_states"]
+            other = random_tensor(tuple(text.shape), device, dtype, seed=3)
+            return {**given, "negative": other}
+
+        def call(model: Any, given: Mapping[str, Any]) -> Tensor:
+            positive = {name: value for name, value in given.items() if name != "negative"}
+            negative = {**positive, "encoder_hidden_states": given["negative"]}
+            wanted, unwanted = (call_for_tensor(model, each) for each in (positive, negative))
+            return unwanted + _WAN_GUIDANCE * (wanted - unwanted)
+
+        return Workload(step.target, inputs, call)
+
+    return build
+
+
 def flux_workload(config: Mapping[str, Any]) -> Build:
     return _workload("FluxTransformer2DModel", config, _flux_inputs)
 
@@ -165,6 +192,10 @@ TRANSFORMERS: dict[str, tuple[Build, Build]] = {
     "wan-81": (
         _workload("WanTransformer3DModel", WAN, partial(_wan_inputs, frames=WAN_FRAMES_81)),
         _workload("WanTransformer3DModel", TINY_WAN, partial(_wan_inputs, frames=3)),
+    ),
+    "wan-14b-guided": (
+        _guided_workload(WAN_14B, WAN_FRAMES_81),
+        _guided_workload(TINY_WAN, 3),
     ),
     "qwen-image": (
         _workload("QwenImageTransformer2DModel", QWEN, _qwen_inputs),

@@ -449,7 +449,9 @@ class Dispatcher(ForwardStandIn):
                 return self._noted_cut(refusal, result)
         may_serve_parts = not (self.options.strict or self.hosted.may_move)
         with self._lock:
-            is_cached = bool(self.state.replaced) and may_serve_parts and self.cached.take()
+            is_by_values = str(refusal) in self.variants.by_values and self._is_denoiser
+            may_serve_parts &= bool(self.state.replaced) or is_by_values
+            is_cached = may_serve_parts and self.cached.take(wants_blocks=is_by_values)
         try:
             result = self._run_plainly(args, kwargs)
         except Exception:
@@ -459,7 +461,8 @@ class Dispatcher(ForwardStandIn):
         if self.options.strict:
             raise refusal
         if is_cached:
-            self._fallbacks.note(f"what stands inside of its hooks is compiled: {refusal}")
+            what = "its blocks are" if is_by_values else "what stands inside of its hooks is"
+            self._fallbacks.note(f"{what} compiled: {refusal}")
         else:
             self._fallbacks.note_eager(str(refusal))
         left = self.state.note_effects()
@@ -467,10 +470,14 @@ class Dispatcher(ForwardStandIn):
             self._refused.note(self._maker.key(call), refusal, left)
         return result
 
+    @property
+    def _is_denoiser(self) -> bool:
+        return type(self.adapter) is not Adapter
+
     def _may_be_cut(self) -> bool:
         """Say whether a forward may run in pieces: nobody moves its weights, or calls it in a
         loop of which something is kept."""
-        is_plain = type(self.adapter) is Adapter and not self.options.strict
+        is_plain = not self._is_denoiser and not self.options.strict
         is_plain &= not self.state.exchanges_with  # whose order is that of one program
         return is_plain and not self.hosted.may_move and self.cut.may_run()
 

@@ -1,8 +1,8 @@
-"""Let Python's int, min and max take symbolic sizes.
+"""Let Python's int, len, min and max take symbolic sizes.
 
-``int(x.shape[2])`` and ``min(height, width)`` in a module's forward would fix the sizes or plant a
-guard on which is larger. While a module is traced, the files that its classes come from see these
-three names as torch's symbolic functions. On everything else they do what Python's do.
+``int(x.shape[2])``, ``len(x)`` and ``min(height, width)`` in a module's forward would fix the sizes
+or plant a guard on which is larger. While a module is traced, the files that its classes come from
+see these four names as torch's symbolic functions. On everything else they do what Python's do.
 """
 
 from __future__ import annotations
@@ -59,8 +59,14 @@ def _extreme(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callabl
     return extreme
 
 
+def _len(value: Any, /) -> Any:
+    """Return the rows of a tensor as a size; Python's own ``len`` takes nothing but a number."""
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
+
+
 _NAMES: dict[str, Any] = {
     "int": _Int,
+    "len": _len,
     "min": _extreme(min, torch.sym_min),
     "max": _extreme(max, torch.sym_max),
 }

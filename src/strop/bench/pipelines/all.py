@@ -7,6 +7,7 @@ from strop.bench.pipelines.images import IMAGES
 from strop.bench.pipelines.others import OTHERS
 from strop.bench.pipelines.stable import STABLE
 from strop.bench.pipelines.tiny import TinyPipeline
+from strop.bench.pipelines.today import TODAY
 from strop.bench.pipelines.videos import VIDEOS
 
-PIPELINES: tuple[TinyPipeline, ...] = (*STABLE, *FLUXES, *IMAGES, *VIDEOS, *OTHERS)
+PIPELINES: tuple[TinyPipeline, ...] = (*STABLE, *FLUXES, *IMAGES, *VIDEOS, *TODAY, *OTHERS)

@@ -44,7 +44,7 @@ def stir(module: nn.Module, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for weight in module.parameters():
         if weight.is_floating_point() and weight.numel() and bool((weight == weight.max()).all()):
-            noise = 0.05 * torch.randn(weight.shape, generator=generator)
+            noise = 0.05 * torch.randn(weight.shape, generator=generator, device="cpu")
             weight.data.add_(noise.to(weight))
 
 
