@@ -17,7 +17,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import libraries
 from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
-from strop.kernels.conv import folded_taps, narrow
+from strop.kernels.conv import code_conv, folded_taps, narrow
 from strop.kernels.gemm import code_sums, geglu, linear_cpu, mixed_product, skinny, small_cpu
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
@@ -40,6 +40,7 @@ KERNELS: tuple[Kernel, ...] = (
     geglu.ROW,
     mixed_product.ROW,
     code_sums.ROW,
+    code_conv.ROW,
     packed.ROW,
     packed.PLAIN,
     *libraries.ROWS,
