@@ -70,4 +70,5 @@ _TEXTS = (
     "kernels/packed/fingerprint.h",
     "codegen/rt/code_sums_arm.h",
     "codegen/rt/code_sums.h",
+    "codegen/rt/kept_codes.h",
 )

@@ -198,6 +198,15 @@ CONTRACTIONS: tuple[Op, ...] = (
             flops=_conv_flops,
         ),
     ),
+    # codes (N, C, H, W), codes of a weight (O, C, KH, KW), both int8[, its zero points (O,), int64]
+    # -> sums of (code - ``zero``) times (code - its zero point), int32
+    Op(
+        "code_conv2d",
+        Kind.CONTRACTION,
+        anchor=Anchor(
+            "convolution", ANYWHERE, pictures=1, order=NHWC, is_movable=True, flops=_conv_flops
+        ),
+    ),
     # weight (O, C, 3, 3) -> (4 O, C, 2, 2), by ``passes.upsampled_conv``
     Op("folded_taps", Kind.CONTRACTION, anchor=Anchor(planned=CUDA, order=NHWC, weight=0)),
     # x (N, C, H, W), such taps -> (N, O, 2 H, 2 W)

@@ -188,10 +188,16 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class PartScratch:
-    """This is working memory that parts share."""
+    """This is working memory that parts share.
+
+    ``packs``, where it is not negative, is the input of the call whose weight the kernel packs into
+    such memory, which says of what bits that was made: it is kept, zero at first, and shared by all
+    kernels that pack the same weight so.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    packs: int = -1
 
     @property
     def size_bytes(self) -> int:
@@ -210,6 +216,11 @@ class Launches:
     scratch: tuple[PartScratch, ...] = ()
     result: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+
+    @property
+    def working(self) -> tuple[PartScratch, ...]:
+        """Return the memory of which nothing is kept from one call to the next."""
+        return tuple(each for each in self.scratch if each.packs < 0)
 
     @property
     def ends_ours(self) -> bool:

@@ -26,6 +26,7 @@ ATTENTION_SHARE = 0.5
 SDPA_NAME = "sdpa"
 CODES_A_US = 4e5  # operations of oneDNN's product of codes, on one core with VNNI
 SCALED_GAIN = 1.8  # the rate of products of e4m3 codes over that of halves
+FP64_A_US = 2e4  # of fp64
 # Libraries that torch has for attention; ``runtime.run.attention_calls`` has the calls.
 ATTENTION_LIBRARIES = ("cudnn_attention", "flash_attention", "efficient_attention")
 
@@ -139,6 +140,12 @@ def scaled_us(problem: Problem, device: Device) -> float:
     return times.linear_begin_us + ops / (SCALED_GAIN * times.linear_ops)
 
 
+def code_conv_us(problem: Problem, device: Device) -> float:
+    """Return a guess: torch computes it in fp64, which copies both operands."""
+    (batch, _, *image), weight = problem.shapes[:2]
+    return 2 * batch * math.prod(image) * math.prod(weight) / FP64_A_US
+
+
 def attention_us(problem: Problem, device: Device) -> float:
     """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
     if not device.arch:
@@ -180,6 +187,7 @@ CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
+CODE_CONVS = Kernel("conv_of_codes_in_fp64", ("code_conv2d",), anywhere, code_conv_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 # Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
 SDPA = Kernel(SDPA_NAME, ("attention",), anywhere, attention_us)
@@ -192,6 +200,7 @@ ROWS: tuple[Kernel, ...] = (
     MIXED,
     CODES,
     SCALED,
+    CODE_CONVS,
     CUDNN,
     TAPS,
     SDPA,

@@ -17,7 +17,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import libraries
 from strop.kernels.attention import cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
-from strop.kernels.conv import folded_taps, narrow
+from strop.kernels.conv import code_conv, folded_taps, narrow
 from strop.kernels.gemm import (
     code_sums,
     geglu,
@@ -49,6 +49,7 @@ KERNELS: tuple[Kernel, ...] = (
     mixed_product.ROW,
     scaled_rows.ROW,
     code_sums.ROW,
+    code_conv.ROW,
     packed.ROW,
     packed.PLAIN,
     *libraries.ROWS,

@@ -191,22 +191,24 @@ def _unit_last(b: Builder, x: Node) -> Node:
 def order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: int) -> Order:
     """Return the physical order of the biggest operand of full rank, as a permutation of dims.
 
-    Of several a contiguous one: results that somebody gets lie so.
+    Of several a contiguous one: results that somebody gets lie so. Where dims of size 1 lie means
+    nothing, and a wider result is not to follow it: a column (M, 1) asks for no (M, N) by columns.
     """
     candidates = [x for x in inputs if len(x.shape) == rank and x.op != "constant"]
     if not candidates:
         return None
 
-    def rank_of(x: Node) -> tuple[int, bool, list[int]]:
+    def rank_of(x: Node) -> tuple[int, bool, list[int], Shape]:
         """Rank by the innermost atom of each dim, which says where it lies; dims of size 1 sort as
         outermost."""
         view = strided(x)
         dims = view.dims if view else ()
         places = [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in dims]
-        return x.numel.eval(hints), places == sorted(places, reverse=True), places
+        return x.numel.eval(hints), places == sorted(places, reverse=True), places, x.shape
 
-    *_, places = max(map(rank_of, candidates), key=lambda ranked: ranked[:2])
+    *_, places, shape = max(map(rank_of, candidates), key=lambda ranked: ranked[:2])
     if not places or 0 in places:
         return None
     order = tuple(sorted(range(rank), key=lambda d: (-places[d], d)))
-    return None if order == tuple(range(rank)) else order
+    wide = [d for d in order if shape[d] != const(1)]
+    return None if wide == sorted(wide) else order

@@ -1,4 +1,5 @@
-"""Multiply codes where a linear multiplies values that are dequantised of codes, as PT2E writes it.
+"""Multiply codes where a linear or a convolution multiplies values that are dequantised of codes,
+as PT2E writes it.
 
     x = (c - z) s, of codes c, with one zero point z and one scale s for all of them
     W = (d - v) t, of int8 codes d, with a zero point v and a scale t for all or for each row
@@ -7,7 +8,8 @@
 
 The sums are whole numbers and exact. Eager dequantises both and adds products in fp32: this is
 rounded once behind the sums, for the scales once each. Values that are rounded to a half on their
-way into the linear, as by autocast, are not rounded here.
+way into the linear, as by autocast, are not rounded here. A convolution takes both zero points off
+by itself: outside of a picture its values are 0, whose code is z.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Codes:
 
 
 def dequantised_linear(graph: Graph, options: Options) -> Graph:
-    found = {node: _operands(node) for node in graph.nodes if node.op == "linear"}
+    found = {node: _operands(node) for node in graph.nodes if _is_product(node)}
     if not any(isinstance(operands, tuple) for operands in found.values()):
         return graph
 
@@ -52,14 +54,20 @@ def dequantised_linear(graph: Graph, options: Options) -> Graph:
         x, weight = map(codes_of, inputs[:2])
         assert x is not None
         assert weight is not None
-        return _by_codes(b, node, x, weight, inputs[2:])
+        by_codes = _conv_by_codes if node.op == "conv2d" else _by_codes
+        return by_codes(b, node, x, weight, inputs[2:])
 
     return rewrite(graph, rule)
 
 
+def _is_product(node: Node) -> bool:
+    return node.op in ("linear", "conv2d")
+
+
 def left_in_floats(graph: Graph) -> Mapping[Node, str]:
-    """Return the linears of dequantised operands that stay as they are, with the reasons."""
-    found = ((node, _operands(node)) for node in graph.nodes if node.op == "linear")
+    """Return the linears and convolutions of dequantised operands that stay as they are, with the
+    reasons."""
+    found = ((node, _operands(node)) for node in graph.nodes if _is_product(node))
     return {node: reason for node, reason in found if isinstance(reason, str) and reason}
 
 
@@ -89,16 +97,30 @@ def _reason(linear: Node, x: Codes, weight: Codes) -> str:
     if weight.codes.op != "input" or weight.codes.dtype is not torch.int8:
         return "its weight is no argument of int8 codes"
     sizes = weight.codes.shape
-    if len(sizes) != 2 or not all(size.is_const for size in sizes):
+    is_conv = linear.op == "conv2d"
+    if len(sizes) != (4 if is_conv else 2) or not all(size.is_const for size in sizes):
         return "its weight has no known sizes"
-    if sizes[1].value > MOST_DEPTH:
+    if product(sizes[1:]).value > MOST_DEPTH:
         return f"sums of more than {MOST_DEPTH} products of codes may leave int32"
+    if is_conv and linear.attrs["groups"] != 1:
+        return "it has several groups"
     if not (_is_one(x.scale) and (x.zero is None or _is_one(x.zero))):
         return "its values have several scales or zero points"
     for each in filter(None, (weight.scale, weight.zero)):
-        if not _is_one(each) and each.shape != (sizes[0], const(1)):
+        if not _is_one(each) and each.shape != (sizes[0], *(const(1) for _ in sizes[1:])):
             return "scales or zero points of its weight are not those of rows"
-    return ""
+    return _reason_of_zero(x) if is_conv else ""
+
+
+def _reason_of_zero(x: Codes) -> str:
+    """Say why the values of a convolution stay, which have codes where a picture ends."""
+    if x.zero is None:
+        return ""
+    if x.zero.op != "constant":
+        return "the zero point of its values is computed in each call"
+    known = torch.iinfo(x.codes.dtype)
+    is_code = known.min <= x.zero.attrs["value"] <= known.max
+    return "" if is_code else "the zero point of its values is no code"
 
 
 def _is_one(x: Node) -> bool:
@@ -157,6 +179,27 @@ def _by_codes(b: Builder, node: Node, x: Codes, weight: Codes, bias: tuple[Node,
     for added in bias:
         y = b.pointwise("add", y, b.cast(added, _F32), dtype=_F32, alpha=1)
     return b.reshape(b.cast(y, node.dtype), node.shape)
+
+
+def _conv_by_codes(b: Builder, node: Node, x: Codes, weight: Codes, bias: tuple[Node, ...]) -> Node:
+    codes, zero = _signed(b, x)
+    number = 0 if zero is None else zero.attrs["value"]
+    columns = weight.codes.shape[0]
+    read = [codes, weight.codes]
+    if weight.zero is not None:
+        zeros = b.reshape(
+            b.cast(weight.zero, torch.int64), () if _is_one(weight.zero) else (columns,)
+        )
+        read.append(b.expand(b.view_as_rank(zeros, 1), (columns,)))
+    total = b.make("code_conv2d", read, node.shape, _I32, zero=number, **node.attrs)
+    rank = (1, columns, 1, 1)
+    scale = b.reshape(weight.scale, () if _is_one(weight.scale) else rank)
+    scales = b.pointwise("mul", b.reshape(x.scale, ()), scale, dtype=_F32)
+    y = b.pointwise("mul", b.cast(total, _F32), scales, dtype=_F32)
+    for added in bias:
+        wide = b.reshape(b.cast(added, _F32), rank)
+        y = b.pointwise("add", y, wide, dtype=_F32, alpha=1)
+    return b.cast(y, node.dtype)
 
 
 def _signed(b: Builder, x: Codes) -> tuple[Node, Node | None]:

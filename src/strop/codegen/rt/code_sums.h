@@ -298,49 +298,6 @@ inline void pack(const int8_t* w, int64_t columns, int64_t depth, Word* packed) 
   else pack_all<false>(w, columns, depth, packed);
 }
 
-// Words in front of a weight that is packed once: whether there is one, how often it was packed, and
-// a number that its bits have (fingerprint.h), 64 bits each.
-constexpr int64_t HEAD = 16;
-typedef uint64_t Head __attribute__((may_alias));
-
-// Returns the packed codes of w, which lie in ``kept`` behind HEAD, HEAD and ``packed_words`` words.
-// They are packed anew where w holds other bits than those. Threads that pack the same bits at once
-// write the same words; who writes to w meanwhile is seen, as its bits are looked at again.
-inline const Word* pack_once(const int8_t* w, int64_t columns, int64_t depth, Word* kept) {
-  Head* const head = reinterpret_cast<Head*>(kept);
-  Word* const packed = kept + HEAD;
-  const int64_t size = columns * depth;
-  uint64_t found[1 + (size + fingerprint::SHARE - 1) / fingerprint::SHARE];
-  const auto bits = [&] {
-    fingerprint::of_memory(reinterpret_cast<const char*>(w), found, size);
-    return found[0];
-  };
-  uint64_t now = bits(), before;
-  if (__atomic_load_n(head, __ATOMIC_ACQUIRE) && head[2] == now) return packed;
-  do {
-    __atomic_store_n(head, 0, __ATOMIC_SEQ_CST);
-    pack(w, columns, depth, packed);
-    before = now;
-    now = bits();
-  } while (before != now);
-  head[1] += 1;
-  head[2] = now;
-  __atomic_store_n(head, 1, __ATOMIC_RELEASE);
-  return packed;
-}
-
-// Looking at the bits takes half of the time of packing, and brings the weight into the caches beside
-// what was packed of it: with more rows than these it is packed in each call, into ``working``, which
-// other kernels use, too.
-constexpr int64_t FEW_ROWS = 2 * PANEL;
-
-inline const Word* packed_for(int64_t rows, const int8_t* w, int64_t columns, int64_t depth,
-                              Word* kept, Word* working) {
-  if (rows <= FEW_ROWS) return pack_once(w, columns, depth, kept);
-  pack(w, columns, depth, working);
-  return working;
-}
-
 // Sums of up to PANEL dense rows of x with all columns, to rows of ``up_to(columns, LANES)`` numbers.
 // ``copied``: memory for ``rows`` times ``row_words(depth)`` words.
 inline void multiply(const int8_t* x, int64_t rows, int64_t columns, int64_t depth,

@@ -91,7 +91,7 @@ class PackedWeight:
 
 class PackedMemory:
     """Hold memory into which generated kernels pack one weight. They look at its bits themselves,
-    and say in words in front of it how often they have packed (``codegen/rt/code_sums.h``)."""
+    and say in words in front of it how often they have packed (``codegen/rt/kept_codes.h``)."""
 
     def __init__(self, numel: int) -> None:
         self.memory = torch.empty(numel, dtype=torch.int32)

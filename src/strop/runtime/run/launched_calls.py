@@ -51,9 +51,16 @@ class Launched:
     """One call on one stream. ``memory``: at least ``scratch_bytes(launches)``, of which nothing
     is kept from one call to the next."""
 
-    def __init__(self, launches: Launches, site: CallSite, memory: Tensor | None) -> None:
+    def __init__(
+        self,
+        launches: Launches,
+        site: CallSite,
+        memory: Tensor | None,
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        """``kept`` is the memory of each scratch that is kept, in their order."""
         self._result, self._order = launches.result, launches.order
-        self._scratch = _cut(launches, memory)
+        self._scratch = _cut(launches, memory, kept)
         is_first = site.is_early
         self._parts: list[_Kernel | _Library] = []
         for part in launches.parts:
@@ -238,12 +245,15 @@ def _view(operand: Operand, tensor: Tensor) -> View:
 
 def scratch_bytes(launches: Launches) -> int:
     """The working memory that a call wants."""
-    return sum(aligned(each.size_bytes) for each in launches.scratch)
+    return sum(aligned(each.size_bytes) for each in launches.working)
 
 
-def _cut(launches: Launches, memory: Tensor | None) -> list[Tensor]:
-    found, begin = [], 0
+def _cut(launches: Launches, memory: Tensor | None, kept: Sequence[Tensor]) -> list[Tensor]:
+    found, begin, left = [], 0, iter(kept)
     for each in launches.scratch:
+        if each.packs >= 0:
+            found.append(next(left))
+            continue
         assert memory is not None
         piece = memory[begin : begin + each.size_bytes]
         found.append(piece.view(each.dtype).view(each.shape))

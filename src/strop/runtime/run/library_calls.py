@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.ir.code_conv import code_conv2d
 from strop.ir.contractions import AMONG_COLUMNS, GELU, GELU_TANH, SILU, Gate
 from strop.ir.device import Device
 from strop.ir.exchange import exchanged
@@ -334,6 +335,10 @@ def _code_sums(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: torch._int_mm(inputs[0], inputs[1].t(), out=out)
 
 
+def _code_conv2d(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(code_conv2d(*inputs, **attrs))
+
+
 _LEAST_ROWS = 17  # of cuBLAS
 
 
@@ -362,6 +367,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "mixed_product": _mixed_product,
     "code_sums": _code_sums,
     "scaled_product": scaled_calls.on_cpu,
+    "code_conv2d": _code_conv2d,
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,

@@ -18,7 +18,7 @@ from torch import Tensor
 from strop.ir.contractions import FACTORS
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
-from strop.kernels.kernel import RESULT
+from strop.kernels.kernel import RESULT, Launches
 from strop.kernels.packed.rows import NAME as PACKED
 from strop.kernels.packed.rows import WEIGHT
 from strop.runtime.build.loader import BoundKernel, KernelLoader
@@ -300,9 +300,12 @@ def _native_call(
         return None
     if (launch := only_launch(choice.launches)) is None:
         return None
-    memory = at.scratch(position, 0).data_ptr() if choice.launches.scratch else 0
-    working, begin = [], memory
+    memory = at.scratch(position, 0).data_ptr() if choice.launches.working else 0
+    working, begin, kept = [], memory, iter(_kept(at, position, step, choice.launches))
     for each in choice.launches.scratch:
+        if each.packs >= 0:
+            working.append(OperandPlace(each.shape, (1,), next(kept).data_ptr()))
+            continue
         working.append(OperandPlace(each.shape, (1,) * len(each.shape), begin))
         begin += aligned(each.size_bytes)
     places = [
@@ -436,16 +439,38 @@ def _packed_memory(
 ) -> PackedMemory | None:
     """Return where a kernel packs a weight of the module; None for what is no weight, or does not
     stay where it is."""
-    step, weights = at.plan.order.steps[position], at.resources.packed
+    step = at.plan.order.steps[position]
     assert isinstance(step, KernelStep)
     param = launch.source.scratch[place].packs
     number = step.buffers[param]
-    weight = at.slots[number]
+    numel, move = launch.scratch_numels[place], launch.moves[param]
+    return _memory_of(at, (position, place), number, move, numel)
+
+
+def _memory_of(
+    at: Linking, key: tuple[int, int], number: int, move: int, numel: int
+) -> PackedMemory | None:
+    weights, weight = at.resources.packed, at.slots[number]
     if weights is None or weight is None or number not in at.steady:
         return None
-    numel, move = launch.scratch_numels[place], launch.moves[param]
-    held = at.resources.memories[position, place] = weights.memory_for(weight, move, numel)
+    held = at.resources.memories[key] = weights.memory_for(weight, move, numel)
     return held
+
+
+def _kept(at: Linking, position: int, step: CallStep, launches: Launches) -> list[Tensor]:
+    """Return the memory into which the kernel of a call packs weights, in the order of its
+    scratch."""
+    found, zeroed = [], at.resources.zeroed
+    for place, each in enumerate(launches.scratch):
+        if each.packs < 0:
+            continue
+        key, ref, numel = (position, place), step.inputs[each.packs], math.prod(each.shape)
+        move = at.plan.sizes.of(ref.offset) * each.dtype.itemsize
+        held = _memory_of(at, key, ref.buffer, move, numel)
+        if held is None and key not in zeroed:
+            zeroed[key] = torch.zeros(numel, dtype=each.dtype, device=at.memory.device)
+        found.append(zeroed[key] if held is None else held.memory)
+    return found
 
 
 def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[..., Any]:
@@ -461,8 +486,9 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
         is_early=position in at.plan.early,
         is_steady=len(step.inputs) > 1 and at.steady.issuperset(early_weights(step)),
     )
-    memory = at.scratch(position, 0) if choice.launches.scratch else None
-    launched = Launched(choice.launches, site, memory)
+    memory = at.scratch(position, 0) if choice.launches.working else None
+    kept = _kept(at, position, step, choice.launches)
+    launched = Launched(choice.launches, site, memory, kept)
     is_placed = step.place is not None or at.plan.takes_in(step)
     allocates = choice.launches.result and not is_placed
     return launched.allocating(library) if allocates else launched.writing(library)

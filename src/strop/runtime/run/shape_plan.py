@@ -81,7 +81,7 @@ def plan_shape(
     launches = launches_of(program, order.steps, sizes, kernels.splits)
     scratch = {position: each.scratch_bytes for position, each in launches.items()}
     for position, choice in choices.items():
-        if choice.launches and choice.launches.scratch:
+        if choice.launches and choice.launches.working:
             scratch[position] = [scratch_bytes(choice.launches)]
     free = free_sizes(program) if has_free and not (hoist or part) else NONE
     lent = part.tensors if part else [number for number, _ in free.buffers]
