@@ -19,6 +19,7 @@ from strop.ir.code_panel import MOST_BYTES, CodePanel
 from strop.ir.dims import symbol
 from strop.ir.graph import Builder, Graph
 from strop.options import Options
+from strop.passes.channels_last import order_of_largest
 from strop.stages.code_panels import FEWEST_ROWS, SMALL, readers_of_sums
 from tests.frontend.tracing import Function
 
@@ -333,24 +334,15 @@ def test_through_torch_compile():
             assert torch.equal(compiled(x), expected(stack, x))
 
 
-class Asymmetric(Layer):
-    """Has a scale and a zero point for each row, and takes off what that adds, as torchao does."""
-
-    def forward(self, x: Tensor, product: Product) -> Tensor:
-        codes = x.round().clamp(-128, 127).to(INT8)
-        zero = x.amin(-1, keepdim=True).round().clamp(-8, 8).to(INT8)
-        scale = x.amax(-1, keepdim=True).clamp(0, 1).round() + 1
-        sums = product(codes, self.codes).float() * scale
-        column = self.codes.sum(1, dtype=torch.int64).float()
-        return (sums - zero.float() * scale * column) * 0.5 + self.bias
-
-
-def test_zero_points_of_rows_are_taken_off_in_the_same_kernel(tmp_path):
-    """The product of a column and a row lay by columns, which no panel reads."""
-    stack = made(of_signed, folder=tmp_path)
-    stack.layers.append(Asymmetric(48, 20))
-    for rows in (3, 30):
-        x = given(rows, 20)
-        y = stack.layers[0](x, exact)
-        assert torch.equal(stack(x), (y - y.amax(-1, keepdim=True)) * 0.125)
-    assert not strop.explain(stack).calls
+def test_a_column_times_a_row_lies_by_rows():
+    """As the zero points of torchao's rows times the sums of a weight, which panels read."""
+    b = Builder()
+    each, row = (
+        b.make("input", (), shape, torch.float32, index=n, state=False, merged=())
+        for n, shape in enumerate(((symbol("m"), 5, 1), (1, 24)))
+    )
+    column = b.reshape(each, (symbol("m") * 5, 1))
+    for operands in ((column, row), (column,)):
+        assert order_of_largest(operands, {"m": 30}, 2) is None
+    turned = b.permute(b.make("copy", (row,), (7, 24), torch.float32), (1, 0))
+    assert order_of_largest((turned,), {"m": 30}, 2) == (1, 0)
