@@ -62,6 +62,12 @@ CALLS = (
     ),
     call("code_sums", ("n", 64), (32, 64)),
     call("scaled_product", ("n", 64), (32, 64), ("n", 1), (1, 32)),
+    *(
+        call(
+            "code_conv2d", ("b", 64, "h", "w"), (32, 64 // n, 3, 3), **{**SAME, "groups": n}, zero=0
+        )
+        for n in (1, 2)
+    ),
 )
 SIZES = (
     {"b": 2, "n": 4096, "m": 77, "h": 64, "w": 64},
