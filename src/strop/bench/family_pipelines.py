@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.bench import network_models
 from strop.bench.models import CLIP_BIG_G, CLIP_L, SD_VAE, Build, Size, Workload, made_on
 from strop.bench.pipelines import flux as fluxes
 from strop.bench.pipelines import images
@@ -28,15 +29,7 @@ from strop.bench.pipelines.parts import (
 from strop.bench.pipelines.tiny import TinyPipeline
 from strop.bench.transformer_models import FLUX, SD35
 
-T5_XXL: dict[str, Any] = {
-    "vocab_size": 32128,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "feed_forward_proj": "gated-gelu",
-}
+T5_XXL: dict[str, Any] = {**network_models.T5_XXL, "vocab_size": 32128}
 QWEN3_4B: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 2560,

@@ -122,5 +122,13 @@ def product_of_codes(columns: int, into: str, is_added: bool) -> str:
     return f"    {op} {into}, %a, %b, {'%yes' if is_added else '%no'}, 1, 1;\n"
 
 
+def unpacked(kind: str, into: int, word: str = "%n0", name: str = "f") -> str:
+    """Print two numbers of a word as %f<into> and the next."""
+    return (
+        f"    mov.b32 {{%h0, %h1}}, {word};\n    cvt.f32.{kind} %{name}{into}, %h0;\n"
+        f"    cvt.f32.{kind} %{name}{into + 1}, %h1;\n"
+    )
+
+
 def f32(value: float) -> str:
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from strop.ir.contractions import GELU, GELU_TANH, SILU
 from strop.kernels.gemm import scaled_codes
 from strop.kernels.gemm.tile import ACTIVATED, Product
-from strop.kernels.ptx import ROWS, f32
+from strop.kernels.ptx import ROWS, f32, unpacked
 
 NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
@@ -63,14 +63,6 @@ def _address(of: Product, row: str, col: str) -> str:
     add.u32 %n3, %place, %n4;
     mul.wide.u32 %wide, %n3, 2;
 """
-    )
-
-
-def _loaded(kind: str, into: int, word: str = "%n0", name: str = "f") -> str:
-    """Two numbers of a word as %f<into> and the next."""
-    return (
-        f"    mov.b32 {{%h0, %h1}}, {word};\n    cvt.f32.{kind} %{name}{into}, %h0;\n"
-        f"    cvt.f32.{kind} %{name}{into + 1}, %h1;\n"
     )
 
 
@@ -166,7 +158,7 @@ def begun(of: Product, kind: str, coordinates: str) -> Iterator[str]:
         return
     yield coordinates + _BIASES
     for n in range(of.tile.cols // 8):
-        yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
+        yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + unpacked(kind, 0)
         own = (block * half + 4 * n + m for block in range(of.blocks) for m in range(4))
         yield from (f"    mov.f32 %o{into}, %f{into % 2};\n" for into in own)
 
@@ -180,8 +172,8 @@ def _gates(of: Product, kind: str, block: int) -> Iterator[str]:
         yield _BIASES + _SECOND_HALF
     for n in range(of.width // 8):
         if of.has_biases:
-            yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
-            yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + _loaded(kind, 2)
+            yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + unpacked(kind, 0)
+            yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
         for m in range(4):
             own = first + 4 * n + m
             first_half, second_half = f"%o{own}", f"%o{own + of.width // 2}"
@@ -368,6 +360,6 @@ def _with_what_is_there(kind: str, rounded: str) -> Iterator[str]:
     ld.global.v2.b32 {%n0, %n1}, [%far];
 """
     plus = "".join(f"    add.f32 %f{n}, %f{n}, %g{n};\n" for n in range(4))
-    yield _loaded(kind, 0, "%n5", "g") + _loaded(kind, 2, "%n6", "g") + plus
-    yield rounded + _loaded(kind, 0, "%n5") + _loaded(kind, 2, "%n6")
-    yield _loaded(kind, 0, "%n0", "g") + _loaded(kind, 2, "%n1", "g") + plus
+    yield unpacked(kind, 0, "%n5", "g") + unpacked(kind, 2, "%n6", "g") + plus
+    yield rounded + unpacked(kind, 0, "%n5") + unpacked(kind, 2, "%n6")
+    yield unpacked(kind, 0, "%n0", "g") + unpacked(kind, 2, "%n1", "g") + plus

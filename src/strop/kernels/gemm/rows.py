@@ -139,11 +139,9 @@ def _busy_us(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
     """Return what it takes where operands come as fast as they are multiplied."""
     tile, kind = found.product.tile, kind_of(of, found.product.end)
     cost: Cost = times.tiles[kind][tile]
-    most = times.clusters[tile.split]
-    rounds = -(-found.num_tiles // most)
     whole, halves = _whole_steps(of), _half_steps(of)
     steps = whole + halves / 2 if tile.split == 1 else -(-(whole + halves) // tile.split)
-    return cost.us(rounds, steps, 1 - found.num_tiles / (rounds * most))
+    return times.busy_us(cost, found.num_tiles, steps, tile.split)
 
 
 def _waiting_us(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
@@ -153,7 +151,7 @@ def _waiting_us(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
     if kind_of(of, found.product.end) == NARROW:
         return rates.row_begin_us + 2 * of.width * depth * found.across / rates.row_bytes
     weights = 2 * depth * found.across * found.product.tile.cols * of.windows
-    return weights / rates.weight_bytes + rates.weight_begin_us
+    return rates.weights_us(weights)
 
 
 def _whole_steps(of: ConvShape) -> int:

@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.kernels.gemm.tile import Product
-from strop.kernels.ptx import CODES_DEPTH, LINE_BYTES, ROWS, UNIT, listed, product_of_codes, release
+from strop.kernels.ptx import (
+    CODES_DEPTH,
+    LINE_BYTES,
+    ROWS,
+    UNIT,
+    listed,
+    product_of_codes,
+    release,
+    unpacked,
+)
 
 POINTERS = ("of_rows", "of_columns")  # scales, in fp32
 SUMS = "s"  # registers in which sums are added up
@@ -84,12 +93,7 @@ def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
     for n in range(of.tile.cols // 8):
         yield f"    ld.global.v2.f32 {{%f0, %f1}}, [%far+{32 * n}];\n"
         if of.has_biases:
-            yield f"""\
-    ld.global.b32 %n0, [%wide+{16 * n}];
-    mov.b32 {{%h0, %h1}}, %n0;
-    cvt.f32.{kind} %f2, %h0;
-    cvt.f32.{kind} %f3, %h1;
-"""
+            yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
         for m in range(4):
             own = first + 4 * n + m
             yield f"    mul.f32 %t0, %r{m // 2}, %f{m % 2};\n"

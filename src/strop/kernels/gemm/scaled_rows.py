@@ -66,12 +66,8 @@ def us_of(found: GemmForm, cost: Cost, depth: int, columns: int, device: Device)
     """Return about how many microseconds it takes: those of its steps of 128 codes, or those of its
     weights, which no cache holds."""
     times = tuned(device).gemm
-    most = times.clusters[1]
-    rounds = -(-found.num_tiles // most)
-    idle = 1 - found.num_tiles / (rounds * most)
-    busy = cost.us(rounds, -(-depth // LINE_BYTES), idle)
-    weights = depth * columns / times.library.weight_bytes + times.library.weight_begin_us
-    return max(busy, weights)
+    busy = times.busy_us(cost, found.num_tiles, -(-depth // LINE_BYTES))
+    return max(busy, times.library.weights_us(depth * columns))
 
 
 @lru_cache(maxsize=4096)

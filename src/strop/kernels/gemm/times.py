@@ -57,6 +57,10 @@ class LibraryTimes:
     behind_begin_us: float
     adding_us: float  # a launch of torch's behind a GEMM
 
+    def weights_us(self, size_bytes: float) -> float:
+        """Return what so many bytes of weights take to come."""
+        return size_bytes / self.weight_bytes + self.weight_begin_us
+
 
 @dataclass(frozen=True, slots=True)
 class GemmTimes:
@@ -66,6 +70,13 @@ class GemmTimes:
     tiles: Mapping[str, Mapping[GemmTile, Cost]]
     clusters: Mapping[int, int]
     library: LibraryTimes
+
+    def busy_us(self, cost: Cost, num_tiles: int, steps: float, split: int = 1) -> float:
+        """Return what so many tiles of so many steps take, where operands come as fast as they are
+        multiplied."""
+        most = self.clusters[split]
+        rounds = -(-num_tiles // most)
+        return cost.us(rounds, steps, 1 - num_tiles / (rounds * most))
 
     def on(self, device: Device, fitted: Device) -> GemmTimes:
         """The table for ``device``, by the rates of the card that it was fitted on."""
