@@ -117,7 +117,7 @@ REFUSED = {
     "and widths of 8s": product(300, 164, 320),
     "scales each row and each column": product(300, 160, 320, by_row=False),
     "computes fp16 and bf16": product(300, 160, 320, dtype=torch.float32),
-    "no tile that was measured": product(300, 160, 320),
+    "no tile that was measured": product(300, 72, 320),
 }
 
 
@@ -126,11 +126,18 @@ def test_what_it_does_not_compute(said: str) -> None:
     assert said in scaled_rows.supports(REFUSED[said].call, H100)
 
 
-def test_until_a_tile_is_measured_the_library_multiplies() -> None:
-    problem = product(2048, 1280, 1280)
+def test_where_there_is_no_tile_the_library_multiplies() -> None:
+    problem = product(2048, 72, 1280)
     assert scaled_rows.cost_us(problem, H100) == NEVER
     assert scaled_rows.launch(problem, H100) is None
     assert select(problem.call, problem, H100).kernel == "scaled_mm"
+
+
+# The faster of the two by codes_wgmma, where it is by more than 10 %.
+@pytest.mark.parametrize("shape", [(2048, 1280, 5120), (154, 1280, 2048), (32768, 320, 320)])
+def test_where_a_tile_is_faster_it_multiplies(shape: tuple[int, int, int]) -> None:
+    problem = product(*shape)
+    assert select(problem.call, problem, H100).kernel == "wgmma_codes"
 
 
 def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +165,7 @@ def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="multiplies by WGMMA",
 )
-@pytest.mark.parametrize("shape", [(300, 328, 208), (2048, 1280, 5120)], ids=str)
+@pytest.mark.parametrize("shape", [(300, 336, 208), (2048, 1280, 5120)], ids=str)
 def test_on_a_gpu(shape: tuple[int, ...]) -> None:
     library = kernel_loader("cuda", 0, "", 0)
     library.build(list(dict.fromkeys(codes_wgmma.sources(shape))))

@@ -317,6 +317,7 @@ TRIED = {  # tiles that were measured, and are in no table
 ALL = [
     Product(tile, *TABLES[kind], gate=GATES.get(kind, GEGLU))
     for kind, tiles in tuned(H100).gemm.tiles.items()
+    if kind != CODES  # see test_scaled_codes
     for tile in dict.fromkeys((*tiles, *(GemmTile(*each) for each in TRIED.get(kind, ()))))
 ]
 ALL = [*dict.fromkeys(ALL)]  # those of few columns are in the table of others, too

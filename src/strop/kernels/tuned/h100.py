@@ -121,8 +121,17 @@ ACTIVATED_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(2, 192, 4, keeps_on=True): Cost(3.3, 3.3, 0.556),
 }
 
-# No tile of products of codes has been measured yet (benchmarks/fit_kernels.py codes_wgmma).
-CODES_TILES: Mapping[GemmTile, Cost] = {}
+# Products of e4m3 codes, whose steps are of 128 codes (codes_wgmma, on an H200: its multiprocessors
+# and their clock are those of an H100).
+CODES_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(2, 160, 5, keeps_on=True): Cost(4.2, 1.5, 0.459, spared=0.4),
+    GemmTile(2, 128, 5, keeps_on=True): Cost(4.2, 1.3, 0.4, spared=0.5),
+    GemmTile(2, 112, 4, keeps_on=True, apart=True): Cost(3.1, 0.6, 0.485, spared=0.25),
+    GemmTile(2, 96, 4, keeps_on=True, apart=True): Cost(2.6, 0.3, 0.44, spared=0.2),
+    GemmTile(2, 80, 6, keeps_on=True): Cost(3.2, 1.0, 0.306, spared=0.5),
+    GemmTile(1, 160, 6, keeps_on=True): Cost(2.9, 0.8, 0.378, spared=0.35),
+    GemmTile(1, 80, 8): Cost(2.5, 1.8, 0.248, spared=0.5),
+}
 
 # The driver of an H100 says how many clusters of so many programs run at a time, one program a
 # multiprocessor.
