@@ -16,9 +16,11 @@ what was cut off or never begun. Exits with 1 if there is any of that. --logs ke
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,8 +62,12 @@ class Worker:
     begun: Any
 
     def end(self, seconds: float) -> None:
+        """End the process after ``seconds``, and all that it has started: commands that tests run
+        would keep the GPU busy."""
         self.process.join(seconds)
         if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):  # it has not become a group's first yet
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.join()
 
@@ -157,6 +163,7 @@ def run_chunks(
 ) -> None:
     """Run chunks of tests until all are begun, whose count is shared; exit with 1 if one was not
     green."""
+    os.setpgid(0, 0)  # a group of its own, which ends as a whole
     os.environ.update(env)
     with log.open("wb", buffering=0) as out:
         os.dup2(out.fileno(), 1)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("pydantic")
 from tests.invokeai import stand_in
 
 PACK = Path(__file__).parents[2] / "integrations" / "invokeai" / "strop_nodes"
