@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,79 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results(case: Case, seed: int) -> None:
     source, call = prepared(case)
+    call(source, seed)
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """Sizes are those of the input, and the channels of the result."""
+
+    tile: GemmTile
+    sizes: tuple[int, int, int, int, int]
+    box: tuple[int, int, int]
+    stride: int = 1
+    dtype: torch.dtype = F16
+    has_biases: bool = True
+
+
+CONVS = (
+    ConvCase(GemmTile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8)),
+    ConvCase(GemmTile(2, 80, 4), (3, 7, 8, 64, 88), (2, 8, 8), dtype=BF16),  # half a line
+    ConvCase(GemmTile(1, 80, 3), (1, 15, 20, 192, 88), (1, 8, 8), stride=2, has_biases=False),
+    ConvCase(GemmTile(2, 80, 4), (2, 7, 20, 64, 88), (1, 6, 20)),  # fewer pixels than rows
+    ConvCase(GemmTile(2, 80, 3, 1, True), (2, 9, 11, 320, 160), (1, 5, 11)),
+    ConvCase(GemmTile(2, 64, 4, 1, True, True), (2, 9, 20, 192, 160), (1, 6, 20), dtype=BF16),
+    ConvCase(GemmTile(2, 80, 3, 1, True, True), (2, 20, 20, 64, 160), (2, 3, 10), stride=2),
+)
+
+
+def convolution(case: ConvCase) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
+    """The kernel, and what runs it or another and asserts that results are right. Scales of pixels
+    differ by powers of ten."""
+    product = Product(case.tile, 3, stride=case.stride, has_biases=case.has_biases, codes=True)
+    batch, height, width, ins, outs = case.sizes
+    torch.manual_seed(ins + outs)
+    x = (8 * torch.randn(batch, height, width, ins)).to(torch.float8_e4m3fn)
+    w = (8 * torch.randn(outs, 3, 3, ins)).to(torch.float8_e4m3fn)
+    by_pixel = torch.exp(2 * torch.randn(batch, height, width))
+    by_column = (torch.rand(outs) + 0.5) / ins
+    bias = torch.randn(outs).to(case.dtype)
+    pixels = (x.double() * by_pixel[..., None]).permute(0, 3, 1, 2)
+    window = w.double().permute(0, 3, 1, 2)
+    wanted = torch.conv2d(pixels, window, stride=case.stride, padding=1).permute(0, 2, 3, 1)
+    wanted = wanted * by_column.double() + (bias.double() if case.has_biases else 0.0)
+    down, *along = (-(-n // step) for n, step in zip(wanted.shape[:3], case.box, strict=True))
+    across = -(-outs // product.width)
+    total = across * down * math.prod(along)
+    at_work = min(total, 2) if case.tile.keeps_on else total
+    of_box = [*case.box, *(-(-(1 << 16) // n) for n in case.box[1:])]
+    views = [
+        (x.shape, x.stride(), (*case.box, product.line)),
+        ((outs, 9 * ins), (9 * ins, 1)),
+        (wanted.shape, torch.empty(wanted.shape).stride(), (*case.box, product.unit)),
+    ]
+    codes = [each.view(torch.uint8) for each in (x, w)]
+
+    def call(source: KernelSource, seed: int) -> None:
+        out = torch.full(wanted.shape, torch.nan, dtype=case.dtype)
+        launch(
+            source,
+            [*codes, out, by_pixel, by_column, bias],
+            [across, along[1], along[0], down, ins, at_work, seed % 2, *of_box],
+            seed=seed,
+            views=views,
+            allow_rewrites=True,
+        )
+        error = float((out.double() - wanted).norm() / wanted.norm())
+        assert error < BOUND[case.dtype]
+
+    return wgmma_gemm(product, case.dtype), call
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", CONVS, ids=str)
+def test_pixels_of_a_window_have_scales_of_their_own(case: ConvCase, seed: int) -> None:
+    source, call = convolution(case)
     call(source, seed)
 
 

@@ -4,6 +4,10 @@ Hopper's tensor cores keep some 14 bits of a sum of products of e4m3 codes
 (https://arxiv.org/abs/2412.19437, section 3.3.2). So they sum up one line of 128 codes, which is
 added in fp32 to what came before, while the next block of rows is multiplied. Codes lie in shared
 memory as halves do, two in the place of one.
+
+A row of a convolution sums over pixels, whose scales differ. A line is of one place of the window,
+so what is added is multiplied by the scale of that place's pixel, which is read while the products
+of the place's first line are on their way.
 """
 
 from __future__ import annotations
@@ -26,9 +30,139 @@ POINTERS = ("of_rows", "of_columns")  # scales, in fp32
 SUMS = "s"  # registers in which sums are added up
 
 
+# A thread has results in two rows of a block, eight rows apart.
+_ROWS_APART = (0, 8)
+_WINDOW = 3  # places along a side of a window
+
+
+def _num_rows(of: Product) -> int:
+    return len(_ROWS_APART) * of.blocks if of.scales_pixels else len(_ROWS_APART)
+
+
 def registers(of: Product) -> str:
-    count = of.blocks * of.tile.cols // 2
-    return f"    .reg .pred %no;\n    .reg .f32 %{SUMS}<{count}>, %r<2>;\n"
+    count, rows = of.blocks * of.tile.cols // 2, _num_rows(of)
+    of_pixels = f"""\
+    .reg .b32 %inside, %inner, %lines_each, %tap, %shift, %pixel<{rows}>, %valid<{rows}>;
+    .reg .b64 %scales;
+"""
+    return f"""\
+    .reg .pred %no;
+    .reg .f32 %{SUMS}<{count}>, %r<{rows}>;
+{of_pixels if of.scales_pixels else ""}"""
+
+
+def pixels(of: Product) -> Iterator[str]:
+    """Compute, for each row of a thread, the number of its pixel at the first place of the window,
+    %pixel, and bits that say which places lie within the picture, %valid."""
+    yield f"""\
+    ld.param.u64 %scales, [{POINTERS[0]}];
+    add.u32 %lines_each, %ins, {of.line - 1};
+    div.u32 %lines_each, %lines_each, {of.line};
+    mov.u32 %inner, 0;
+    mov.u32 %tap, 0;
+    mov.u32 %shift, 0;
+"""
+    for n in range(_num_rows(of)):
+        row = n // 2 * ROWS + _ROWS_APART[n % 2]
+        yield _place_in_box(of, row) + _first_pixel(of, n)
+        yield from _places_within(n)
+
+
+def _place_in_box(of: Product, row: int) -> str:
+    """Compute the column %n2, the line %n4 and the picture %n3 of a row, within the box. Quotients
+    of numbers up to 256 are exact by way of 2^16."""
+    return f"""\
+    shr.u32 %n0, %lane, 2;
+    and.b32 %n2, %warp, {of.team - 1 if of.tile.apart else 31};
+    mad.lo.u32 %n0, %n2, 16, %n0;
+    add.u32 %n0, %n0, {row};
+    ld.param.u32 %n1, [s11];
+    mul.lo.u32 %n1, %n0, %n1;
+    shr.u32 %n1, %n1, 16;
+    ld.param.u32 %n2, [s9];
+    mul.lo.u32 %n2, %n1, %n2;
+    sub.u32 %n2, %n0, %n2;
+    ld.param.u32 %n3, [s10];
+    mul.lo.u32 %n3, %n1, %n3;
+    shr.u32 %n3, %n3, 16;
+    ld.param.u32 %n4, [s8];
+    mul.lo.u32 %n4, %n3, %n4;
+    sub.u32 %n4, %n1, %n4;
+"""
+
+
+def _first_pixel(of: Product, n: int) -> str:
+    """Compute the column %n2, the line %n4 and the number of the pixel at the first place. What
+    lies left of the picture or above it is a large number."""
+    around = _WINDOW // 2
+    return f"""\
+    add.u32 %n2, %n2, %left;
+    mul.lo.u32 %n2, %n2, {of.stride};
+    sub.u32 %n2, %n2, {around};
+    add.u32 %n4, %n4, %top;
+    mul.lo.u32 %n4, %n4, {of.stride};
+    sub.u32 %n4, %n4, {around};
+    add.u32 %n3, %n3, %picture;
+    ld.param.u32 %n1, [x_size1];
+    mad.lo.u32 %n0, %n3, %n1, %n4;
+    ld.param.u32 %n1, [x_size2];
+    mad.lo.u32 %pixel{n}, %n0, %n1, %n2;
+"""
+
+
+def _places_within(n: int) -> Iterator[str]:
+    """Set the bits of places that are in the picture: of their columns, and of their lines."""
+    yield f"    mov.u32 %valid{n}, 0;\n    mov.u32 %n5, 0;\n"
+    column = sum(1 << _WINDOW * line for line in range(_WINDOW))
+    line = (1 << _WINDOW) - 1
+    sides = (("%n2", "x_size2", f"%valid{n}", column, 1), ("%n4", "x_size1", "%n5", line, _WINDOW))
+    for place, size, found, bits, apart in sides:
+        yield f"    ld.param.u32 %n1, [{size}];\n"
+        for m in range(_WINDOW):
+            yield f"""\
+    add.u32 %n0, {place}, {m};
+    setp.lt.u32 %p, %n0, %n1;
+    selp.b32 %n0, {bits << m * apart}, 0, %p;
+    or.b32 {found}, {found}, %n0;
+"""
+    yield f"""\
+    setp.lt.u32 %p, %n3, %pictures;
+    selp.b32 %n5, %n5, 0, %p;
+    and.b32 %valid{n}, %valid{n}, %n5;
+"""
+
+
+def scales_of_place(of: Product) -> str:
+    """Read the scales of a place's pixels when its first line is multiplied: 0 where there is no
+    pixel, whose codes are zeros."""
+    read = "".join(
+        f"""\
+    shr.u32 %n0, %valid{n}, %tap;
+    and.b32 %n0, %n0, 1;
+    setp.ne.u32 %p, %n0, 0;
+    add.u32 %n0, %pixel{n}, %shift;
+    mul.wide.u32 %wide, %n0, 4;
+    add.u64 %wide, %scales, %wide;
+    mov.f32 %r{n}, 0f00000000;
+    @%p ld.global.f32 %r{n}, [%wide];
+"""
+        for n in range(_num_rows(of))
+    )
+    return f"""\
+    setp.ne.u32 %p, %inner, 0;
+    @%p bra same_place;
+{read}    add.u32 %tap, %tap, 1;
+    add.u32 %shift, %shift, 1;
+    rem.u32 %n0, %tap, {_WINDOW};
+    setp.eq.u32 %p, %n0, 0;
+    ld.param.u32 %n1, [x_size2];
+    sub.u32 %n1, %n1, {_WINDOW};
+    @%p add.u32 %shift, %shift, %n1;
+same_place:
+    add.u32 %inner, %inner, 1;
+    setp.eq.u32 %p, %inner, %lines_each;
+    @%p mov.u32 %inner, 0;
+"""
 
 
 def products(of: Product) -> Iterator[str]:
@@ -55,14 +189,48 @@ def summed_up(of: Product) -> Iterator[str]:
         yield f"    wgmma.wait_group.sync.aligned {left};\n"
         if not left:
             yield release(of.barriers, "%stage", "%n0")
-        for n in range(block * half, (block + 1) * half):
-            yield f"    add.f32 %{SUMS}{n}, %{SUMS}{n}, %o{n};\n"
+        for n in range(half):
+            own = block * half + n
+            if of.scales_pixels:
+                scale = f"%r{2 * block + n % 4 // 2}"
+                yield f"    fma.rn.f32 %{SUMS}{own}, %o{own}, {scale}, %{SUMS}{own};\n"
+            else:
+                yield f"    add.f32 %{SUMS}{own}, %{SUMS}{own}, %o{own};\n"
 
 
 def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
-    """Multiply sums of a block by their scales, and add the biases. Rows behind the last one have
-    its scale: what comes of them leaves nothing."""
+    """Multiply sums of a block by their scales, and add the biases."""
     first = block * of.tile.cols // 2
+    if not of.scales_pixels:
+        yield from _scales_of_rows(of, block)
+    yield f"""\
+    and.b32 %n1, %lane, 3;
+    shl.b32 %n1, %n1, 1;
+    add.u32 %n1, %n1, %col;
+    ld.param.u64 %far, [{POINTERS[1]}];
+    mul.wide.u32 %wide, %n1, 4;
+    add.u64 %far, %far, %wide;
+    mul.wide.u32 %wide, %n1, 2;
+    add.u64 %wide, %other, %wide;
+"""
+    for n in range(of.tile.cols // 8):
+        yield f"    ld.global.v2.f32 {{%f0, %f1}}, [%far+{32 * n}];\n"
+        if of.has_biases:
+            yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
+        for m in range(4):
+            own, scale = first + 4 * n + m, f"%f{m % 2}"
+            if not of.scales_pixels:
+                yield f"    mul.f32 %t0, %r{m // 2}, {scale};\n"
+                scale = "%t0"
+            if of.has_biases:
+                yield f"    fma.rn.f32 %o{own}, %{SUMS}{own}, {scale}, %f{2 + m % 2};\n"
+            else:
+                yield f"    mul.f32 %o{own}, %{SUMS}{own}, {scale};\n"
+
+
+def _scales_of_rows(of: Product, block: int) -> Iterator[str]:
+    """Read the scales of a block's rows. Rows behind the last one have its scale: what comes of
+    them leaves nothing."""
     yield f"""\
     shr.u32 %n0, %lane, 2;
     and.b32 %n2, %warp, {of.team - 1 if of.tile.apart else 31};
@@ -80,24 +248,3 @@ def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
     ld.global.f32 %r{n}, [%wide];
     add.u32 %n1, %n1, 8;
 """
-    yield f"""\
-    and.b32 %n1, %lane, 3;
-    shl.b32 %n1, %n1, 1;
-    add.u32 %n1, %n1, %col;
-    ld.param.u64 %far, [{POINTERS[1]}];
-    mul.wide.u32 %wide, %n1, 4;
-    add.u64 %far, %far, %wide;
-    mul.wide.u32 %wide, %n1, 2;
-    add.u64 %wide, %other, %wide;
-"""
-    for n in range(of.tile.cols // 8):
-        yield f"    ld.global.v2.f32 {{%f0, %f1}}, [%far+{32 * n}];\n"
-        if of.has_biases:
-            yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
-        for m in range(4):
-            own = first + 4 * n + m
-            yield f"    mul.f32 %t0, %r{m // 2}, %f{m % 2};\n"
-            if of.has_biases:
-                yield f"    fma.rn.f32 %o{own}, %{SUMS}{own}, %t0, %f{2 + m % 2};\n"
-            else:
-                yield f"    mul.f32 %o{own}, %{SUMS}{own}, %t0;\n"

@@ -43,7 +43,8 @@ class Product:
     and which half of the weights' rows are gates. ``stride``: pixels of the input from one of
     the result to the next. ``paired``: the sum of a linear goes on over a second input with
     weights of its own, as of an adapter's factors. ``codes``: operands are e4m3, and results their
-    sums times a scale of each row and one of each column."""
+    sums times a scale of each row and one of each column; of a window, each pixel's products are
+    scaled by its own."""
 
     tile: GemmTile
     size: int
@@ -69,6 +70,11 @@ class Product:
     @property
     def begins_with_biases(self) -> bool:
         return (self.adds and not self.has_parts) or self.end == ACTIVATED
+
+    @property
+    def scales_pixels(self) -> bool:
+        """Tell whether what is summed up comes of pixels with scales of their own."""
+        return self.codes and self.has_box
 
     @property
     def line(self) -> int:
@@ -101,7 +107,12 @@ class Product:
     @property
     def num_warps(self) -> int:
         """One fetches; four where they leave registers to those that multiply."""
-        return self.threads // 32 + (4 if self.tile.apart else 1)
+        return self.threads // 32 + (4 if self.moves_registers else 1)
+
+    @property
+    def moves_registers(self) -> bool:
+        """Tell whether those that fetch leave registers to two groups that multiply."""
+        return self.tile.apart or (self.scales_pixels and self.tile.groups > 1)
 
     @property
     def team(self) -> int:

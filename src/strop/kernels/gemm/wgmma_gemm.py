@@ -65,11 +65,12 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     multiples of 16 bytes; the inputs may have gaps, and so may results that leave by boxes. CI is a
     multiple of 64, of a single place 8, of codes 16, and R of 8; CO of 8, where it is gated twice
     ``width``, where it adds ``width``, and where it has an activation or scales no less than
-    ``width``. Sums are fp32; where it adds they are rounded before they are added to
-    what is there, and again with it. Scalars: tiles of columns, boxes right, down and of pictures,
-    CI, tiles at work, and 1 where kernels that may still run write the weights, else 0; of a window
-    of several places pictures, lines and columns of a box, no more than rows in all, and 2^16 by
-    the latter two, rounded up; of a single place how many tiles of rows are gone through together.
+    ``width``. Codes of a window have one part of the sum. Sums are fp32; where it adds they are
+    rounded before they are added to what is there, and again with it. Scalars: tiles of columns,
+    boxes right, down and of pictures, CI, tiles at work, and 1 where kernels that may still run
+    write the weights, else 0; of a window of several places pictures, lines and columns of a box,
+    no more than rows in all, and 2^16 by the latter two, rounded up; of a single place how many
+    tiles of rows are gone through together.
     """
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if of.has_parts else stored(of, kind)
@@ -288,6 +289,7 @@ def _first_place(of: Product) -> str:
     around, stride = of.size // 2, of.stride
     further = f"    mul.lo.u32 %left, %left, {stride};\n    mul.lo.u32 %top, %top, {stride};\n"
     moved = _MOVED if of.has_four_windows else ""
+    inside = "    mov.u32 %inside, 0;\n" if of.scales_pixels else ""
     return f"""\
     add.u32 %n1, %ins, {of.line} - 1;
     div.u32 %n1, %n1, {of.line};
@@ -303,7 +305,7 @@ def _first_place(of: Product) -> str:
     add.u32 %y, %y, %top;
     sub.u32 %y, %y, {around};
     mul.lo.u32 %k, %first, {of.line};
-"""
+{inside}"""
 
 
 _FIRST_OF_PAIRS = f"""\
@@ -351,7 +353,17 @@ def _behind(place: str, first: int) -> str:
 
 
 def _onward(of: Product, place: str) -> str:
-    """Go on to the next step's channels: to half as many within the second pair."""
+    """Go on to the next step's channels: to half as many within the second pair. The last line of
+    a place may hold codes of the next place, too, beside zeros of pixels."""
+    if of.scales_pixels:
+        return f"""\
+    add.u32 {place}, {place}, {of.line};
+    add.u32 %inside, %inside, {of.line};
+    setp.ge.u32 %p, %inside, %ins;
+    sub.u32 %n5, %inside, %ins;
+    @%p sub.u32 {place}, {place}, %n5;
+    @%p mov.u32 %inside, 0;
+"""
     if not of.paired:
         return f"    add.u32 {place}, {place}, {of.line};\n"
     return f"""\
@@ -426,7 +438,7 @@ _MAPS_OF_PAIRS = """\
 
 
 def _registers(of: Product, op: str, count: int) -> str:
-    return f"    setmaxnreg.{op}.sync.aligned.u32 {count};\n" if of.tile.apart else ""
+    return f"    setmaxnreg.{op}.sync.aligned.u32 {count};\n" if of.moves_registers else ""
 
 
 def _fetch(of: Product) -> Iterator[str]:
@@ -569,7 +581,9 @@ multiply:
     wgmma.fence.sync.aligned;
 """
     yield from scaled_codes.products(of) if of.codes else _step(of, kind)
-    if not of.begins_with_biases:  # where results go is worked out while the first products are
+    if of.scales_pixels:
+        yield scaled_codes.scales_of_place(of)
+    elif not of.begins_with_biases:  # where results go is worked out while the first products are
         yield f"    @%goes_on bra onward;\n{_coordinates(of)}onward:\n"
     if of.codes:
         yield from scaled_codes.summed_up(of)
