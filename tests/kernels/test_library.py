@@ -64,6 +64,17 @@ CALLS = (
     call("scaled_product", ("n", 64), (32, 64), ("n", 1), (1, 32)),
     *(
         call(
+            "scaled_conv2d",
+            ("b", 320, "h", "w"),
+            (640, 320, 3, 3),
+            ("b", 1, "h", "w"),
+            (640,),
+            **how,
+        )
+        for how in (SAME, STRIDED)
+    ),
+    *(
+        call(
             "code_conv2d", ("b", 64, "h", "w"), (32, 64 // n, 3, 3), **{**SAME, "groups": n}, zero=0
         )
         for n in (1, 2)

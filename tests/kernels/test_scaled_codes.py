@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.fitting import code_conv as sweep_of_convolutions
 from benchmarks.fitting import codes_wgmma
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import scaled_rows
-from strop.kernels.gemm.tile import CODES, GemmTile, Product
+from strop.kernels.gemm import scaled_convs, scaled_rows
+from strop.kernels.gemm.tile import CODE_CONV, CODES, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
 from strop.kernels.library import select
-from strop.kernels.tuned import tuned
+from strop.kernels.tuned import h100, tuned
 from strop.runtime.build.loader import kernel_loader
 from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
@@ -26,6 +28,10 @@ from tests.kernels.test_ptx_kernels import survivors
 from tests.kernels.test_wgmma_gemm import BF16, BOUND, F16, assert_assembled
 
 APART = GemmTile(2, 80, 3, 1, keeps_on=True, apart=True)
+Run = Callable[[KernelSource, int], None]
+eight_bit_convs = importlib.import_module(
+    "strop.passes.eight_bit_convs"
+)  # not the pass of its name
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ CASES = (
 )
 
 
-def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
+def prepared(case: Case) -> tuple[KernelSource, Run]:
     """The kernel, and what runs it or another and asserts that results are right."""
     product = Product(case.tile, 1, has_biases=case.has_biases, codes=True)
     torch.manual_seed(case.rows + case.depth)
@@ -118,7 +124,7 @@ CONVS = (
 )
 
 
-def convolution(case: ConvCase) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
+def convolution(case: ConvCase) -> tuple[KernelSource, Run]:
     """The kernel, and what runs it or another and asserts that results are right. Scales of pixels
     differ by powers of ten."""
     product = Product(case.tile, 3, stride=case.stride, has_biases=case.has_biases, codes=True)
@@ -168,14 +174,28 @@ def test_pixels_of_a_window_have_scales_of_their_own(case: ConvCase, seed: int) 
     call(source, seed)
 
 
-@pytest.mark.parametrize("case", [Case(APART, 300, 640, 160)], ids=str)
-def test_all_that_orders_it_is_needed(case: Case) -> None:
-    found = survivors(*prepared(case))
+ORDERED = {
+    "linear": prepared(Case(APART, 300, 640, 160)),
+    "convolution": convolution(
+        ConvCase(GemmTile(2, 80, 3, 1, True), (2, 9, 11, 320, 160), (1, 5, 11))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
+def test_all_that_orders_it_is_needed(case: tuple[KernelSource, Run]) -> None:
+    found = survivors(*case)
     assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
 
 
 def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
     assert_assembled([Product(tile, 1, codes=True) for tile in codes_wgmma.TILES], F16, tmp_path)
+    of_pixels = [
+        Product(tile, 3, stride=stride, has_biases=False, codes=True)
+        for tile in sweep_of_convolutions.TILES
+        for stride in (1, 2)
+    ]
+    assert_assembled(of_pixels, F16, tmp_path)
 
 
 def product(
@@ -232,6 +252,51 @@ def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wide is not None
     assert wide.sources == (wgmma_gemm(Product(large, 1, codes=True), F16),)
     scaled_rows.fastest.cache_clear()
+
+
+def code_conv(ins: int, outs: int, side: int = 64, stride: int = 1, window: int = 3) -> Problem:
+    around = {"stride": (stride,) * 2, "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    shapes = (2, ins, side, side), (outs, ins, window, window), (2, 1, side, side), (outs,)
+    return Problem("scaled_conv2d", tuple(sorted(around.items())), shapes, F16)
+
+
+def test_until_a_tile_is_measured_no_convolution_is_of_codes() -> None:
+    assert bool(h100.CODE_CONV_TILES) == eight_bit_convs.IS_MEASURED
+    if not h100.CODE_CONV_TILES:
+        assert "no tile that was measured" in scaled_convs.supports(code_conv(320, 320).call, H100)
+
+
+def test_the_fastest_tile_of_a_convolution_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = GemmTile(2, 80, 6, 1, True), GemmTile(2, 160, 5, 1, True)
+    costs = {small: Cost(1.0, 0.5, 0.2), large: Cost(1.0, 0.5, 0.35)}
+    known = tuned(H100)
+    table = replace(known, gemm=replace(known.gemm, tiles={**known.gemm.tiles, CODE_CONV: costs}))
+    monkeypatch.setattr(scaled_convs, "tuned", lambda device: table)
+    scaled_convs.fastest.cache_clear()
+    problem = code_conv(320, 640, stride=2)
+    assert scaled_convs.supports(problem.call, H100) == ""
+    (part,) = scaled_convs.launch(problem, H100).parts  # type: ignore[union-attr]
+    assert isinstance(part, Launch)
+    assert part.source in list(scaled_convs.forms(problem.call, H100))
+    assert [operand.number for operand in part.operands] == [0, 1, RESULT, 2, 3, 3]
+    assert part.scalars[:4] == (8, 1, 8, 2)  # tiles of columns, boxes right, down and of pictures
+    assert "3x3 windows" in scaled_convs.supports(code_conv(320, 320, window=5).call, H100)
+    assert "from 320 channels" in scaled_convs.supports(code_conv(128, 320).call, H100)
+    scaled_convs.fastest.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="multiplies by WGMMA",
+)
+@pytest.mark.parametrize("shape", [(2, 32, 320, 640, 3, 1), (3, 24, 384, 320, 3, 2)], ids=str)
+def test_convolutions_on_a_gpu(shape: tuple[int, ...]) -> None:
+    library = kernel_loader("cuda", 0, "", 0)
+    library.build(list(dict.fromkeys(sweep_of_convolutions.sources(shape))))
+    errors = sweep_of_convolutions.measure(shape, library)["errors"]
+    assert len(errors) >= len(sweep_of_convolutions.TILES) + 1
+    assert max(errors.values()) < 3 * BOUND[F16], errors  # the peers' numbers are rounded to fp16
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import UnsupportedError
-from strop.ir.code_conv import code_conv2d
+from strop.ir.code_conv import code_conv2d, scaled_conv2d
 from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.dims import Env, Expr
 from strop.ir.eight_bit import CODES, FORMATS
@@ -266,6 +266,7 @@ _RULES: dict[str, Rule] = {
     "code_sums": lambda n, x, env: torch.matmul(x[0].double(), x[1].double().t()),
     "scaled_product": lambda n, x, env: _scaled_product(x),
     "code_conv2d": lambda n, x, env: code_conv2d(*x, **_concrete_attrs(n, env)),
+    "scaled_conv2d": lambda n, x, env: scaled_conv2d(*x, **_concrete_attrs(n, env)),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)
     ),

@@ -32,12 +32,16 @@ def _wait_for_nobody() -> None:
 
 
 class CodedWeight:
-    """Hold one weight, or several below each other, as codes (N, K) and scales (N,)."""
+    """Hold one weight, or several below each other, as codes (N, K) and scales (N,); that of a
+    convolution as codes (O, C, KH, KW), channels last, and scales (O,)."""
 
     def __init__(self, parts: Sequence[Tensor], own: Format) -> None:
         first, rows = parts[0], sum(part.shape[0] for part in parts)
         self.format, self.is_known = own, False
-        self.codes = torch.empty((rows, first.shape[1]), dtype=own.dtype, device=first.device)
+        sizes = (rows, *first.shape[1:])
+        self.codes = torch.empty(sizes, dtype=own.dtype, device=first.device).to(
+            memory_format=torch.channels_last if first.dim() == 4 else torch.contiguous_format
+        )
         self.scales = torch.empty(rows, dtype=torch.float32, device=first.device)
         self._parts, self._pointers = [ref(part) for part in parts], pointers_of(parts)
 
@@ -57,10 +61,10 @@ class CodedWeight:
         """Quantise the weights as they are."""
         start = 0
         for part in parts:
-            step = max(1, MOST_BYTES // max(1, 4 * part.shape[1]))
+            step = max(1, MOST_BYTES // max(1, 4 * part[:1].numel()))
             for rows in part.detach().split(step):
-                codes, scales = self.format.quantised(rows)
-                self.codes[start : start + len(rows)].copy_(codes)
+                codes, scales = self.format.quantised(rows.flatten(1))
+                self.codes[start : start + len(rows)].copy_(codes.view(rows.shape))
                 self.scales[start : start + len(rows)].copy_(scales)
                 start += len(rows)
         self.is_known = True

@@ -1,4 +1,4 @@
-"""Define what a convolution of int8 codes stands for."""
+"""Define what convolutions of codes stand for."""
 
 from __future__ import annotations
 
@@ -29,3 +29,30 @@ def code_conv2d(
     if zeros is not None:
         own = own - zeros.double()[:, None, None, None]
     return torch.conv2d(x.double() - zero, own, None, stride, padding, dilation, groups)
+
+
+def scaled_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    pixels: Tensor,
+    columns: Tensor,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return the convolution (N, O, HO, WO) in fp64 of ``x`` (N, C, H, W) times ``pixels`` (N, 1,
+    H, W) with ``weight`` (O, C, KH, KW) times ``columns`` (O,).
+
+    ``x`` and ``weight`` are e4m3 codes, or bytes that stand for them. Outside of a picture lie
+    zeros.
+    """
+    values, own = _of_e4m3(x) * pixels.double(), _of_e4m3(weight)
+    own = own * columns.double()[:, None, None, None]
+    return torch.conv2d(values, own, None, stride, padding, dilation, groups)
+
+
+def _of_e4m3(codes: Tensor) -> Tensor:
+    short = codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
+    return short.double()

@@ -207,6 +207,15 @@ CONTRACTIONS: tuple[Op, ...] = (
             "convolution", ANYWHERE, pictures=1, order=NHWC, is_movable=True, flops=_conv_flops
         ),
     ),
+    # e4m3 codes (N, C, H, W), or bytes that stand for them, codes of a weight (O, C, KH, KW), their
+    # scales (N, 1, H, W) and (O,) in fp32 -> (N, O, HO, WO)
+    Op(
+        "scaled_conv2d",
+        Kind.CONTRACTION,
+        anchor=Anchor(
+            "convolution", ANYWHERE, pictures=1, order=NHWC, is_movable=True, flops=_conv_flops
+        ),
+    ),
     # weight (O, C, 3, 3) -> (4 O, C, 2, 2), by ``passes.upsampled_conv``
     Op("folded_taps", Kind.CONTRACTION, anchor=Anchor(planned=CUDA, order=NHWC, weight=0)),
     # x (N, C, H, W), such taps -> (N, O, 2 H, 2 W)

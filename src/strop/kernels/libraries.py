@@ -188,7 +188,9 @@ CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
-CODE_CONVS = Kernel("conv_of_codes_in_fp64", ("code_conv2d",), anywhere, code_conv_us)
+CODE_CONVS = Kernel(
+    "conv_of_codes_in_fp64", ("code_conv2d", "scaled_conv2d"), anywhere, code_conv_us
+)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
 # Where nothing was measured: cuDNN without a mask, and torch's own choice with one.
 SDPA = Kernel(SDPA_NAME, ("attention",), anywhere, attention_us)

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from strop.ir.contractions import NHWC
 from strop.ir.dims import product
 from strop.ir.e4m3 import encoded
 from strop.ir.eight_bit import CODES, FORMATS, LEAST, SCALES, Format
@@ -70,12 +71,12 @@ def eight_bit_products(graph: Graph, options: Options) -> Graph:
     def made_of(b: Builder, weight: Node, own: Format, role: str) -> Node:
         if (weight, role) not in made:
             index = len(graph.inputs) + len(made)
-            made[weight, role] = _made_of(b, weight, own, role, index)
+            made[weight, role] = made_of_weight(b, weight, own, role, index)
         return made[weight, role]
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         if node in marked and node.attrs["merged"]:  # which nothing else reads
-            return _made_of(b, node, _format(marked[node]), CODES, node.attrs["index"])
+            return made_of_weight(b, node, _format(marked[node]), CODES, node.attrs["index"])
         if not _is_marked(node):
             return None
         own, weight = _format(node), node.inputs[1]
@@ -95,12 +96,14 @@ def _is_marked(node: Node) -> bool:
     return node.op == "linear" and MARK in node.attrs
 
 
-def _made_of(b: Builder, weight: Node, own: Format, role: str, index: int) -> Node:
-    """Return an argument that holds the codes (N, K) or the scales (N,) of a weight."""
+def made_of_weight(b: Builder, weight: Node, own: Format, role: str, index: int) -> Node:
+    """Return an argument that holds the codes (N, K) or the scales (N,) of a weight; of a
+    convolution's, codes (O, C, KH, KW) with channels last."""
     parts = weight.attrs["merged"] or (weight.attrs["index"],)
     shape, dtype = (weight.shape, own.dtype) if role == CODES else (weight.shape[:1], _F32)
-    made = f"{own.name} {role}"
-    return b.make("input", (), shape, dtype, index=index, state=True, merged=parts, made=made)
+    given = {"index": index, "state": True, "merged": parts, "made": f"{own.name} {role}"}
+    order = NHWC if len(shape) == len(NHWC) else None
+    return b.make("input", (), shape, dtype, order=order, **given)
 
 
 def _linear(
@@ -110,12 +113,7 @@ def _linear(
     scales of the weight."""
     x, weight, columns = read
     depth, count = x.shape[-1], product(x.shape[:-1])
-    wide = b.cast(b.reshape(x, (count, depth)), _F32)
-    largest = b.reduce("amax", b.pointwise("abs", wide, dtype=_F32), (1,), _F32)
-    most = b.pointwise("maximum", largest, b.constant(LEAST, _F32), dtype=_F32)
-    by = b.pointwise("div", b.constant(own.most, _F32), most, dtype=_F32)
-    scaled = b.pointwise("mul", wide, by, dtype=_F32)
-    scales = b.pointwise("mul", most, b.constant(1 / own.most, _F32), dtype=_F32)
+    scaled, scales = scaled_by_most(b, b.reshape(x, (count, depth)), own)
     if own.dtype is not torch.int8:
         codes = encoded(b, scaled, is_bounded=True)
         read = codes, weight, scales, b.reshape(columns, (1, weight.shape[0])), *bias
@@ -124,6 +122,16 @@ def _linear(
     for added in bias:
         y = b.pointwise("add", y, b.cast(added, _F32), dtype=_F32, alpha=1)
     return b.reshape(b.cast(y, node.dtype), node.shape)
+
+
+def scaled_by_most(b: Builder, x: Node, own: Format) -> tuple[Node, Node]:
+    """Return values over their scales, in fp32, and these: one for all of the second dim."""
+    wide = b.cast(x, _F32)
+    largest = b.reduce("amax", b.pointwise("abs", wide, dtype=_F32), (1,), _F32)
+    most = b.pointwise("maximum", largest, b.constant(LEAST, _F32), dtype=_F32)
+    by = b.pointwise("div", b.constant(own.most, _F32), most, dtype=_F32)
+    scaled = b.pointwise("mul", wide, by, dtype=_F32)
+    return scaled, b.pointwise("mul", most, b.constant(1 / own.most, _F32), dtype=_F32)
 
 
 def _of_whole_codes(b: Builder, scaled: Node, scales: Node, weight: Node, columns: Node) -> Node:

@@ -230,7 +230,7 @@ def supports(call: Call, device: Device) -> str:
         return ""  # ``passes.upsampled_conv`` makes none that does not fit
     outs, ins = weight[:2]
     if call.op == "conv2d":
-        return _convolution(call, outs, ins, weight[2:])
+        return why_no_window(call, outs, ins, weight[2:])
     halves = 2 if OPS[call.op] == GATED else 1
     if ins % PIECE or outs % (halves * PIECE):
         return f"wants widths that are multiples of {PIECE}, not {ins} -> {outs}"
@@ -239,7 +239,7 @@ def supports(call: Call, device: Device) -> str:
     return "" if any(_forms_of(call, device)) else f"has no tile for {ins} -> {outs}"
 
 
-def _convolution(call: Call, outs: int, ins: int, window: tuple[int, ...]) -> str:
+def why_no_window(call: Call, outs: int, ins: int, window: tuple[int, ...]) -> str:
     """Say why there are no tiles for a convolution, or nothing. They take a window of 3x3 pixels,
     with zeros around that keep height and width but for the stride."""
     if min(ins, outs) < LEAST_MEASURED or ins % LINE or outs % LINE:
@@ -276,7 +276,7 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
         Operand(0, Lies.ROWS, order, view=rows),
         Operand(1, order=order, view=weights),
         *((Operand(2, Lies.ROWS, view=further), Operand(3, Lies.ROWS, view=View())) * is_paired),
-        _result(found, of, order),
+        result_of(found, of, order),
         Operand(biases, order=order if biases == 1 else ()),
     )
     source = wgmma_gemm(ended_as(found.product, problem), problem.dtype)
@@ -286,7 +286,7 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
     return Launches((Torch("copy", (Operand(factors), Operand(RESULT))), product))
 
 
-def _result(found: GemmForm, of: ConvShape, order: tuple[int, ...]) -> Operand:
+def result_of(found: GemmForm, of: ConvShape, order: tuple[int, ...]) -> Operand:
     """Return the result: rows may have gaps, as columns of a wider value, where it leaves by
     boxes."""
     if not found.results:

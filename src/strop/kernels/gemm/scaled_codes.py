@@ -51,6 +51,19 @@ def registers(of: Product) -> str:
 {of_pixels if of.scales_pixels else ""}"""
 
 
+def onward(of: Product, place: str) -> str:
+    """Go on to the weights of the next step. The last line of a place may hold codes of the next
+    place, too, beside zeros of pixels."""
+    return f"""\
+    add.u32 {place}, {place}, {of.line};
+    add.u32 %inside, %inside, {of.line};
+    setp.ge.u32 %p, %inside, %ins;
+    sub.u32 %n5, %inside, %ins;
+    @%p sub.u32 {place}, {place}, %n5;
+    @%p mov.u32 %inside, 0;
+"""
+
+
 def pixels(of: Product) -> Iterator[str]:
     """Compute, for each row of a thread, the number of its pixel at the first place of the window,
     %pixel, and bits that say which places lie within the picture, %valid."""

@@ -18,6 +18,7 @@ PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 ACTIVATED = "activated"
 NARROW = "narrow"  # the kind of a plain product with few columns
 CODES = "codes"  # the kind of products of e4m3 codes
+CODE_CONV = "code_conv"  # and of 3x3 convolutions of them
 
 
 @dataclass(frozen=True, slots=True)

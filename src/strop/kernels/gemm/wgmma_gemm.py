@@ -353,17 +353,9 @@ def _behind(place: str, first: int) -> str:
 
 
 def _onward(of: Product, place: str) -> str:
-    """Go on to the next step's channels: to half as many within the second pair. The last line of
-    a place may hold codes of the next place, too, beside zeros of pixels."""
+    """Go on to the next step's channels: to half as many within the second pair."""
     if of.scales_pixels:
-        return f"""\
-    add.u32 {place}, {place}, {of.line};
-    add.u32 %inside, %inside, {of.line};
-    setp.ge.u32 %p, %inside, %ins;
-    sub.u32 %n5, %inside, %ins;
-    @%p sub.u32 {place}, {place}, %n5;
-    @%p mov.u32 %inside, 0;
-"""
+        return scaled_codes.onward(of, place)
     if not of.paired:
         return f"    add.u32 {place}, {place}, {of.line};\n"
     return f"""\

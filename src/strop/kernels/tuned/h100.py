@@ -14,7 +14,7 @@ from strop.kernels.attention.cross import MASKED, CrossTile
 from strop.kernels.attention.times import UNBOUNDED, AttentionTimes, Rounds, TileRule
 from strop.kernels.attention.tma import TmaTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
-from strop.kernels.gemm.tile import ACTIVATED, CODES, GATED, NARROW, PLAIN, SUM, GemmTile
+from strop.kernels.gemm.tile import ACTIVATED, CODE_CONV, CODES, GATED, NARROW, PLAIN, SUM, GemmTile
 from strop.kernels.gemm.times import Cost, GemmTimes, LibraryTimes
 from strop.kernels.tuned.attention_h100 import CASES
 from strop.kernels.tuned.tuned import Tuned
@@ -133,6 +133,9 @@ CODES_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(1, 80, 8): Cost(2.5, 1.8, 0.248, spared=0.5),
 }
 
+# No tile of a convolution of codes has been measured yet (benchmarks/fit_kernels.py code_conv).
+CODE_CONV_TILES: Mapping[GemmTile, Cost] = {}
+
 # The driver of an H100 says how many clusters of so many programs run at a time, one program a
 # multiprocessor.
 CLUSTERS: Mapping[int, int] = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
@@ -166,6 +169,7 @@ GEMM = GemmTimes(
         SUM: SUM_TILES,
         ACTIVATED: ACTIVATED_TILES,
         CODES: CODES_TILES,
+        CODE_CONV: CODE_CONV_TILES,
     },
     CLUSTERS,
     LIBRARY,

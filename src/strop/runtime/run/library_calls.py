@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
-from strop.ir.code_conv import code_conv2d
+from strop.ir.code_conv import code_conv2d, scaled_conv2d
 from strop.ir.contractions import AMONG_COLUMNS, GELU, GELU_TANH, SILU, Gate
 from strop.ir.device import Device
 from strop.ir.exchange import exchanged
@@ -339,6 +339,10 @@ def _code_conv2d(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: out.copy_(code_conv2d(*inputs, **attrs))
 
 
+def _scaled_conv2d(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(scaled_conv2d(*inputs, **attrs))
+
+
 _LEAST_ROWS = 17  # of cuBLAS
 
 
@@ -368,6 +372,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "code_sums": _code_sums,
     "scaled_product": scaled_calls.on_cpu,
     "code_conv2d": _code_conv2d,
+    "scaled_conv2d": _scaled_conv2d,
 }
 CUDA_PLANNED_OUT = {
     **PLANNED_OUT,
