@@ -17,6 +17,7 @@ from strop.bench.cases import BenchCase
 from strop.bench.infer_contenders import Field, Plan
 from strop.bench.infer_rows import SPEED_ROWS, chosen_rows
 from strop.bench.models import Workload
+from strop.bench.report import write_json
 from strop.cli import app
 from strop.errors import OptionError
 from strop.options import Options
@@ -93,6 +94,22 @@ def test_the_verdict_counts_what_is_slower() -> None:
     for said in ("| b | 1 | fp16 | 2.000 |", "more than 1.02", "1 over 1.02"):
         assert said in text
     assert "no row has" in speed.verdict({"rows": [], "summary": {}})
+
+
+def test_the_newest_result_becomes_a_table_of_a_page(tmp_path: Path) -> None:
+    for date, ours in (("2030-01-01", 1.0), ("2030-01-02", 3.0)):
+        rows = [made_up("a", ours, 2.0)]
+        found = {"kind": "speed", "rows": rows, "summary": speed.summary(rows)}
+        write_json(found, tmp_path / f"speed_h100_{date}.json")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- networks -->\n<!-- /networks -->\n")
+    words = ["bench", "table", "--results", str(tmp_path), "--page", str(page)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "| a | 1 | fp16 | 3.000 |" in page.read_text()
+    (tmp_path / "speed_h100_2030-01-03.json").write_text("[]")
+    with pytest.raises(OptionError, match="is no file of strop bench models"):
+        speed.load(tmp_path)
+    assert speed.load(tmp_path / "empty") == {}
 
 
 def test_contenders_of_a_large_model_have_the_same_weights(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from strop.errors import OptionError
 from strop.wording import counted
 
 PEERS = ("eager", "eager-graph", "inductor-graph")
+MADE_BY = "strop bench models --speed"
 KEPT = ("row", "model", "batch", "dtype", "is_tiny", "error")
 TIMES = ("p20_ms", "p50_ms", "p80_ms", "first_s", "peak_bytes", "skipped", "failed")
 NAMES = tuple(network.name for network in NETWORKS)
@@ -90,7 +91,7 @@ def _begun(out: Path | None, described: Found) -> dict[str, Any]:
         found = json.loads(out.read_text())
         here = found["kind"], [found["environment"].get(key) for key in infer.SAME]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OptionError(f"{out} is no file of strop bench models --speed: {error!r}") from error
+        raise OptionError(f"{out} is no file of {MADE_BY}: {error!r}") from error
     if here != ("speed", [described.get(key) for key in infer.SAME]):
         raise OptionError(
             f"{out} was measured on another device or with other versions: name another file"
@@ -155,6 +156,20 @@ def summary(rows: Sequence[Row]) -> Found:
         "worst_row": worst,
         "over_must": [name for name, found in shares.items() if found > MUST],
     }
+
+
+def load(folder: Path) -> Found:
+    """Return the newest result among a folder's files, or nothing. Raises OptionError where it is
+    none."""
+    files = sorted(folder.glob("speed_*.json"), key=lambda path: path.stem.rpartition("_")[2])
+    if not files:
+        return {}
+    try:
+        result = json.loads(files[-1].read_text())
+        rows_of(result)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptionError(f"{files[-1]} is no file of {MADE_BY}: {error!r}") from error
+    return dict(result)
 
 
 def rows_of(result: Mapping[str, Any]) -> report.Rows:

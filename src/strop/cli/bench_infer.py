@@ -116,7 +116,7 @@ PageOption = Annotated[
     Path | None,
     typer.Option(
         help="Write the tables into this page: between <!-- infer --> and <!-- /infer -->, and "
-        "between <!-- train --> and <!-- /train -->.",
+        "in the same way between marks of train and networks.",
         show_default=False,
     ),
 ]
@@ -226,12 +226,14 @@ def table(
     page: PageOption = None,
     plots: FolderOption = None,
 ) -> None:
-    """Make the tables of `strop bench infer` and `train` from the newest JSON file of each row."""
-    from strop.bench import infer_plots, infer_report, train_plots, train_report
+    """Make the tables of `strop bench infer` and `train` from the newest JSON file of each row, and
+    that of `strop bench models --speed`."""
+    from strop.bench import infer_plots, infer_report, speed, train_plots, train_report
 
     files = sorted((*results.glob("[PD][0-9]*.json"), *results.glob("ladder*.json")))
     found, trained = infer_report.load(files), train_report.load(files)
-    if not found and not trained:
+    networks = speed.load(results)
+    if not found and not trained and not networks:
         raise CommandError(f"no rows in {results}; strop bench infer -o {results} makes them")
     for result in found if plots else ():
         infer_plots.draw(result, plots or Path())
@@ -240,6 +242,7 @@ def table(
     texts = {
         "infer": infer_report.markdown(found) if found else "",
         "train": train_report.markdown(trained) if trained else "",
+        "networks": speed.markdown(networks) if networks else "",
     }
     for mark, text in texts.items():
         if text and page is None:
