@@ -6,10 +6,10 @@ The model is BERT-mini's architecture (4 layers, 256 wide, 4 heads, 1,024 betwee
 weights, in bf16, of which torchao quantises every linear to int8 with dynamic rows. Contenders are
 timed in turns on one thread, in CPU time of this process, since other work may run on the machine:
 quote the ratios, medians of those of each turn. "strop int8, _int_mm" is Strop without its own
-product of codes. "error" is that of the hidden states, relative to fp64 by the norm.
-``--inductor`` compiles with Inductor, too, which takes a minute or more. ``--products`` times
-products instead, with the weight packed in each call, in giga-operations a second. `strop bench
-cpu bert` measures OpenVINO and ONNX Runtime beside it.
+product of codes; "zero points" are those of rows, with torchao's ASYMMETRIC. "error" is that of the
+hidden states, relative to fp64 by the norm. ``--inductor`` compiles with Inductor, too, which takes
+a minute or more. ``--products`` times products instead, with the weight packed in each call, in
+giga-operations a second. `strop bench cpu bert` measures OpenVINO and ONNX Runtime beside it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def contenders(*, has_inductor: bool) -> dict[str, nn.Module]:
         "strop bf16": strop.optimize(copy.deepcopy(model).bfloat16()),
         "strop int8, _int_mm": strop.optimize(copy.deepcopy(codes), options=without),
         "strop int8": strop.optimize(copy.deepcopy(codes)),
+        "strop int8, zero points": strop.optimize(in_int8(model, has_zero_points=True)),
     }
     if has_inductor:
         found["inductor int8"] = torch.compile(copy.deepcopy(codes), dynamic=True)

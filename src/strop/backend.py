@@ -20,6 +20,7 @@ from strop.lowering.alike import lower_once
 from strop.options import Options
 from strop.patterns import apply as patterns
 from strop.stages.clock import Clock
+from strop.stages.code_panels import sums_of_weights
 from strop.stages.first_kernels import FirstKernels, KernelBuilder
 from strop.stages.lowered_plan import LoweredPlan
 from strop.stages.targets import target_for
@@ -120,7 +121,7 @@ def _planned(
     """Return a plan whose kernels can all be written down, and these kernels. Where indices do not
     divide, each node of the group becomes a kernel of its own, which reads its operands from
     memory."""
-    apart: frozenset[Node] = frozenset()
+    apart = sums_of_weights(graph) if device == "cpu" else frozenset[Node]()
     lower = lower_once(graph.hints, generic=generic)
     while True:
         fusion = plan(graph, apart, device)

@@ -334,6 +334,39 @@ def test_through_torch_compile():
             assert torch.equal(compiled(x), expected(stack, x))
 
 
+class Asymmetric(nn.Module):
+    """Codes of rows with a zero point each, as torchao has them."""
+
+    def __init__(self, columns: int, depth: int) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-128, 128, (columns, depth), dtype=INT8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = x.amin(-1, keepdim=True).round().clamp(-128, 127).to(INT8)
+        scale = x.amax(-1, keepdim=True).clamp(min=1.0).float()
+        codes = x.round().clamp(-128, 127).to(INT8)
+        sums = (torch._int_mm(codes, self.codes.t()).float() * scale).bfloat16()
+        of_weight = self.codes.sum(1).float() * 0.5
+        return torch.tanh(sums - (zero.float() * scale * of_weight).bfloat16())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_zero_points_leave_no_call(rows: int, tmp_path: Path) -> None:
+    """A single row has as many results as the weight has sums, and a call that is left to a library
+    keeps a program from running as one call."""
+    module = Asymmetric(64, 64).eval()
+    x = given(rows, 64).bfloat16()
+    wanted = module(x)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    for _ in range(2):
+        torch.testing.assert_close(module(x), wanted, rtol=2**-7, atol=2**-7)
+    report = strop.explain(module)
+    assert not report.calls
+    kernels = [kernel.name for kernel in report.components[0].latest.kernels]
+    assert "row_sum" in kernels  # which does nothing else
+    assert any(name.startswith("codes_") for name in kernels)
+
+
 def test_a_column_times_a_row_lies_by_rows():
     """As the zero points of torchao's rows times the sums of a weight, which panels read."""
     b = Builder()

@@ -82,11 +82,17 @@ def bert_inputs(
     return ids, torch.ones_like(ids)
 
 
-def in_int8(model: nn.Module) -> Any:
+def in_int8(model: nn.Module, *, has_zero_points: bool = False) -> Any:
     """Return a copy in bf16 whose linears torchao has quantised: int8 weights, and rows quantised
-    in each call."""
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    in each call, by a scale each, or by a scale and a zero point."""
+    from torchao.quantization import (
+        Int8DynamicActivationInt8WeightConfig,
+        MappingType,
+        quantize_,
+    )
 
     found = copy.deepcopy(model).bfloat16()
-    quantize_(found, Int8DynamicActivationInt8WeightConfig(version=2, set_inductor_config=False))
+    kind = MappingType.ASYMMETRIC if has_zero_points else MappingType.SYMMETRIC
+    how: dict[str, Any] = {"version": 2, "set_inductor_config": False, "act_mapping_type": kind}
+    quantize_(found, Int8DynamicActivationInt8WeightConfig(**how))
     return found

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from strop.codegen import cpp_panels
 from strop.fusion.plan import CodePanels, FusionPlan, Group
 from strop.fusion.planner import loaded
@@ -18,11 +20,30 @@ from strop.ir.code_panel import CodePanel
 from strop.ir.dims import const
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Param
+from strop.ir.ops import Kind
 from strop.lowering.lower import Lowered
 
 # With fewer a kernel packs a weight for longer than it multiplies, which torch's does not do. A
 # small weight is packed in the time that a call takes the host.
 FEWEST_ROWS, SMALL = 16, 1 << 18
+
+
+def sums_of_weights(graph: Graph) -> frozenset[Node]:
+    """Return the sums of a weight's codes, which a zero point of values is multiplied by. They want
+    kernels of their own: for a single row of values they are as many as the results, and in one
+    kernel with these that kernel could not make the products."""
+    if not any(node.op == "code_sums" for node in graph.nodes):
+        return frozenset()
+    return frozenset(node for node in graph.nodes if _sums_a_weight(node))
+
+
+def _sums_a_weight(node: Node) -> bool:
+    if node.kind is not Kind.REDUCTION:
+        return False
+    (x,) = node.inputs
+    while x.op == "cast" or x.kind is Kind.VIEW:
+        x = x.inputs[0]
+    return x.op == "input" and x.attrs["state"] and x.dtype is torch.int8
 
 
 def readers_of_sums(graph: Graph, fusion: FusionPlan) -> Mapping[Node, Group]:
