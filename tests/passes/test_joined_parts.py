@@ -6,17 +6,20 @@ Memory that nobody has written is not a number, so that a piece that is left out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import strop
 from strop.codegen.mutation import joins_of
 from strop.fusion.planner import plan
 from strop.ir.graph import Graph
 from strop.options import Options
 from strop.passes import run as run_passes
+from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import Function, trace
 from tests.lowering.run_plan import run_plan
 
@@ -78,6 +81,18 @@ def test_each_cat_has_all_of_its_pieces(function: Callable[..., Tensor]) -> None
     given = inputs()
     (found,) = run_plan(graph, plan(graph, device="cuda"), given, SIZES)
     torch.testing.assert_close(found, module(*given), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)
+def test_on_a_gpu(function: Callable[..., Tensor], tmp_path: Path) -> None:
+    module = Function(function).eval()
+    given = [x.cuda().half() for x in inputs()]
+    with torch.no_grad():
+        wanted, eager = module(*(x.double() for x in given)), module(*given)
+        found = strop.optimize(module, options=strop.Options(cache_dir=str(tmp_path)))(*given)
+    assert_as_accurate_as_eager(found, eager, wanted)
 
 
 def inputs() -> Sequence[Tensor]:
