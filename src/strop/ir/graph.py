@@ -137,14 +137,9 @@ class Graph:
         return "\n".join(map(repr, self.nodes))
 
 
-# They say where a value lies, not what it is: one in place of two equal ones would leave the memory
-# of the other as it was.
-PLACED = ("write", "part")
-
-
 class Builder:
-    """Makes nodes. Equal nodes are made once, but for those that are ``PLACED``; views of views
-    become one view or none; of a value that never has an element nothing is computed."""
+    """Makes nodes. Equal nodes are made once, but for those that say where values lie; views of
+    views become one view or none; of a value that never has an element nothing is computed."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -179,7 +174,7 @@ class Builder:
         text = repr(sorted(attrs.items())) if attrs else ""
         key = (op, tuple(map(_SERIAL, inputs)), text, sizes, dtype, order)
         made = self._made.get(key)
-        if made is not None and op not in PLACED:
+        if made is not None and not OPS[op].is_placed:
             return made
         node = Node(op, inputs, attrs, sizes, dtype, self.origin, order, next(_serial))
         self._made[key] = node
