@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from strop.bench import accuracy, infer, peers, speed
+from strop.bench import accuracy, batch_norms, infer, infer_report, peers, speed
 from strop.bench.cases import BenchCase
 from strop.bench.infer_contenders import Field, Plan
 from strop.bench.infer_rows import SPEED_ROWS, chosen_rows
@@ -45,6 +45,58 @@ def test_networks_run_at_tiny_sizes(network: str) -> None:
     result = accuracy.run(workload, workload.inputs(row.size, 2))
     assert result.shape[0] == 2
     assert bool(result.isfinite().all())
+
+
+@pytest.mark.parametrize("network", speed.NAMES)
+def test_results_of_networks_follow_their_inputs(network: str) -> None:
+    (row,) = speed.chosen([network], [1], tiny=True)
+    (known,) = accuracy.references(row.case(torch.float32), torch.device("cpu"))
+    assert known.signal > 2 * accuracy.MIN_SIGNAL
+    assert float(known.exact.std()) > 0.01
+
+
+@pytest.mark.parametrize("bias", [0.0, 3.0])
+def test_a_result_that_follows_nothing_judges_nothing(bias: float) -> None:
+    """As of a network in which signals die out: all would be equal, and good."""
+
+    def build(device: torch.device, dtype: torch.dtype) -> Workload:
+        model = torch.nn.Linear(4, 4, device=device, dtype=dtype)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.constant_(model.bias, bias)
+        return Workload(
+            model,
+            lambda size, batch: {"input": torch.arange(4.0, dtype=dtype)},
+            lambda model, given: model(**given),
+        )
+
+    case = BenchCase("still", build, ((1, 1),), (1,), torch.float32)
+    (known,) = accuracy.references(case, torch.device("cpu"))
+    error = accuracy.worst([known.eager], *known)
+    assert error is not None
+    assert (error["rms"], error["signal"], error["is_good"]) == (0.0, 0.0, False)
+    assert accuracy.judge(known.eager, known.eager, known.exact)["is_good"]
+    said = "no judge: other inputs change the result by 0.0e+00 of its size"
+    assert said in speed.markdown({"rows": [made_up("a", 1, 2) | {"error": error}], "summary": {}})
+    assert infer_report._error_text({"error": error}) == said
+
+
+@pytest.mark.parametrize("network", ["efficientnet-b3", "resnet50", "bevformer"])
+def test_batch_norms_divide_by_what_they_get(network: str) -> None:
+    """And alike for each contender. EfficientNet's add 1e-3 to variances that are less."""
+    (row,) = speed.chosen([network], [1], tiny=True)
+    case = row.case(torch.float32)
+    ours, eager = (case.build(torch.device("cpu")) for _ in range(2))
+    weights, others = (each.target.state_dict() for each in (ours, eager))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    seen = list[float]()
+    for norm in batch_norms.norms_of(ours.target):
+        norm.register_forward_hook(
+            lambda part, given, result: seen.append(
+                float((result / part.weight.view(-1, 1, 1)).std((0, 2, 3)).median())
+            )
+        )
+    accuracy.run(ours, ours.inputs(row.size, 4))
+    assert all(0.1 < each < 1.5 for each in seen), seen
 
 
 def test_a_table_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +189,8 @@ def test_a_large_model_is_judged_without_a_wider_copy() -> None:
     (row,) = chosen_rows(["D1s"], tiny=True)
     case = row.case(torch.bfloat16)
     large = BenchCase(case.name, case.builder, case.sizes, case.batches, case.dtype, is_large=True)
-    ((_, exact),) = accuracy.references(case, torch.device("cpu"))
-    ((_, found),) = accuracy.references(large, torch.device("cpu"))
+    ((_, exact, _),) = accuracy.references(case, torch.device("cpu"))
+    ((_, found, _),) = accuracy.references(large, torch.device("cpu"))
     assert found.dtype == torch.float32
     scale = float(exact.square().mean().sqrt())
     assert float((found - exact).square().mean().sqrt()) < 1e-5 * scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ REFERENCE = {
     torch.bfloat16: torch.float32,
     torch.float32: torch.float64,
 }
+MIN_SIGNAL = 0.1  # of a result's size, by which another input has to change it
+
+
+class Reference(NamedTuple):
+    """Hold what results of one call are judged by: eager's result, the exact one, and its
+    ``signal``, the RMS by which other inputs change it, relative to its RMS."""
+
+    eager: Tensor
+    exact: Tensor
+    signal: float
 
 
 @contextmanager
@@ -59,9 +69,9 @@ def run(workload: Workload, given: Mapping[str, Any]) -> Tensor:
         return workload.call(workload.target, given).clone()
 
 
-def references(case: BenchCase, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return for every shape eager's result, and that of the same weights and inputs in higher
-    precision.
+def references(case: BenchCase, device: torch.device) -> list[Reference]:
+    """Return for every shape eager's result, that of the same weights and inputs in higher
+    precision, and how far the latter follows the inputs.
 
     Eager is that of the peers, channels-last: libraries round differently in another layout.
     """
@@ -73,42 +83,77 @@ def references(case: BenchCase, device: torch.device) -> list[tuple[Tensor, Tens
     given = [_cast(workload.inputs(*shape), higher) for shape in case.shapes]
     with full_precision(), Widened(higher) if case.is_large else nullcontext():
         exact = [run(workload, each) for each in given]
-    return list(zip(eager, exact, strict=True))
+        signals = [
+            signal(one, run(workload, _changed(each)))
+            for one, each in zip(exact, given, strict=True)
+        ]
+    return [Reference(*each) for each in zip(eager, exact, signals, strict=True)]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    return {k: _cast(v, dtype) for k, v in value.items()} if isinstance(value, dict) else value
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, value)
 
 
-def judge(ours: Tensor, eager: Tensor, exact: Tensor) -> dict[str, Any]:
+def _changed(value: Any) -> Any:
+    """Return other inputs that are as legal: each tensor back to front along its last dim."""
+    return tree_map(lambda x: x.flip(-1) if isinstance(x, Tensor) and x.dim() else x, value)
+
+
+def signal(exact: Tensor, other: Tensor) -> float:
+    """Return the RMS of what lies between the results for two inputs, relative to that of the
+    first; 0 where it is nothing but zeros. Errors say nothing where this is next to nothing: a
+    result that does not read its inputs would be as good."""
+    size = exact.double().square().mean().sqrt().item()
+    apart = (exact.double() - other.double()).square().mean().sqrt().item()
+    return apart / size if size else 0.0
+
+
+def has_signal(error: Mapping[str, Any]) -> bool:
+    """Tell whether what was judged follows its inputs, as far as that is known."""
+    return bool(error.get("signal", MIN_SIGNAL) >= MIN_SIGNAL)
+
+
+def without_signal(error: Mapping[str, Any]) -> str:
+    """Return words for a row whose reference cannot judge."""
+    return f"no judge: other inputs change the result by {error['signal']:.1e} of its size"
+
+
+def judge(
+    ours: Tensor, eager: Tensor, exact: Tensor, follows: float | None = None
+) -> dict[str, Any]:
     """Apply the rule RMS error <= 1.10 x eager's + 0.5 ulp, maximum <= 2 x eager's + 2 ulp.
 
     Errors are relative to the RMS of the exact result, and an ulp is the dtype's epsilon at that
-    magnitude.
+    magnitude. ``follows`` is the signal of the exact result; nothing is good by one without.
     """
     ulp = torch.finfo(ours.dtype).eps
     wide = exact.double()
     scale = wide.square().mean().sqrt().item()
     (rms, most), (eager_rms, eager_most) = (_errors(x, wide, scale) for x in (ours, eager))
     is_good = rms <= 1.10 * eager_rms + 0.5 * ulp and most <= 2 * eager_most + 2 * ulp
-    return {
+    found: dict[str, Any] = {
         "rms": rms,
         "rms_eager": eager_rms,
         "max": most,
         "max_eager": eager_most,
-        "is_good": bool(is_good and math.isfinite(scale)),
     }
+    found |= {} if follows is None else {"signal": follows}
+    return {**found, "is_good": bool(is_good and math.isfinite(scale) and has_signal(found))}
 
 
 def worst(
-    results: Sequence[Tensor], eager: Tensor | None, exact: Tensor | None
+    results: Sequence[Tensor],
+    eager: Tensor | None,
+    exact: Tensor | None,
+    follows: float | None = None,
 ) -> dict[str, Any] | None:
     """Return the worst error among the results of one call that ran in several ways, such as the
     first call and a replayed CUDA graph; or its PSNR to eager where nothing more exact is known."""
     if eager is not None and exact is not None:
-        judged = [judge(found, eager, exact) for found in results]
+        judged = [judge(found, eager, exact, follows) for found in results]
         return max(judged, key=lambda error: (not error["is_good"], error["rms"]))
     if eager is None:
         return None

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from strop.bench import accuracy
 from strop.bench.infer_contenders import LOOP_CALLS, Found, is_there
 from strop.bench.infer_rows import FAMILY_ROWS, ROWS
 from strop.bench.report import Rows, newest_rows, title_of
@@ -180,6 +181,8 @@ def _error_text(result: Result) -> str:
         return f"rms {error['rms_to_eager']:.2e} to eager"
     if "rms" not in error:
         return f"{error['psnr_to_eager_db']:.1f} dB to eager"
+    if not accuracy.has_signal(error):
+        return accuracy.without_signal(error)
     good = result.get("numerics") or ("ok" if error["is_good"] else "BAD")
     return f"{good} rms {error['rms']:.2e} (eager {error['rms_eager']:.2e})"
 

@@ -190,7 +190,7 @@ def measure_switches(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> 
     calls: dict[str, timer.Call] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         first = Field.of(row, plan, cache)
-        right: list[Tensor | None] = []
+        right: list[Any] = []
         judge = attempt(partial(_right, row, first, right))
         needed_s = row.cost_s
         fields_of = {"all on": first}
@@ -218,11 +218,10 @@ def measure_switches(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> 
     return {"switches": switches, "judge": judge}
 
 
-def _right(row: InferRow, group: Field, right: list[Tensor | None]) -> Found:
+def _right(row: InferRow, group: Field, right: list[Any]) -> Found:
     """Leaves what results are judged by: eager's, and of a step those in higher precision."""
     if row.kind == "step":
-        ((eager, exact),) = accuracy.references(group.case, group.device)
-        right += [eager, exact]
+        right += accuracy.references(group.case, group.device)[0]
     else:
         _, _, (eager, *_) = group.start("eager", row.size, row.batch)
         right += [eager, None]
@@ -236,7 +235,7 @@ def _switched(
     group: Field,
     name: str,
     calls: dict[str, timer.Call],
-    right: Sequence[Tensor | None],
+    right: Sequence[Any],
 ) -> Found:
     calls[name], found, results = group.start("strop", row.size, row.batch)
     report = explain(group.target)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop.bench import batch_norms
 from strop.bench.models import (
     CLIP_BIG_G,
     CLIP_L,
@@ -31,6 +32,8 @@ from strop.bench.zoo_model import SIZES, Config
 from strop.bench.zoo_modules import WithCache
 from strop.bench.zoo_vision import RESNET, VIT
 
+SETTLED_BATCH = 4  # inputs by which batch norms are set
+_CPU = torch.device("cpu")
 Maker = Callable[[Any, Size, int, torch.device, torch.dtype], dict[str, Any]]
 
 T5_XXL: Config = {
@@ -126,8 +129,33 @@ def _call_with_cache(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
     return result
 
 
-def _transformers(kind: str, config: Config, inputs: Maker, *, with_cache: bool = False) -> Build:
-    """Return the workload of a class of transformers, from its own config class."""
+class _Settled:
+    """Settles the batch norms of a network, always alike: contenders have the same weights, and
+    what a processor adds up may differ from one run to the next."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, torch.dtype], batch_norms.Statistics] = {}
+
+    def __call__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+        if not batch_norms.norms_of(model):
+            return
+        batch_norms.draw_weights(model)
+        weight = next(model.parameters())
+        key = weight.device.type, weight.dtype
+        if key not in self._known:
+            self._known[key] = batch_norms.statistics_of(model, run)
+        batch_norms.set_statistics(model, self._known[key])
+
+
+def _transformers(
+    kind: str, config: Config, inputs: Maker, size: Size, *, with_cache: bool = False
+) -> Build:
+    """Return the workload of a class of transformers, from its own config class. Batch norms have
+    the statistics of some inputs of this size."""
+    settle = _Settled()
+
+    def run(model: nn.Module) -> None:
+        call_for_tensor(model, inputs(model, size, SETTLED_BATCH, _CPU, torch.float32))
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
         import transformers
@@ -137,19 +165,26 @@ def _transformers(kind: str, config: Config, inputs: Maker, *, with_cache: bool 
             model: nn.Module = made(made.config_class(**config))
             model = WithCache(model) if with_cache else model
         model = model.eval().requires_grad_(False)
+        settle(model, run)
         call = _call_with_cache if with_cache else call_for_tensor
         return Workload(model, lambda size, batch: inputs(model, size, batch, device, dtype), call)
 
     return build
 
 
-def _bevformer(config: BevConfig) -> Build:
+def _bevformer(config: BevConfig, size: Size) -> Build:
     """Return the workload of BEVFormer; its result is the ground that all cameras have seen."""
+    settle = _Settled()
+
+    def run(model: nn.Module) -> None:
+        pictures = random_tensor((SETTLED_BATCH, 3, *size), _CPU, torch.float32)
+        model.get_submodule("backbone")(pictures)
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
         with made_on(device, dtype):
             model = BevFormer(config)
         model = model.eval().requires_grad_(False)
+        settle(model, run)
 
         def inputs(size: Size, batch: int) -> dict[str, Any]:
             torch.manual_seed(batch)
@@ -184,13 +219,17 @@ def _network(
     with_cache: bool = False,
 ) -> NetworkModel:
     """Return a network by its configs and sizes, full and tiny."""
-    full, tiny = (_transformers(kind, c, inputs, with_cache=with_cache) for c in configs)
+    full, tiny = (
+        _transformers(kind, config, inputs, size, with_cache=with_cache)
+        for config, size in zip(configs, sizes, strict=True)
+    )
     return NetworkModel(name, full, tiny, *sizes, dtype)
 
 
 _TEXT, _TINY_TEXT = (1, 512), (1, 24)
 _PROMPT = ((1, 77), (1, 16))
 _PICTURE, _SMALL = (224, 224), (32, 32)
+_CAMERA = (480, 800)
 
 NETWORKS: tuple[NetworkModel, ...] = (
     _network("t5-xxl", "T5EncoderModel", _tokens, (T5_XXL, TINY_T5), (_TEXT, _TINY_TEXT), "bf16"),
@@ -242,7 +281,11 @@ NETWORKS: tuple[NetworkModel, ...] = (
         ((300, 300), (64, 64)),
     ),
     _network(
-        "resnet50", "ResNetForImageClassification", _pixels, ({}, TINY_RESNET), (_PICTURE, _SMALL)
+        "resnet50",
+        "ResNetForImageClassification",
+        _pixels,
+        ({"num_labels": 1000}, TINY_RESNET),
+        (_PICTURE, _SMALL),
     ),
     _network("bert-base", "BertModel", _tokens, ({}, TINY_SIZES), ((1, 128), _TINY_TEXT)),
     _network("bert-large", "BertModel", _tokens, (LARGE, TINY_SIZES), ((1, 384), _TINY_TEXT)),
@@ -255,5 +298,11 @@ NETWORKS: tuple[NetworkModel, ...] = (
         (_TEXT, _TINY_TEXT),
         with_cache=True,
     ),
-    NetworkModel("bevformer", _bevformer(BevConfig()), _bevformer(TINY_BEV), (480, 800), (64, 64)),
+    NetworkModel(
+        "bevformer",
+        _bevformer(BevConfig(), _CAMERA),
+        _bevformer(TINY_BEV, (64, 64)),
+        _CAMERA,
+        (64, 64),
+    ),
 )

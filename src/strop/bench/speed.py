@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.bench import environment, infer, report
+from strop.bench.accuracy import has_signal, without_signal
 from strop.bench.infer_contenders import Found, Plan, is_there
 from strop.bench.infer_report import INDUCTOR_GRAPHS, gib
 from strop.bench.infer_rows import SPEED_ROWS, InferRow
@@ -195,7 +196,9 @@ def _time(contender: Found) -> str:
 
 def _note(row: Row) -> str:
     said = [str(row[why]) for why in ("skipped", "failed") if why in row]
-    if row.get("error") and not row["error"].get("is_good", True):
+    if row.get("error") and not has_signal(row["error"]):
+        said.append(without_signal(row["error"]))
+    elif row.get("error") and not row["error"].get("is_good", True):
         said.append(f"error {row['error']['rms']:.1e}, eager {row['error']['rms_eager']:.1e}")
     said += [f"{count} x {why}" for why, count in (row.get("fallbacks") or {}).items()]
     peaks = [row["contenders"].get(name, {}).get("peak_bytes") for name in ("strop", "eager")]

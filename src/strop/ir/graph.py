@@ -138,8 +138,8 @@ class Graph:
 
 
 class Builder:
-    """Makes nodes. Equal nodes are made once; views of views become one view or none; of a value
-    that never has an element nothing is computed."""
+    """Makes nodes. Equal nodes are made once, but for those that say where values lie; views of
+    views become one view or none; of a value that never has an element nothing is computed."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -174,7 +174,7 @@ class Builder:
         text = repr(sorted(attrs.items())) if attrs else ""
         key = (op, tuple(map(_SERIAL, inputs)), text, sizes, dtype, order)
         made = self._made.get(key)
-        if made is not None and op != "write":
+        if made is not None and not OPS[op].is_placed:
             return made
         node = Node(op, inputs, attrs, sizes, dtype, self.origin, order, next(_serial))
         self._made[key] = node

@@ -131,6 +131,9 @@ class Op:
     commutes: bool = False  # its two operands may change places
     rounds: bool = False  # to whole numbers: the last bit of an operand may decide which
     only_moves: bool = False  # it computes nothing
+    # It says where a value lies, not what it is: in place of two equal ones, one would leave the
+    # memory of the other as it was.
+    is_placed: bool = False
     has_all_once: bool = False  # a view of each element of its operand, once
     is_elementwise: bool = True  # pointwise, and at each place from the same place of its operands
     # Whether the first dim of a result is that of its operands, by attributes and number of dims.

@@ -78,7 +78,14 @@ STRUCTURAL: tuple[Op, ...] = (
     # a cat that no kernel computes, of parts that lie where it has them (``ir.parts``)
     Op("join", Kind.OPAQUE, rows_kept=_along_others),
     # its place in the join: attrs["start"] along ["dim"], which has ["whole"] elements there
-    Op("part", Kind.POINTWISE, only_moves=True, is_elementwise=False, rows_kept=_along_others),
+    Op(
+        "part",
+        Kind.POINTWISE,
+        only_moves=True,
+        is_placed=True,
+        is_elementwise=False,
+        rows_kept=_along_others,
+    ),
     # Elements of a source where indices say, inputs (source, index, ...); the indices broadcast to
     # the result. attrs["walks"]: for each dim of the source the dim of the result that runs along
     # it, or None where the next index looks it up. attrs["bounds"]: "wrapped" (negative ones count
@@ -157,7 +164,9 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("aten", Kind.OPAQUE),  # attrs["target"]: any other overload, run by torch
     Op("pattern", Kind.OPAQUE),  # attrs["key"]: the replacement that ``strop.patterns`` calls
     Op("item", Kind.OPAQUE),  # attrs["index"]: one output of a node that has several
-    Op("write", Kind.OPAQUE),  # inputs (destination, value): copy_ into a graph input
+    Op(
+        "write", Kind.OPAQUE, is_placed=True
+    ),  # inputs (destination, value): copy_ into a graph input
 )
 
 
