@@ -26,6 +26,7 @@ from strop.kernels.gemm import (
     scaled_rows,
     skinny,
     small_cpu,
+    trimmed,
 )
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
@@ -47,6 +48,7 @@ KERNELS: tuple[Kernel, ...] = (
     folded_taps.ROW,
     geglu.ROW,
     mixed_product.ROW,
+    trimmed.ROW,
     scaled_rows.ROW,
     code_sums.ROW,
     code_conv.ROW,
