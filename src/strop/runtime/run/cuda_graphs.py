@@ -284,12 +284,9 @@ class GraphPool:
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
             bound = make(self._workspace, stream.cuda_stream)
-            if bound.is_large:
+            if bound.against_graph:
                 caller.wait_stream(stream)
-                raise NoGraphError(
-                    f"its working memory, {bound.arena_bytes / 2**30:.1f} GiB, is "
-                    "free for others between calls"
-                )
+                raise NoGraphError(bound.against_graph)
             static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
             generator = torch.cuda.default_generators[self.device.index]
             state = generator.get_state()
