@@ -15,7 +15,7 @@ import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -61,13 +61,13 @@ class CapturedGraph:
     prologue: torch.cuda.CUDAGraph | None  # replayed where what it leaves is not there
     timed: torch.cuda.CUDAGraph | None  # replayed where no table has what it leaves
     inputs: tuple[Tensor | None, ...]  # None for what is read where it lies
-    in_place: Mapping[int, int]  # addresses of these, by place
     results: tuple[Any, ...]
     bound: Bound  # owns counters and weights that the graph points to, and its memory
     size_bytes: int
     num_kernels: int  # without the prologue's and those of ``timed``
     num_timed: int = 0  # kernels of ``timed``
     shared: tuple[SharedResults, ...] = ()  # memory of several results
+    in_place: Mapping[int, int] = field(default_factory=dict)  # addresses, by place
 
     def replay(
         self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
@@ -293,7 +293,7 @@ class GraphPool:
         specs: Sequence[TensorSpec],
         make: MakeBound,
         budget_bytes: int,
-        repeated: Collection[int],
+        repeated: Collection[int] = (),
     ) -> CapturedGraph:
         captured = self._graphs.pop(key, None)
         if captured is not None and not captured.reads(inputs, specs):
@@ -378,13 +378,13 @@ class GraphPool:
             prologue,
             timed,
             own,
-            in_place,
             results,
             bound,
             size,
             num_kernels,
             num_timed,
             shared_by(results),
+            in_place,
         )
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
