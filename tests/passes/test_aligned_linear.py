@@ -19,13 +19,16 @@ from strop.debug.reference import input_values
 from strop.dispatch.derived_inputs import PADDED
 from strop.ir.dims import const, symbol
 from strop.ir.program import CallStep, Program
+from strop.kernels.gemm import trimmed
 from strop.kernels.kernel import Call
 from strop.kernels.library import rows_for
 from strop.options import Options
+from strop.runtime.run.shape_plan import plan_shape
 from strop.testing import assert_as_accurate_as_eager
 from tests.e2e import tiny
 from tests.frontend.tracing import trace
 from tests.gpus import H100
+from tests.runtime.test_choices import Kernels
 
 HALF = torch.float16
 DEPTH, WORDS = 64, 1003
@@ -102,6 +105,18 @@ def test_rows_of_results_begin_at_multiples_of_16_bytes(kind: Any, bias: bool) -
         strides = [str(stride) for stride in item.tensor.strides]
         wanted = {Language: ["1003*s", "1003", "1"], Seen: ["1003*s", "1", "1003"]}
         assert strides == wanted.get(kind, strides)
+
+
+def test_scores_of_a_large_vocabulary_are_there_once() -> None:
+    """Working memory is for some of the rows."""
+    kernels: Any = Kernels(H100)
+    words = 50257
+    found = program(Language(words=words))
+    plan = plan_shape(found, {"b": 32, "s": 512}, kernels, None, None, shares=True)
+    (result,) = (plan.sizes.bytes_of(number) for number, _ in plan.results)
+    assert result == 2 * 32 * 512 * words
+    hidden = 2 * 32 * 512 * DEPTH
+    assert plan.memory.arena_bytes <= trimmed.MOST_BYTES + 2 * hidden < result / 12
 
 
 def test_a_kernel_of_ours_may_do_it_then() -> None:
