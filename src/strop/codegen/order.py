@@ -74,13 +74,16 @@ def _results_first(program: Program, memory: _Memory) -> Order:
 def _moved(program: Program, memory: _Memory, order: Order, place: int, kept: set[int]) -> Order:
     """Return the order with the step at a place as early as it can be, or as it was where that
     lets none of those that are ``kept`` end earlier."""
-    uses = memory.uses[order[place]]
-    operands, ready = _in_any_form(program.steps[order[place]]) - uses.writes, 0
-    for at, number in enumerate(order[:place]):
+    if place and memory.uses[order[place - 1]].touched.issuperset(kept):
+        return order
+    written, ready = memory.uses[order[place]].writes, place
+    operands = _in_any_form(program.steps[order[place]]) - written
+    for number in reversed(order[:place]):
         is_made = not memory.uses[number].writes.isdisjoint(operands)
-        if is_made or not uses.writes.isdisjoint(_in_any_form(program.steps[number])):
-            ready = at + 1
-    if ready == place or memory.uses[order[place - 1]].touched.issuperset(kept):
+        if is_made or not written.isdisjoint(_in_any_form(program.steps[number])):
+            break
+        ready -= 1
+    if ready == place:
         return order
     return (*order[:ready], order[place], *order[ready:place], *order[place + 1 :])
 
