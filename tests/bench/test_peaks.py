@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,8 +94,30 @@ def test_every_contender_has_the_weights_that_all_share(gpu: Counted) -> None:
             return workload
 
         found = Contender.built(build, GPU, is_shared=True)
-        _, peak = found.run(lambda: (gpu.allocate(50), gpu.allocate(-50)))
+        _, peak = found.run(partial(given_back, gpu, 50))
         assert (found.weights_bytes, peak) == (weights_bytes, weights_bytes + 50)
+
+
+def given_back(gpu: Counted, size_bytes: int) -> list[torch.Tensor]:
+    gpu.allocate(size_bytes)
+    gpu.allocate(-size_bytes)
+    return []
+
+
+def test_a_graph_made_by_hand_is_not_held_by_eager(gpu: Counted) -> None:
+    """They share a model. Results are gone when the next row begins."""
+    found = Contender(Workload(None, lambda size, batch: {}, lambda target, given: target), GPU)
+
+    def replay() -> list[torch.Tensor]:
+        gpu.allocate(700 + 40)  # its memory, and a result
+        return [torch.zeros(10)]
+
+    assert found.run(partial(given_back, gpu, 50))[1] == 50
+    assert found.run(replay, by_graph=True)[1] == 740
+    gpu.allocate(-40)
+    assert found.run(partial(given_back, gpu, 50))[1] == 50
+    assert found.run(partial(given_back, gpu, 50), by_graph=True)[1] == 750
+    assert (found.held_bytes, found.graphs_bytes) == (0, 700)
 
 
 def test_contenders_of_a_large_model_share_its_weights(tmp_path: Any) -> None:

@@ -40,7 +40,7 @@ class Pool(GraphPool):
 
     def __init__(self) -> None:
         self.device, self.num_captures, self._graphs = CPU, 0, OrderedDict()
-        self._lock = nullcontext()
+        self._lock, self._wander = nullcontext(), set()
         self.num_replays = 0
 
     def run(
@@ -52,14 +52,22 @@ class Pool(GraphPool):
         budget_bytes: int,
         stamp: Any = None,
         moment: Any = None,
+        repeated: Any = (),
     ) -> tuple[list[Any], int]:
-        captured = self._captured(key, inputs, specs, make, budget_bytes)
+        captured = self._captured(key, inputs, specs, make, budget_bytes, repeated)
         self.num_replays += 1
         return captured.replay(inputs, stamp, moment)
 
-    def _capture(self, inputs: Sequence[Tensor], specs: Any, make: MakeBound) -> CapturedGraph:
+    def _capture(
+        self, inputs: Sequence[Tensor], specs: Any, make: MakeBound, repeated: Any
+    ) -> CapturedGraph:
         bound = make(workspace_of(CPU, 0), 0)
-        static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
+        in_place = graphs._in_place(bound, inputs, specs, repeated)
+        own = tuple(
+            None if n in in_place else s.empty(x.shape).copy_(x)
+            for n, (x, s) in enumerate(zip(inputs, specs, strict=True))
+        )
+        static = [x if mine is None else mine for x, mine in zip(inputs, own, strict=True)]
         bound.run(static)
         prologue = timed = None
         if bound.hoisted.steps:
@@ -73,12 +81,13 @@ class Pool(GraphPool):
             graph,
             prologue,
             timed,
-            static,
+            own,
             graph.results,
             bound,
             0,
             1,
             shared=graphs.shared_by(graph.results),
+            in_place=in_place,
         )  # type: ignore
 
 

@@ -29,7 +29,10 @@ from tests.kernels.launching import PLAIN as ATTENTION
 from tests.kernels.launching import SAME, call, problem
 
 DEVICES = (A100, H100, H200, RTX_5090)
-ANYWHERE = {"skinny_gemm", "wide_attention", "narrow_conv", "folded_taps", "geglu", "mixed_product"}
+ANYWHERE = {
+    *("skinny_gemm", "wide_attention", "narrow_conv", "folded_taps", "geglu", "mixed_product"),
+    "trimmed_linear",
+}
 ON_SM_90 = {"wgmma_gemm", "wgmma_attention", "cross_attention", "tma_attention"}
 STRIDED: dict[str, Any] = {**SAME, "stride": (2, 2)}
 HEADS = (("b", 8, "n", 40), ("b", 8, "n", 64), ("b", 1, "n", 512), ("b", 2, "n", 128))
@@ -50,6 +53,8 @@ CALLS = (
     *(call("linear", ("n", ins), (outs, ins)) for ins, outs in ((320, 1280), (768, 768), (10, 7))),
     call("linear", ("n", 320), (1280, 320), (1280,)),
     call("linear", ("b", "n", 320), ("m", 320)),
+    call("trimmed_linear", ("n", 320), (1280, 320), columns=1277),
+    call("trimmed_linear", ("n", 320), ("m", 320), columns=635),
     call("linear_add", ("n", 640), (1280, 640), ("n", 1280), (1280,)),
     call("linear_add", ("n", 640), (1280, 640), ("n", 1280)),
     call("linear_gelu", ("n", 640), (1280, 640), (1280,)),

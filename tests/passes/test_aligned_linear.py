@@ -19,13 +19,16 @@ from strop.debug.reference import input_values
 from strop.dispatch.derived_inputs import PADDED
 from strop.ir.dims import const, symbol
 from strop.ir.program import CallStep, Program
+from strop.kernels.gemm import trimmed
 from strop.kernels.kernel import Call
 from strop.kernels.library import rows_for
 from strop.options import Options
+from strop.runtime.run.shape_plan import plan_shape
 from strop.testing import assert_as_accurate_as_eager
 from tests.e2e import tiny
 from tests.frontend.tracing import trace
 from tests.gpus import H100
+from tests.runtime.test_choices import Kernels
 
 HALF = torch.float16
 DEPTH, WORDS = 64, 1003
@@ -81,7 +84,7 @@ def program(module: nn.Module, dtype: torch.dtype = HALF, device: str = "cuda") 
 
 
 def products(of: Program) -> list[CallStep]:
-    return [step for step in of.call_steps if step.op == "linear"]
+    return [step for step in of.call_steps if step.op in ("linear", "trimmed_linear")]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -92,14 +95,28 @@ def test_rows_of_results_begin_at_multiples_of_16_bytes(kind: Any, bias: bool) -
     columns = 1144 if kind is Both else 1008
     out = found.buffers[product.outputs[0]]
     assert [size.value for size in found.buffers[product.inputs[1].buffer].shape] == [columns, 64]
-    assert out.shape[-1].value == columns
-    # one that looks up, and one for each width that reads: a copy where the user gets the result
-    assert len(found.kernel_steps) == (3 if kind is Both else 2)
+    is_trimmed = kind in (Language, Seen) and not bias  # the user gets the result
+    assert product.op == ("trimmed_linear" if is_trimmed else "linear")
+    assert out.shape[-1].value == (WORDS if is_trimmed else columns)
+    # one that looks up, and one for each width that reads: else a copy where the user gets it
+    assert len(found.kernel_steps) == (3 if kind is Both else 2 - is_trimmed)
     for item in found.returned:
         assert item.tensor is not None
         strides = [str(stride) for stride in item.tensor.strides]
         wanted = {Language: ["1003*s", "1003", "1"], Seen: ["1003*s", "1", "1003"]}
         assert strides == wanted.get(kind, strides)
+
+
+def test_scores_of_a_large_vocabulary_are_there_once() -> None:
+    """Working memory is for some of the rows."""
+    kernels: Any = Kernels(H100)
+    words = 50257
+    found = program(Language(words=words))
+    plan = plan_shape(found, {"b": 32, "s": 512}, kernels, None, None, shares=True)
+    (result,) = (plan.sizes.bytes_of(number) for number, _ in plan.results)
+    assert result == 2 * 32 * 512 * words
+    hidden = 2 * 32 * 512 * DEPTH
+    assert plan.memory.arena_bytes <= trimmed.MOST_BYTES + 2 * hidden < result / 12
 
 
 def test_a_kernel_of_ours_may_do_it_then() -> None:
@@ -221,10 +238,11 @@ def test_the_reference_of_a_checker_has_the_zeros() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_on_a_gpu(kind: Any, tmp_path: Path) -> None:
-    eager, fast = pair(kind(bias=True, words=5003).cuda(), tmp_path, HALF)
-    words = torch.arange(512, device="cuda").reshape(4, 128)
+def test_values_on_a_gpu(kind: Any, bias: bool, tmp_path: Path) -> None:
+    eager, fast = pair(kind(bias=bias, words=50257).cuda(), tmp_path, HALF)
+    words = torch.arange(1300, device="cuda").reshape(4, 325)  # in two parts, the last one short
     for _ in range(3):  # the last one replays a graph
         wanted = eager(words)
         found = fast(words)

@@ -241,3 +241,16 @@ def test_streams_in_turns() -> None:
                 found = module(x)
             torch.cuda.current_stream().wait_stream(stream)
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("shared")
+def test_what_a_graph_would_only_copy_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are new memory each time."""
+    monkeypatch.setattr(executor, "reason_against", lambda plan: "copies cost more")
+    module = optimized(Chain())
+    for _ in range(4):
+        assert_right(module, 5)
+    assert module.forward.counters.replays == 0
+    (reason,) = module.forward.counters.fallbacks
+    assert reason.endswith("runs without a CUDA graph: copies cost more")
+    assert not graphs.pool_of(CPU)._graphs

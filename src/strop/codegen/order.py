@@ -3,12 +3,16 @@
 A graph has the convolution of a shortcut where its result is asked for, at the end of a block. Its
 operand, often the largest value of all, is kept for it while the block works on others. Done
 first, it leaves a smaller value instead, and the block's norm may write over the operand.
+
+Results that are copies come last of all: keys and values of each layer, which a language model
+returns. What they are copied from, the product of a whole layer, would be kept until then. A result
+has memory from the beginning of a run on, so that its copy costs none where it comes first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 
 from strop.ir.ops import OPS
@@ -28,10 +32,11 @@ class _Uses:
 
 
 def lean(program: Program) -> Order:
-    """Find an order with calls as early as their operands allow, wherever that lowers the most
-    bytes that are alive at once, at the sizes of the hints."""
+    """Find an order with kernels of results, and calls, as early as their operands allow: kernels
+    wherever an operand is kept for them alone, calls wherever that lowers the most bytes that are
+    alive at once, at the sizes of the hints."""
     memory = _Memory(program)
-    order: Order = tuple(range(len(program.steps)))
+    order = _results_first(program, memory)
     least, peak = memory.most_alive(order)
     tried = _moves(program, memory, order, peak)
     while (found := next(tried, None)) is not None:
@@ -45,6 +50,49 @@ def lean(program: Program) -> Order:
 def in_order(program: Program, order: Order) -> Program:
     """Return the same steps, one after the other as ``order`` has them."""
     return replace(program, steps=tuple(program.steps[number] for number in order))
+
+
+def _results_first(program: Program, memory: _Memory) -> Order:
+    """Have kernels that write nothing but results run as soon as they can, where a value is kept
+    for nothing else."""
+    order: Order = tuple(range(len(program.steps)))
+    results = {number for number, buffer in enumerate(program.buffers) if buffer.kind == "result"}
+    ends = {
+        number
+        for number, step in enumerate(program.steps)
+        if isinstance(step, KernelStep) and results >= memory.uses[number].writes
+    }
+    _, last = memory.ranges(tuple(number for number in order if number not in ends))
+    for place in sorted(ends):  # a move changes nothing behind its place
+        operands = memory.uses[place].touched & memory.values
+        kept = {number for number in operands if last.get(number, -1) < place}
+        if kept:
+            order = _moved(program, memory, order, place, kept)
+    return order
+
+
+def _moved(program: Program, memory: _Memory, order: Order, place: int, kept: set[int]) -> Order:
+    """Return the order with the step at a place as early as it can be, or as it was where that
+    lets none of those that are ``kept`` end earlier."""
+    if place and memory.uses[order[place - 1]].touched.issuperset(kept):
+        return order
+    written, ready = memory.uses[order[place]].writes, place
+    operands = _in_any_form(program.steps[order[place]]) - written
+    for number in reversed(order[:place]):
+        is_made = not memory.uses[number].writes.isdisjoint(operands)
+        if is_made or not written.isdisjoint(_in_any_form(program.steps[number])):
+            break
+        ready -= 1
+    if ready == place:
+        return order
+    return (*order[:ready], order[place], *order[ready:place], *order[place + 1 :])
+
+
+def _in_any_form(step: Step) -> set[int]:
+    """Return what a step touches at some size."""
+    if isinstance(step, CallStep):
+        return {*step.touched}
+    return {*step.buffers}.union(*(form.buffers for form in step.variants))
 
 
 def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterator[Order]:
@@ -80,6 +128,11 @@ class _Memory:
             if buffer.kind == "arena"
         }
         self._returned = {r.tensor.buffer for r in program.returned if r.tensor is not None}
+
+    @property
+    def values(self) -> KeysView[int]:
+        """Return what the program places itself."""
+        return self._bytes.keys()
 
     def ranges(self, order: Order) -> tuple[dict[int, int], dict[int, int]]:
         """Return where each value is made, and where it is read for the last time."""

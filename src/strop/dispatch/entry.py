@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ class Entry:
     env: dict[str, int] = field(default_factory=dict)
     uses: int = 0
     has_graph: bool = True  # False once its CUDA graph could not be had
+    addresses: tuple[int, ...] = ()  # of the arguments of the first call
     bounds: dict[int, Bound] = field(default_factory=dict)
     placed: list[Tensor | None] | None = None
     coded: list[CodedWeight] = field(default_factory=list)  # whose tensors are among ``placed``
@@ -39,6 +41,11 @@ class Entry:
         self.bounds.clear()
         self.placed = None
         self.coded = []
+
+    def repeated(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the places of arguments that lie where they lay in the first call."""
+        pairs = zip(self.addresses, tensors, strict=False)
+        return [n for n, (address, given) in enumerate(pairs) if given.data_ptr() == address]
 
     def is_like(self, other: Entry) -> bool:
         """Tell whether the other runs the same program at the same sizes. Calls do that differ in

@@ -172,6 +172,8 @@ class EntryRunner:
     ) -> Any:
         inputs = as_specified(tensors, entry.variant.specs)
         is_first, compiled = entry.uses == 1, entry.variant.compiled
+        if is_first:
+            entry.addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if is_first and compiled is not None:  # compilers are free: libraries are called first
             entry.variant.later.start()
         bound = self._bound_for(entry, stream)
@@ -189,7 +191,8 @@ class EntryRunner:
         return self._returned(entry, results, tensors)
 
     def _replay(self, entry: Entry, inputs: list[Tensor], checked_loop: int | None) -> Any:
-        with nullcontext() if self.has_graph(entry) else collection_paused():
+        is_there = self.has_graph(entry)
+        with nullcontext() if is_there else collection_paused():
             results, launches = cuda_graphs.pool_of(entry.device).run(
                 (id(self), entry.number),
                 inputs,
@@ -197,6 +200,7 @@ class EntryRunner:
                 lambda workspace, stream: self._bound(entry, workspace, stream),
                 self._options.graph_budget_bytes,
                 *self._where(entry, inputs, checked_loop),
+                () if is_there else entry.repeated(inputs),
             )
         self._counters.replays += 1
         self._counters.launches = launches

@@ -110,6 +110,13 @@ CONTRACTIONS: tuple[Op, ...] = (
             flops=_linear_flops,
         ),
     ),
+    # x (..., K), weight (W, K) -> (..., N): the first N ``columns`` of a linear, where N < W
+    Op(
+        "trimmed_linear",
+        Kind.CONTRACTION,
+        rows_kept=lambda attrs, rank: True,
+        anchor=Anchor("GEMM", ANYWHERE, rows=2, warm_up=1, flops=_linear_flops),
+    ),
     # x (..., K), weight (N, K), addend (..., N) -> (..., N), rounded once
     Op(
         "linear_add",

@@ -123,6 +123,14 @@ def mixed_us(problem: Problem, device: Device) -> float:
     return begin + ops / times.linear_ops + 24 * rows * columns / times.behind_bytes
 
 
+def trimmed_us(problem: Problem, device: Device) -> float:
+    """Return the time of cuBLAS and of torch's copy of some columns, which are not aligned."""
+    times, (columns, _) = tuned(device).gemm.library, problem.shapes[1]
+    rows = math.prod(problem.shapes[0][:-1])
+    linear = replace(problem, op="linear", attrs=())
+    return linear_us(linear, device) + times.adding_us + 8 * rows * columns / times.behind_bytes
+
+
 def codes_us(problem: Problem, device: Device) -> float:
     """Return a guess: what is rounded nowhere is not left to it where there is a choice."""
     (rows, depth), (columns, _) = problem.shapes
@@ -186,6 +194,7 @@ ACTIVATED = Kernel("cublas_gelu", ("linear_gelu",), anything, activated_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
+TRIMMED = Kernel("cublas_and_copy", ("trimmed_linear",), anything, trimmed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
 CODE_CONVS = Kernel(
@@ -201,6 +210,7 @@ ROWS: tuple[Kernel, ...] = (
     ACTIVATED,
     GATES,
     MIXED,
+    TRIMMED,
     CODES,
     SCALED,
     CODE_CONVS,

@@ -27,6 +27,7 @@ from strop.kernels.gemm import (
     scaled_rows,
     skinny,
     small_cpu,
+    trimmed,
 )
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
@@ -48,6 +49,7 @@ KERNELS: tuple[Kernel, ...] = (
     folded_taps.ROW,
     geglu.ROW,
     mixed_product.ROW,
+    trimmed.ROW,
     scaled_rows.ROW,
     scaled_convs.ROW,
     code_sums.ROW,

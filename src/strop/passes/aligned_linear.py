@@ -6,8 +6,9 @@ tenth of the speed. So the weight is read with rows of zeros behind its own. It 
 memory whose first rows are the Parameter (``dispatch.placed_weights``): an embedding that is tied
 to it goes on reading the same memory, and whoever writes to either writes to both.
 
-What reads the result reads a view of its columns. What a user gets is copied, as its strides are
-eager's.
+What reads the result reads a view of its columns. A user gets a result of eager's strides: without
+a bias the product is computed for some rows at a time, whose columns are copied
+(``trimmed_linear``); else all of it is copied.
 
 A depth that is no multiple of 8 stays: the values would need more columns too, where they are made,
 and no model of the zoo has one. So does a product of two values, which has no weight to lay out.
@@ -87,6 +88,10 @@ class _Alignment:
             for own, twin in zip(node.inputs[1:], inputs[1:], strict=True)
         ]
         shape = (*node.shape[:-1], weights[0].shape[0])
+        if node in self._given and len(weights) == 1:
+            columns = node.shape[-1].value
+            made = (inputs[0], *weights)
+            return b.make("trimmed_linear", made, node.shape, node.dtype, columns=columns)
         whole = b.make("linear", (inputs[0], *weights), shape, node.dtype)
         found = b.slice(whole, len(shape) - 1, 0, node.shape[-1])
         return b.make("copy", (found,), node.shape, node.dtype) if node in self._given else found

@@ -3,7 +3,9 @@
 Replays are serialised by a lock and an event, so graphs of different shapes share their memory, and
 as long as all calls come from one stream they share it with the runs without a graph, too. Captures
 that do not fit the byte budget push out the least recently used ones. A graph's inputs are copied
-in and its results copied out: nobody outside ever holds memory of the pool.
+in and its results copied out: nobody outside ever holds memory of the pool. Large inputs that lie
+where they lay in the call before, such as a cache of keys and values, are read where they are; the
+first call that has them elsewhere captures anew, and has them copied from then on.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import contextlib
 import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from strop.ir.exchange import rehearsed
 from strop.ir.tensor_spec import TensorSpec
-from strop.runtime.loop.hoisting import Moment, Stamp
+from strop.runtime.loop.hoisting import Moment, Stamp, written
 from strop.runtime.run import group_shutdowns
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.workspace import Workspace, workspace_of
@@ -31,6 +33,8 @@ from strop.wording import counted
 T = TypeVar("T")
 _KERNEL_NODE = 0  # CUgraphNodeType
 _NO_STREAM = -1  # nobody's
+# Of an input that is read where it lies, and of all of them: to copy these takes 40 us and more.
+LEAST_BYTES, LEAST_SUM_BYTES = 1 << 18, 64 << 20
 DEVICES = ("cuda",)  # types of devices whose programs are replayed; tests add another
 
 
@@ -56,13 +60,14 @@ class CapturedGraph:
     graph: torch.cuda.CUDAGraph
     prologue: torch.cuda.CUDAGraph | None  # replayed where what it leaves is not there
     timed: torch.cuda.CUDAGraph | None  # replayed where no table has what it leaves
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor | None, ...]  # None for what is read where it lies
     results: tuple[Any, ...]
     bound: Bound  # owns counters and weights that the graph points to, and its memory
     size_bytes: int
     num_kernels: int  # without the prologue's and those of ``timed``
     num_timed: int = 0  # kernels of ``timed``
     shared: tuple[SharedResults, ...] = ()  # memory of several results
+    in_place: Mapping[int, int] = field(default_factory=dict)  # addresses, by place
 
     def replay(
         self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
@@ -73,17 +78,17 @@ class CapturedGraph:
         is_there, rows = bound.hoisted.is_there(stamp), bound.timetable.rows(moment)
         if is_there and rows is not None:
             late = bound.late_arguments
-            static, own = [self.inputs[n] for n in late], [inputs[n] for n in late]
+            static, own = self._copied(inputs, late)
             if own or rows:
                 _copy_all([*static, *bound.of_timestep], [*own, *rows])
             bound.timetable.note_use()
         else:
-            _copy_all(list(self.inputs), list(inputs))
+            _copy_all(*self._copied(inputs, range(len(inputs))))
             if self.prologue is not None and not is_there:
                 self.prologue.replay()
                 bound.hoisted.has_run()
             if rows is None:
-                rows = bound.rows_amid_loop(moment, self.inputs)
+                rows = bound.rows_amid_loop(moment, self._read(inputs))
             if rows is not None:
                 bound.look_up(rows)
             else:
@@ -93,8 +98,53 @@ class CapturedGraph:
         self.graph.replay()
         results = copies_of(self.results, self.shared)
         if rows is None:  # for the steps behind this one: the GPU is at work, and the host need not
-            bound.make_timetable(moment, self.inputs)
+            bound.make_timetable(moment, self._read(inputs))
         return results, count
+
+    def reads(self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
+        """Tell whether it would read these inputs."""
+        return all(
+            inputs[n].data_ptr() == address and _lies_as(inputs[n], specs[n])
+            for n, address in self.in_place.items()
+        )
+
+    def _copied(
+        self, inputs: Sequence[Tensor], places: Iterable[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return where inputs at these places are copied to, and the inputs."""
+        pairs = [(own, inputs[n]) for n in places if (own := self.inputs[n]) is not None]
+        return [own for own, _ in pairs], [given for _, given in pairs]
+
+    def _read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return what it reads in a call with these inputs."""
+        pairs = zip(self.inputs, inputs, strict=True)
+        return [given if own is None else own for own, given in pairs]
+
+
+def _lies_as(tensor: Tensor, spec: TensorSpec) -> bool:
+    """Tell whether a program may read a tensor as it is."""
+    is_plain = tensor.dtype is spec.dtype and not (tensor.is_neg() or tensor.is_conj())
+    return is_plain and tensor.device == spec.device and spec.lies_so(tensor)
+
+
+def _in_place(
+    bound: Bound, inputs: Sequence[Tensor], specs: Sequence[TensorSpec], repeated: Collection[int]
+) -> dict[int, int]:
+    """Return the addresses of inputs that are worth being read where they lie, of those that were
+    there in the call before. What the program writes to would be written by a rehearsal, and what
+    it returns would be kept."""
+    program = bound.program
+    kept = {number for step in program.steps for number in written(step)}
+    kept |= {n for step in program.kernel_steps for form in step.variants for n in form.writes}
+    kept |= {item.tensor.buffer for item in program.returned if item.tensor is not None}
+    numbers = bound.plan.arguments
+    found = {
+        n: inputs[n].data_ptr()
+        for n in repeated
+        if numbers[n] not in kept and inputs[n].nbytes >= LEAST_BYTES
+        if _lies_as(inputs[n], specs[n])
+    }
+    return found if sum(inputs[n].nbytes for n in found) >= LEAST_SUM_BYTES else {}
 
 
 def _copy_all(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -155,6 +205,7 @@ class GraphPool:
         self.device = device
         self.num_captures = 0
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
+        self._wander = set[Hashable]()  # graphs whose inputs come from elsewhere each time
         self._renew_pool()
         self._stream = torch.cuda.Stream(device)
         self._workspace: Workspace | None = None  # of the first call's stream
@@ -174,12 +225,14 @@ class GraphPool:
         budget_bytes: int,
         stamp: Stamp | None = None,
         moment: Moment | None = None,
+        repeated: Collection[int] = (),
     ) -> tuple[list[Any], int]:
         """Replay the graph of ``key``, capturing it first if need be, and say how many kernels ran.
 
         ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
         ``stamp`` is that of the steady ones, ``moment`` the call's in its denoise loop. Raises
-        NoGraphError where the call must run without. Too little memory ends all graphs.
+        NoGraphError where the call must run without. Too little memory ends all graphs. Inputs at
+        ``repeated`` places lie where they lay in the call before.
         """
         with self._lock:
             stream = self._current_stream()
@@ -189,7 +242,7 @@ class GraphPool:
             try:
                 # nobody moves the memory from here on, or runs in it while a graph is captured
                 with self._workspace_for(stream).lock:
-                    captured = self._captured(key, inputs, specs, make, budget_bytes)
+                    captured = self._captured(key, inputs, specs, make, budget_bytes, repeated)
                     found = captured.replay(inputs, stamp, moment)
             except torch.OutOfMemoryError as error:
                 dropped = counted(self.drop(), "graph")
@@ -240,10 +293,15 @@ class GraphPool:
         specs: Sequence[TensorSpec],
         make: MakeBound,
         budget_bytes: int,
+        repeated: Collection[int] = (),
     ) -> CapturedGraph:
         captured = self._graphs.pop(key, None)
+        if captured is not None and not captured.reads(inputs, specs):
+            self._wander.add(key)
+            captured = None
         if captured is None or captured.bound.has_moved:
-            captured = self._capture(inputs, specs, make)
+            repeated = () if key in self._wander else repeated
+            captured = self._capture(inputs, specs, make, repeated)
             self._graphs[key] = captured
             self._trim(budget_bytes)
             return captured
@@ -277,20 +335,26 @@ class GraphPool:
         return own + sum(kept.values())
 
     def _capture(
-        self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec], make: MakeBound
+        self,
+        inputs: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
+        make: MakeBound,
+        repeated: Collection[int],
     ) -> CapturedGraph:
         stream, caller = self._stream, torch.cuda.current_stream(self.device)
         assert self._workspace is not None
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
             bound = make(self._workspace, stream.cuda_stream)
-            if bound.is_large:
+            if bound.against_graph:
                 caller.wait_stream(stream)
-                raise NoGraphError(
-                    f"its working memory, {bound.arena_bytes / 2**30:.1f} GiB, is "
-                    "free for others between calls"
-                )
-            static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
+                raise NoGraphError(bound.against_graph)
+            in_place = _in_place(bound, inputs, specs, repeated)
+            own = tuple(
+                None if n in in_place else spec.empty(x.shape).copy_(x)
+                for n, (x, spec) in enumerate(zip(inputs, specs, strict=True))
+            )
+            static = [x if mine is None else mine for x, mine in zip(inputs, own, strict=True)]
             generator = torch.cuda.default_generators[self.device.index]
             state = generator.get_state()
             with rehearsed():
@@ -307,19 +371,20 @@ class GraphPool:
         caller.wait_stream(stream)
         self.num_captures += 1
         group_shutdowns.note_capture(self)
-        tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
+        tensors = [t for t in (*own, *results) if isinstance(t, Tensor)]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
         return CapturedGraph(
             graph,
             prologue,
             timed,
-            static,
+            own,
             results,
             bound,
             size,
             num_kernels,
             num_timed,
             shared_by(results),
+            in_place,
         )
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:

@@ -27,6 +27,7 @@ from strop.runtime.run.fewer_threads import shares_of
 from strop.runtime.run.layouts import is_laid_out, laid_out, read_as
 from strop.runtime.run.link import Linked, Resources, link
 from strop.runtime.run.ready_results import Stage, Told, places_of, stages_of
+from strop.runtime.run.replay_gain import reason_against
 from strop.runtime.run.shape_plan import ShapePlans
 from strop.runtime.run.weight_stream import Streaming
 from strop.runtime.run.workspace import KEPT_BYTES, Workspace
@@ -134,6 +135,14 @@ class Bound:
     def is_large(self) -> bool:
         """Say whether it has memory of its own, for the time of a run."""
         return self.program.device == "cuda" and self.arena_bytes > KEPT_BYTES
+
+    @cached_property
+    def against_graph(self) -> str:
+        """Return why no CUDA graph is to run this, or nothing."""
+        if self.is_large:
+            size = f"{self.arena_bytes / 2**30:.1f} GiB"
+            return f"its working memory, {size}, is free for others between calls"
+        return reason_against(self.plan)
 
     @property
     def has_moved(self) -> bool:

@@ -62,6 +62,10 @@ def _linear(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
+def _trimmed_linear(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(F.linear(*inputs)[..., : attrs["columns"]])
+
+
 def _linear_gelu(attrs: Mapping[str, Any]) -> OutCall:
     """Run the tanh form in the epilogue of cuBLASLt, which torch has on a GPU alone. Where rows of
     the result have gaps torch would leave that library, and take longer than a copy does."""
@@ -364,6 +368,7 @@ def _cuda_code_sums(attrs: Mapping[str, Any]) -> OutCall:
 
 PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear": _linear,
+    "trimmed_linear": _trimmed_linear,
     "linear_add": _linear_add,
     "paired_linear": _paired_linear,
     "paired_linear_add": _paired_linear_add,

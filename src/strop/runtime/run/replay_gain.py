@@ -1,0 +1,37 @@
+"""Say where a CUDA graph would cost more than it spares.
+
+A graph reads its own memory and writes to its own, so that arguments are copied in and results out:
+each is there twice, and moved once more. What it spares is the host's time for launches, which
+nobody waits for where the GPU is at work for much longer.
+"""
+
+from __future__ import annotations
+
+import math
+
+from strop.runtime.run.shape_plan import ShapePlan
+
+LAUNCH_US = 7.0  # of the host, for a step: 5 to 9 were measured
+# How many times as long as the host the GPU must take, by the costs of calls alone. The host looks
+# at the module as well, and its times differ between machines by less than this.
+MARGIN = 2.5
+LEAST_BYTES = 32 << 20  # of what is copied: 20 us, and less than what torch's own rounding costs
+
+
+def reason_against(plan: ShapePlan) -> str:
+    """Return why this is to be run step by step, or nothing."""
+    if plan.program.device != "cuda":
+        return ""
+    numbers = [*plan.arguments, *(number for number, _ in plan.results)]
+    copied_bytes = sum(map(plan.sizes.bytes_of, numbers))
+    if copied_bytes < LEAST_BYTES:
+        return ""
+    late = [position for position in plan.order.late if plan.order.steps[position] is not None]
+    costs = (plan.choices[position].cost_us for position in late if position in plan.choices)
+    gpu_us, host_us = sum(us for us in costs if math.isfinite(us)), LAUNCH_US * len(late)
+    if gpu_us < MARGIN * host_us:
+        return ""
+    return (
+        f"the GPU takes some {gpu_us / 1e3:.1f} ms, the host {host_us / 1e3:.1f} for its launches,"
+        f" and {copied_bytes / 2**20:.0f} MiB of arguments and results would be there twice"
+    )
