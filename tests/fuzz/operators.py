@@ -370,6 +370,19 @@ def matmul(d: Draft) -> None:
     )
 
 
+def products_of_cats(d: Draft) -> None:
+    """One value stands at the same place of two cats, whose other pieces are normed apart."""
+    x = d.pick(lambda v: v.rank > 1 and v.dtype == "f32")
+    y = d.pick(lambda v: v.shape == x.shape and v.dtype == x.dtype)
+    one = f"F.rms_norm({y.name} * 0.5, {y.name}.shape[-1:])"
+    other = f"F.rms_norm({y.name} + 1, {y.name}.shape[-1:])"
+    pieces = d.one_of((f"{x.name}, {{0}}", f"{{0}}, {x.name}"))
+    cats = [f"torch.cat([{pieces.format(own)}], -1)" for own in (one, other)]
+    bound = max(x.bound, 9) ** 2 * 2 * widest(x.shape[-1])
+    shape = [*x.shape[:-1], x.shape[-2]]
+    d.add(f"{cats[0]} @ {cats[1]}.transpose(-1, -2)", "f32", shape, bound, is_exact=False)
+
+
 def conv(d: Draft) -> None:
     x = d.pick(lambda v: v.rank == 4 and v.dtype == "f32" and is_width(v.shape[1]))
     channels, outer, size = x.shape[1].value, d.one_of((2, 4)), d.one_of((3, 1))
@@ -471,6 +484,7 @@ MOVES: tuple[Move, ...] = (
     regrouped,
     linear,
     matmul,
+    products_of_cats,
     conv,
     lookup,
     in_place,
