@@ -17,6 +17,9 @@ from strop.options import Options
 from tests.frontend.tracing import trace
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
 class Residual(nn.Module):
     """Norms as they are made, of statistics 0 and 1, in blocks with a way around each."""
 
@@ -35,7 +38,9 @@ class Residual(nn.Module):
         return x.mean((2, 3))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_new_norms_leave_no_bias(
