@@ -16,7 +16,6 @@ from strop.bench import accuracy
 from strop.options import Options
 from tests.frontend.tracing import trace
 
-
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
