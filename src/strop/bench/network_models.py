@@ -6,7 +6,6 @@ Sizes are (height, width) in pixels, or (1, tokens) of a text.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,38 +126,8 @@ def _call_with_cache(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
     return result
 
 
-def _with_trained_norms(model: nn.Module, inputs: Maker, size: Size) -> None:
-    """Give batch norms statistics and factors about those of what they read of two inputs.
-
-    New ones divide by 1, and those of EfficientNet multiply by 0.02 as well, which leaves nothing
-    of any input. Means are small beside the values: random networks make much the same of all
-    inputs, and without it the rest is rounding. Computed on the host in fp32: equal bits each time.
-    """
-    if not any(isinstance(part, nn.BatchNorm2d) for part in model.modules()):
-        return
-    host = torch.device("cpu")
-    trained = copy.deepcopy(model).to(host, torch.float32)
-    torch.manual_seed(0)
-
-    def train(norm: nn.BatchNorm2d, given: tuple[torch.Tensor]) -> None:
-        means, factors = torch.randn(2, norm.num_features) / 8
-        squares = given[0].square().mean((0, 2, 3))
-        state = {"weight": 1 + factors, "running_mean": means * squares.sqrt()}
-        norm.load_state_dict({**norm.state_dict(), **state, "running_var": squares})
-
-    for part in trained.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            part.register_forward_pre_hook(train)
-    with torch.no_grad():
-        call_for_tensor(trained, inputs(trained, size, 2, host, torch.float32))
-    model.load_state_dict(trained.state_dict())
-
-
-def _transformers(
-    kind: str, config: Config, inputs: Maker, size: Size, *, with_cache: bool = False
-) -> Build:
-    """Return the workload of a class of transformers, from its own config class. Batch norms are
-    those of a network that has seen inputs of ``size``."""
+def _transformers(kind: str, config: Config, inputs: Maker, *, with_cache: bool = False) -> Build:
+    """Return the workload of a class of transformers, from its own config class."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
         import transformers
@@ -168,7 +137,6 @@ def _transformers(
             model: nn.Module = made(made.config_class(**config))
             model = WithCache(model) if with_cache else model
         model = model.eval().requires_grad_(False)
-        _with_trained_norms(model, inputs, size)
         call = _call_with_cache if with_cache else call_for_tensor
         return Workload(model, lambda size, batch: inputs(model, size, batch, device, dtype), call)
 
@@ -216,10 +184,7 @@ def _network(
     with_cache: bool = False,
 ) -> NetworkModel:
     """Return a network by its configs and sizes, full and tiny."""
-    full, tiny = (
-        _transformers(kind, config, inputs, size, with_cache=with_cache)
-        for config, size in zip(configs, sizes, strict=True)
-    )
+    full, tiny = (_transformers(kind, c, inputs, with_cache=with_cache) for c in configs)
     return NetworkModel(name, full, tiny, *sizes, dtype)
 
 
@@ -277,11 +242,7 @@ NETWORKS: tuple[NetworkModel, ...] = (
         ((300, 300), (64, 64)),
     ),
     _network(
-        "resnet50",
-        "ResNetForImageClassification",
-        _pixels,
-        ({"num_labels": 1000}, TINY_RESNET),
-        (_PICTURE, _SMALL),
+        "resnet50", "ResNetForImageClassification", _pixels, ({}, TINY_RESNET), (_PICTURE, _SMALL)
     ),
     _network("bert-base", "BertModel", _tokens, ({}, TINY_SIZES), ((1, 128), _TINY_TEXT)),
     _network("bert-large", "BertModel", _tokens, (LARGE, TINY_SIZES), ((1, 384), _TINY_TEXT)),
