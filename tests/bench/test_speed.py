@@ -148,6 +148,13 @@ def test_the_verdict_counts_what_is_slower() -> None:
     assert "no row has" in speed.verdict({"rows": [], "summary": {}})
 
 
+def test_a_row_says_where_the_gpu_waits_for_the_host() -> None:
+    row = made_up("a", 1.0, 2.0)
+    for busy_ms, is_said in ((0.5, True), (0.9, False)):
+        found = speed.rows_of({"rows": [row | {"busy_ms": busy_ms}]})[1][-1]
+        assert ("the GPU is busy for 0.500 ms of it and waits for the host" in found) == is_said
+
+
 def test_the_newest_result_becomes_a_table_of_a_page(tmp_path: Path) -> None:
     for date, ours in (("2030-01-01", 1.0), ("2030-01-02", 3.0)):
         rows = [made_up("a", ours, 2.0)]

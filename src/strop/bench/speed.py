@@ -27,6 +27,7 @@ KEPT = ("row", "model", "batch", "dtype", "is_tiny", "error")
 TIMES = ("p20_ms", "p50_ms", "p80_ms", "first_s", "peak_bytes", "skipped", "failed")
 NAMES = tuple(network.name for network in NETWORKS)
 MUST, MUST_MEAN = 1.02, 0.95  # of Inductor in a graph: each row, and the geometric mean of all
+WAITS = 1.2  # times what a GPU is busy: a call that takes longer is one of the host
 HEADER = (
     *("network", "batch", "type", "Strop", *PEERS, "of Inductor"),
     *("peak GiB, with weights", "eager's", ""),
@@ -114,6 +115,9 @@ def _row(found: Mapping[str, Any]) -> Row:
     place = {key: found["environment"][key] for key in ("date", "commit")}
     counts = found.get("counts") or {}
     kept = {key: counts.get(key) for key in ("num_launches", "num_kernels", "fallbacks")}
+    profile = found["contenders"].get("strop", {}).get("profile") or {}
+    if "busy_us" in profile:
+        kept["busy_ms"] = round(profile["busy_us"] / 1e3, 4)
     return {
         **{key: found.get(key) for key in KEPT},
         "size": [*found["size"]],
@@ -200,6 +204,9 @@ def _note(row: Row) -> str:
         said.append(without_signal(row["error"]))
     elif row.get("error") and not row["error"].get("is_good", True):
         said.append(f"error {row['error']['rms']:.1e}, eager {row['error']['rms_eager']:.1e}")
+    ours, busy = row["contenders"].get("strop", {}).get("p50_ms"), row.get("busy_ms")
+    if ours and busy and ours > WAITS * busy:
+        said.append(f"the GPU is busy for {busy:.3f} ms of it and waits for the host")
     said += [f"{count} x {why}" for why, count in (row.get("fallbacks") or {}).items()]
     peaks = [row["contenders"].get(name, {}).get("peak_bytes") for name in ("strop", "eager")]
     if all(peaks) and peaks[0] > peaks[1]:

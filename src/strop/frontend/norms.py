@@ -15,7 +15,7 @@ from torch.fx import Node as FxNode
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.errors import ShapeError
 from strop.frontend.creation import filled
-from strop.frontend.reductions import Rule, binary, log_of_sum, unary
+from strop.frontend.reductions import Rule, binary, log_of_sum, rounded, unary
 from strop.ir.dims import const, product
 from strop.ir.graph import Builder, Node, Shape
 from strop.ir.ops import compute_dtype
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from strop.frontend.importer import Importer
 
 aten = torch.ops.aten
+SUMS = (aten.add.Tensor, aten.sub.Tensor)  # in place too: a trace has no other
 
 
 def rstd_of(b: Builder, var: Node, eps: float, wide: torch.dtype) -> Node:
@@ -193,7 +194,25 @@ def _batch_norm(
         empty = fx.meta["val"][1]  # torch's own backward takes them, and does not look inside
         saved = (filled(b, 0.0, im.symbols.shape(empty.shape), empty.dtype),) * 2
     affine = (_shaped(im, p, shape) for p in (weight, bias))
-    return _normalized(b, x, mean, rstd, *affine), *saved, None
+    result = _normalized(b, x, mean, rstd, *affine)
+    return result if training or not _is_summed(fx) else rounded(b, result), *saved, None
+
+
+def _is_summed(norm: FxNode) -> bool:
+    """Tell whether something is added to the result of a norm, which is rounded first then.
+
+    A norm by running statistics of 0 and 1 multiplies by 1 - 5e-6: nothing in half precision, but
+    a sum that lies between two numbers is no longer in the middle. Added in fp32 it is rounded
+    to the same side each time, layer after layer; eager rounds to even.
+    """
+    stack = [user for user in norm.users if user.args[1:] == (0,)]  # of results, the first
+    while stack:
+        for reader in stack.pop().users:
+            if reader.target in SUMS:
+                return True
+            if getattr(reader.target, "is_view", False):
+                stack.append(reader)
+    return False
 
 
 def _batch_norm_without_training(
