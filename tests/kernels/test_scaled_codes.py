@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.fitting import code_conv as sweep_of_convolutions
 from benchmarks.fitting import codes_wgmma
@@ -76,22 +78,38 @@ def prepared(case: Case) -> tuple[KernelSource, Run]:
         (w.shape, w.stride()),
         (result, torch.empty(result).stride(), (*box, product.unit)),
     ]
-    codes = [each.view(torch.uint8) for each in (x, w)]
+    counts = [across, right, 1, 1, case.depth, at_work]
+    read = x, w, by_row, by_column, bias
+    return wgmma_gemm(product, case.dtype), judged(read, wanted, counts, [min(right, 2)], views)
+
+
+def judged(
+    read: tuple[Tensor, ...],
+    wanted: Tensor,
+    counts: list[int],
+    further: list[int],
+    views: list[Any],
+) -> Run:
+    """Return what launches a kernel on codes of values and of a weight, their scales and biases,
+    and asserts that results are right. Between ``counts`` and ``further`` scalars stands whether
+    weights come late: where the seed is odd."""
+    x, w, of_rows, of_columns, bias = read
 
     def call(source: KernelSource, seed: int) -> None:
-        out = torch.full((case.rows, case.columns), torch.nan, dtype=case.dtype)
+        out = torch.full(wanted.shape, torch.nan, dtype=bias.dtype)
+        codes = (each.view(torch.uint8) for each in (x, w))
         launch(
             source,
-            [*codes, out, by_row, by_column, bias],
-            [across, right, 1, 1, case.depth, at_work, seed % 2, min(right, 2)],
+            [*codes, out, of_rows, of_columns, bias],
+            [*counts, seed % 2, *further],
             seed=seed,
             views=views,
             allow_rewrites=True,
         )
         error = float((out.double() - wanted).norm() / wanted.norm())
-        assert error < BOUND[case.dtype]
+        assert error < BOUND[bias.dtype]
 
-    return wgmma_gemm(product, case.dtype), call
+    return call
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -149,22 +167,9 @@ def convolution(case: ConvCase) -> tuple[KernelSource, Run]:
         ((outs, 9 * ins), (9 * ins, 1)),
         (wanted.shape, torch.empty(wanted.shape).stride(), (*case.box, product.unit)),
     ]
-    codes = [each.view(torch.uint8) for each in (x, w)]
-
-    def call(source: KernelSource, seed: int) -> None:
-        out = torch.full(wanted.shape, torch.nan, dtype=case.dtype)
-        launch(
-            source,
-            [*codes, out, by_pixel, by_column, bias],
-            [across, along[1], along[0], down, ins, at_work, seed % 2, *of_box],
-            seed=seed,
-            views=views,
-            allow_rewrites=True,
-        )
-        error = float((out.double() - wanted).norm() / wanted.norm())
-        assert error < BOUND[case.dtype]
-
-    return wgmma_gemm(product, case.dtype), call
+    counts = [across, along[1], along[0], down, ins, at_work]
+    read = x, w, by_pixel, by_column, bias
+    return wgmma_gemm(product, case.dtype), judged(read, wanted, counts, of_box, views)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -174,17 +179,11 @@ def test_pixels_of_a_window_have_scales_of_their_own(case: ConvCase, seed: int) 
     call(source, seed)
 
 
-ORDERED = {
-    "linear": prepared(Case(APART, 300, 640, 160)),
-    "convolution": convolution(
-        ConvCase(GemmTile(2, 80, 3, 1, True), (2, 9, 11, 320, 160), (1, 5, 11))
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
-def test_all_that_orders_it_is_needed(case: tuple[KernelSource, Run]) -> None:
-    found = survivors(*case)
+@pytest.mark.parametrize("is_convolution", [False, True], ids=["linear", "convolution"])
+def test_all_that_orders_it_is_needed(is_convolution: bool) -> None:
+    pictures = ConvCase(GemmTile(2, 80, 3, 1, True), (2, 9, 11, 320, 160), (1, 5, 11))
+    rows = Case(APART, 300, 640, 160)
+    found = survivors(*(convolution(pictures) if is_convolution else prepared(rows)))
     assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
 
 
@@ -271,7 +270,7 @@ def test_the_fastest_tile_of_a_convolution_is_launched(monkeypatch: pytest.Monke
     costs = {small: Cost(1.0, 0.5, 0.2), large: Cost(1.0, 0.5, 0.35)}
     known = tuned(H100)
     table = replace(known, gemm=replace(known.gemm, tiles={**known.gemm.tiles, CODE_CONV: costs}))
-    monkeypatch.setattr(scaled_convs, "tuned", lambda device: table)
+    monkeypatch.setattr(scaled_rows, "tuned", lambda device: table)
     scaled_convs.fastest.cache_clear()
     problem = code_conv(320, 640, stride=2)
     assert scaled_convs.supports(problem.call, H100) == ""

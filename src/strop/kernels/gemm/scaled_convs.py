@@ -3,19 +3,19 @@ takes, and what is launched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.implicit import ConvShape, box_of, boxes_along, picture_of
 from strop.kernels.gemm.rows import GemmForm, result_of, why_no_window
+from strop.kernels.gemm.scaled_rows import least, tiles_of
 from strop.kernels.gemm.tile import CODE_CONV, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
     CHANNELS_LAST,
-    NEVER,
     Call,
     Kernel,
     Launch,
@@ -42,13 +42,8 @@ def supports(call: Call, device: Device) -> str:
         return "wants weights of a known size"
     outs, ins, *window = weight
     reason = why_no_window(call, outs, ins, tuple(window))
-    return reason or ("" if any(_tiles(outs, device)) else "has no tile that was measured")
-
-
-def _tiles(columns: int, device: Device) -> Iterator[tuple[GemmTile, Cost]]:
-    """Yield tiles with their costs. Scales of a tile's columns are read as a whole."""
-    costs = tuned(device).gemm.tiles.get(CODE_CONV, {})
-    yield from ((tile, cost) for tile, cost in costs.items() if tile.cols <= columns)
+    is_able = any(tiles_of(CODE_CONV, outs, device))
+    return reason or ("" if is_able else "has no tile that was measured")
 
 
 def form(tile: GemmTile, of: ConvShape, *, sms: int) -> GemmForm:
@@ -73,13 +68,12 @@ def us_of(found: GemmForm, cost: Cost, of: ConvShape, device: Device) -> float:
 @lru_cache(maxsize=4096)
 def fastest(problem: Problem, device: Device) -> tuple[GemmForm | None, float]:
     """Return the fastest form and its microseconds, or None and NEVER where there is none."""
-    of, best, least = shape_of(problem), None, NEVER
-    for tile, cost in _tiles(of.outs, device):
-        found = form(tile, of, sms=device.sms)
-        us = us_of(found, cost, of, device)
-        if us < least:
-            best, least = found, us
-    return best, least
+    of = shape_of(problem)
+    made = (
+        (form(tile, of, sms=device.sms), cost)
+        for tile, cost in tiles_of(CODE_CONV, of.outs, device)
+    )
+    return least((each, us_of(each, cost, of, device)) for each, cost in made)
 
 
 def shape_of(problem: Problem) -> ConvShape:
@@ -114,7 +108,7 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     weight = call.known(WEIGHT)
     assert weight is not None
-    for tile, _ in _tiles(weight[0], device):
+    for tile, _ in tiles_of(CODE_CONV, weight[0], device):
         yield wgmma_gemm(_product(tile, call.attr("stride")[0]), call.dtype)
 
 

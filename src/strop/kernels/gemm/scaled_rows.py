@@ -46,13 +46,19 @@ def supports(call: Call, device: Device) -> str:
     by_row, by_column = (shape[:1] for shape in (call.shapes[2], call.shapes[3][::-1]))
     if by_row != call.shapes[0][:1] or by_column != (const(columns),):
         return "scales each row and each column, not all of either alike"
-    return "" if any(_tiles(columns, device)) else f"has no tile that was measured for {columns}"
+    is_able = any(tiles_of(CODES, columns, device))
+    return "" if is_able else f"has no tile that was measured for {columns}"
 
 
-def _tiles(columns: int, device: Device) -> Iterator[tuple[GemmTile, Cost]]:
+def tiles_of(kind: str, columns: int, device: Device) -> Iterator[tuple[GemmTile, Cost]]:
     """Yield tiles with their costs. Scales of a tile's columns are read as a whole."""
-    costs = tuned(device).gemm.tiles.get(CODES, {})
+    costs = tuned(device).gemm.tiles.get(kind, {})
     yield from ((tile, cost) for tile, cost in costs.items() if tile.cols <= columns)
+
+
+def least(found: Iterable[tuple[GemmForm, float]]) -> tuple[GemmForm | None, float]:
+    """Return the form that takes the fewest microseconds, or None and NEVER where there is none."""
+    return min(found, key=lambda each: each[1], default=(None, NEVER))
 
 
 def form(tile: GemmTile, rows: int, columns: int, *, has_biases: bool, sms: int) -> GemmForm:
@@ -75,13 +81,11 @@ def fastest(problem: Problem, device: Device) -> tuple[GemmForm | None, float]:
     """Return the fastest form and its microseconds, or None and NEVER where there is none."""
     (rows, depth), (columns, _) = problem.shapes[:2]
     has_biases = len(problem.shapes) > 4
-    best, least = None, NEVER
-    for tile, cost in _tiles(columns, device):
-        found = form(tile, rows, columns, has_biases=has_biases, sms=device.sms)
-        us = us_of(found, cost, depth, columns, device)
-        if us < least:
-            best, least = found, us
-    return best, least
+    made = (
+        (form(tile, rows, columns, has_biases=has_biases, sms=device.sms), cost)
+        for tile, cost in tiles_of(CODES, columns, device)
+    )
+    return least((each, us_of(each, cost, depth, columns, device)) for each, cost in made)
 
 
 def cost_us(problem: Problem, device: Device) -> float:
@@ -114,7 +118,7 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     weight = call.known(1)
     assert weight is not None
     has_biases = len(call.shapes) > 4
-    for tile, _ in _tiles(weight[0], device):
+    for tile, _ in tiles_of(CODES, weight[0], device):
         yield wgmma_gemm(Product(tile, 1, has_biases=has_biases, codes=True), call.dtype)
 
 
