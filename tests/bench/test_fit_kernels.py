@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import fit_kernels
 from benchmarks.fitting import contest, linear_libraries
@@ -18,6 +19,12 @@ from strop.kernels.tuned import tuned
 from tests.gpus import H100
 
 OF_KERNELS = list(fit_kernels.SWEEPS.values())
+
+
+@pytest.fixture(autouse=True)
+def precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps choose one for their process; other tests find theirs again."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
 
 def name_of(module: ModuleType) -> str:
