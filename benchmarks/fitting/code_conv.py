@@ -77,6 +77,12 @@ def codes_of(x: Tensor, dims: int) -> tuple[Tensor, Tensor]:
     return codes.view(x.shape), scales
 
 
+def numbers_of(x: Tensor, w: Tensor, pixels: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, in fp32 and as torch convolves them, what codes and scales stand for."""
+    wide = x.float() * pixels.view(*x.shape[:3], 1), w.float() * columns.view(-1, 1, 1, 1)
+    return wide[0].permute(0, 3, 1, 2), wide[1].permute(0, 3, 1, 2)
+
+
 def arguments(of: ConvShape) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """Return, for each turn, codes with their scales, and the same numbers in fp16; both write one
     result."""
@@ -88,8 +94,7 @@ def arguments(of: ConvShape) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...
         w = torch.randn(of.outs, of.size, of.size, of.ins, **new) / (of.ins * of.size**2) ** 0.5
         (x, pixels), (w, columns) = codes_of(x, 1), codes_of(w, 3)
         out = torch.empty(of.batch, of.height, of.width, of.outs, dtype=torch.float16, **new)
-        wide = x.float() * pixels.view(*x.shape[:3], 1), w.float() * columns.view(-1, 1, 1, 1)
-        halves = [each.half().permute(0, 3, 1, 2) for each in wide]
+        halves = [each.half() for each in numbers_of(x, w, pixels, columns)]
         found.append(((x, w, out, pixels, columns), (*halves, out.permute(0, 3, 1, 2))))
     return found
 
@@ -104,12 +109,9 @@ def bound(
         (of.result, dense(of.result), each.results),
     ]
     scalars = conv_wgmma.scalars_of(each, of.ins, late=False)
-    source, launches = wgmma_gemm(each.product, torch.float16), []
-    for tensors in sets:
-        pointers = [*(t.data_ptr() for t in tensors), 0]
-        launches.append(library.bind(source, pointers, scalars, stream, early=True, views=views))
-    turns = itertools.cycle(launches)
-    return lambda: next(turns)()
+    source = wgmma_gemm(each.product, torch.float16)
+    pointers = ([*(t.data_ptr() for t in tensors), 0] for tensors in sets)
+    return contest.launched_in_turn(library, source, pointers, scalars, stream, views)
 
 
 def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
@@ -118,9 +120,8 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
         sets = arguments(of)
         codes, halves = [one for one, _ in sets], [one for _, one in sets]
         x, w, out, pixels, columns = codes[0]
-        wide = x.float() * pixels.view(*x.shape[:3], 1), w.float() * columns.view(-1, 1, 1, 1)
-        moved = [each.permute(0, 3, 1, 2) for each in wide]
-        truth = torch.nn.functional.conv2d(*moved, padding=1, stride=of.stride)
+        numbers = numbers_of(x, w, pixels, columns)
+        truth = torch.nn.functional.conv2d(*numbers, padding=1, stride=of.stride)
         calls = {"cudnn": library_call(halves, window_of(shape))}
         if exact := of_halves(of):
             calls["halves"] = conv_wgmma.bound(exact, of, halves, library, stream.cuda_stream)

@@ -84,12 +84,9 @@ def bound(
     views[0] = (*views[0], (*each.box, each.product.line))
     views[2] = (*views[2], each.results)
     scalars = [0 if isinstance(one, Late) else one for one in each.scalars(depth)]
-    source, launches = wgmma_gemm(each.product, torch.float16), []
-    for tensors in sets:
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        launches.append(library.bind(source, pointers, scalars, stream, early=True, views=views))
-    turns = itertools.cycle(launches)
-    return lambda: next(turns)()
+    source = wgmma_gemm(each.product, torch.float16)
+    pointers = ([tensor.data_ptr() for tensor in tensors] for tensors in sets)
+    return contest.launched_in_turn(library, source, pointers, scalars, stream, views)
 
 
 def library_call(sets: list[tuple[Tensor, ...]]) -> Callable[[], object]:

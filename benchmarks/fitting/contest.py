@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ def judged(
         torch.cuda.synchronize()
         errors[name] = error(out, truth)
     return {**us_in_turns(calls, stream), "errors": errors}
+
+
+def launched_in_turn(
+    library: KernelLoader,
+    source: KernelSource,
+    sets: Iterable[Sequence[int]],
+    scalars: Sequence[int],
+    stream: int,
+    views: Sequence[Any],
+) -> Callable[[], None]:
+    """Return what launches a kernel on one set of pointers after the other, maybe early."""
+    turns = itertools.cycle(
+        [library.bind(source, each, scalars, stream, early=True, views=views) for each in sets]
+    )
+    return lambda: next(turns)()
 
 
 def _rows(

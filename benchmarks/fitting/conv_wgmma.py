@@ -109,12 +109,10 @@ def bound(
     views[0] = (*views[0], (*each.box, LINE))
     if each.results:
         views.append((of.result, dense(of.result), each.results))
-    source, launches = wgmma_gemm(product, torch.float16), []
-    for tensors in sets:
-        pointers = [*(t.data_ptr() for t in tensors), 0][:4]  # a convolution adds nothing
-        launches.append(library.bind(source, pointers, scalars, stream, early=True, views=views))
-    turns = itertools.cycle(launches)
-    return lambda: next(turns)()
+    source = wgmma_gemm(product, torch.float16)
+    # a convolution adds nothing
+    pointers = ([*(t.data_ptr() for t in tensors), 0][:4] for tensors in sets)
+    return contest.launched_in_turn(library, source, pointers, scalars, stream, views)
 
 
 def sources(shape: tuple[int, ...]) -> Iterator[KernelSource]:

@@ -151,9 +151,7 @@ class Contender:
     workload: Workload
     device: torch.device
     held_bytes: int = 0
-    graphs_bytes: int = (
-        0  # what graphs made by hand hold, which those that share the model have not
-    )
+    graphs_bytes: int = 0  # of graphs made by hand, which those that share the model have not
     weights_bytes: int = 0
     since_optimize: float = 0.0  # clock when it was handed to Strop; 0 once it has run
 

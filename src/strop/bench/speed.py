@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,23 @@ def run(
     return result
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise OptionError, with the file's name, where what is read of it is not there."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptionError(f"{path} is no file of {MADE_BY}: {error!r}") from error
+
+
 def _begun(out: Path | None, described: Found) -> dict[str, Any]:
     """Return what the file has. Raises OptionError where it is of another device or version."""
     empty: dict[str, Any] = {"kind": "speed", "environment": described, "rows": [], "summary": {}}
     if out is None or not out.exists():
         return empty
-    try:
+    with _reading(out):
         found = json.loads(out.read_text())
         here = found["kind"], [found["environment"].get(key) for key in infer.SAME]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OptionError(f"{out} is no file of {MADE_BY}: {error!r}") from error
     if here != ("speed", [described.get(key) for key in infer.SAME]):
         raise OptionError(
             f"{out} was measured on another device or with other versions: name another file"
@@ -169,12 +177,10 @@ def load(folder: Path) -> Found:
     files = sorted(folder.glob("speed_*.json"), key=lambda path: path.stem.rpartition("_")[2])
     if not files:
         return {}
-    try:
-        result = json.loads(files[-1].read_text())
+    with _reading(files[-1]):
+        result: Found = json.loads(files[-1].read_text())
         rows_of(result)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OptionError(f"{files[-1]} is no file of {MADE_BY}: {error!r}") from error
-    return dict(result)
+    return result
 
 
 def rows_of(result: Mapping[str, Any]) -> report.Rows:

@@ -18,6 +18,7 @@ from strop.errors import UnsupportedError
 from strop.ir.code_conv import code_conv2d, scaled_conv2d
 from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.dims import Env, Expr
+from strop.ir.e4m3 import as_e4m3
 from strop.ir.eight_bit import CODES, FORMATS
 from strop.ir.exchange import exchanged
 from strop.ir.graph import Graph, Node
@@ -202,14 +203,10 @@ def _geglu(node: Node, columns: Tensor) -> Tensor:
 
 
 def _scaled_product(x: list[Tensor]) -> Tensor:
-    (codes, weight), (rows, columns, *bias) = map(_of_e4m3, x[:2]), x[2:]
+    codes, weight = (as_e4m3(each).double() for each in x[:2])
+    rows, columns, *bias = x[2:]
     sums = torch.matmul(codes, weight.t()) * (rows.double() * columns.double())
     return sums + bias[0].double() if bias else sums
-
-
-def _of_e4m3(codes: Tensor) -> Tensor:
-    short = codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
-    return short.double()
 
 
 def _window(node: Node, x: list[Tensor], env: Env) -> Tensor:

@@ -38,9 +38,11 @@ class CodedWeight:
     def __init__(self, parts: Sequence[Tensor], own: Format) -> None:
         first, rows = parts[0], sum(part.shape[0] for part in parts)
         self.format, self.is_known = own, False
-        sizes = (rows, *first.shape[1:])
-        self.codes = torch.empty(sizes, dtype=own.dtype, device=first.device).to(
-            memory_format=torch.channels_last if first.dim() == 4 else torch.contiguous_format
+        self.codes = torch.empty(
+            (rows, *first.shape[1:]),
+            dtype=own.dtype,
+            device=first.device,
+            memory_format=torch.channels_last if first.dim() == 4 else torch.contiguous_format,
         )
         self.scales = torch.empty(rows, dtype=torch.float32, device=first.device)
         self._parts, self._pointers = [ref(part) for part in parts], pointers_of(parts)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from strop.ir.e4m3 import as_e4m3
+
 
 def code_conv2d(
     x: Tensor,
@@ -48,11 +50,6 @@ def scaled_conv2d(
     ``x`` and ``weight`` are e4m3 codes, or bytes that stand for them. Outside of a picture lie
     zeros.
     """
-    values, own = _of_e4m3(x) * pixels.double(), _of_e4m3(weight)
+    values, own = as_e4m3(x).double() * pixels.double(), as_e4m3(weight).double()
     own = own * columns.double()[:, None, None, None]
     return torch.conv2d(values, own, None, stride, padding, dilation, groups)
-
-
-def _of_e4m3(codes: Tensor) -> Tensor:
-    short = codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
-    return short.double()

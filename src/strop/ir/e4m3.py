@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from strop.ir.graph import Builder, Node
 
@@ -30,3 +31,8 @@ def encoded(b: Builder, x: Node, *, is_bounded: bool = False) -> Node:
         nan = b.pointwise("bitwise_or", code, b.constant(_NAN, I32), dtype=I32)
         code = b.pointwise("where", too_large, nan, code, dtype=I32)
     return b.cast(code, BYTES)
+
+
+def as_e4m3(codes: Tensor) -> Tensor:
+    """View bytes, which kernels store, as the codes that they stand for; codes stay as they are."""
+    return codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes

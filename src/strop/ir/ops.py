@@ -164,9 +164,8 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("aten", Kind.OPAQUE),  # attrs["target"]: any other overload, run by torch
     Op("pattern", Kind.OPAQUE),  # attrs["key"]: the replacement that ``strop.patterns`` calls
     Op("item", Kind.OPAQUE),  # attrs["index"]: one output of a node that has several
-    Op(
-        "write", Kind.OPAQUE, is_placed=True
-    ),  # inputs (destination, value): copy_ into a graph input
+    # inputs (destination, value): copy_ into a graph input
+    Op("write", Kind.OPAQUE, is_placed=True),
 )
 
 

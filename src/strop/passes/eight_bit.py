@@ -62,30 +62,44 @@ def _warn_of_others(exact_layers: Sequence[str], origins: Sequence[str]) -> None
             log.warning("Options.exact_layers names %r, which is no linear of this graph", name)
 
 
+class MadeOfWeights:
+    """Hold further arguments of a graph, behind so many, that are made of its weights, each
+    once."""
+
+    def __init__(self, num_before: int) -> None:
+        self._num_before = num_before
+        self._made: dict[tuple[Node, str], Node] = {}
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self._made.values())
+
+    def of(self, b: Builder, weight: Node, own: Format, role: str) -> Node:
+        """Return the argument that holds the codes or the scales of a weight."""
+        if (weight, role) not in self._made:
+            index = self._num_before + len(self._made)
+            self._made[weight, role] = _made_of(b, weight, own, role, index)
+        return self._made[weight, role]
+
+
 def eight_bit_products(graph: Graph, options: Options) -> Graph:
     if not any(map(_is_marked, graph.nodes)):
         return graph
     marked = {node.inputs[1]: node for node in graph.nodes if _is_marked(node)}
-    made: dict[tuple[Node, str], Node] = {}
-
-    def made_of(b: Builder, weight: Node, own: Format, role: str) -> Node:
-        if (weight, role) not in made:
-            index = len(graph.inputs) + len(made)
-            made[weight, role] = made_of_weight(b, weight, own, role, index)
-        return made[weight, role]
+    made = MadeOfWeights(len(graph.inputs))
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         if node in marked and node.attrs["merged"]:  # which nothing else reads
-            return made_of_weight(b, node, _format(marked[node]), CODES, node.attrs["index"])
+            return _made_of(b, node, _format(marked[node]), CODES, node.attrs["index"])
         if not _is_marked(node):
             return None
         own, weight = _format(node), node.inputs[1]
-        codes = inputs[1] if weight.attrs["merged"] else made_of(b, weight, own, CODES)
-        read = inputs[0], codes, made_of(b, weight, own, SCALES)
+        codes = inputs[1] if weight.attrs["merged"] else made.of(b, weight, own, CODES)
+        read = inputs[0], codes, made.of(b, weight, own, SCALES)
         return _linear(b, node, own, read, inputs[2:])
 
     found = rewrite(graph, rule)
-    return replace(found, inputs=(*found.inputs, *made.values()))
+    return replace(found, inputs=(*found.inputs, *made.nodes))
 
 
 def _format(linear: Node) -> Format:
@@ -96,7 +110,7 @@ def _is_marked(node: Node) -> bool:
     return node.op == "linear" and MARK in node.attrs
 
 
-def made_of_weight(b: Builder, weight: Node, own: Format, role: str, index: int) -> Node:
+def _made_of(b: Builder, weight: Node, own: Format, role: str, index: int) -> Node:
     """Return an argument that holds the codes (N, K) or the scales (N,) of a weight; of a
     convolution's, codes (O, C, KH, KW) with channels last."""
     parts = weight.attrs["merged"] or (weight.attrs["index"],)

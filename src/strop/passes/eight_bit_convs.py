@@ -8,7 +8,6 @@ scale of each pixel (``kernels.gemm.scaled_codes``).
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import replace
 
 from strop.ir.e4m3 import encoded
@@ -16,7 +15,8 @@ from strop.ir.eight_bit import CODES, FORMATS, SCALES
 from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
-from strop.passes.eight_bit import made_of_weight, scaled_by_most
+from strop.passes.eight_bit import MadeOfWeights, scaled_by_most
+from strop.passes.eight_bit_rules import is_named
 
 _FP8 = FORMATS["fp8"]
 # Whether the kernel has been measured on any GPU (``CODE_CONV_TILES``): until then all stay exact.
@@ -29,31 +29,27 @@ STRIDES = ((1, 1), (2, 2))
 def eight_bit_convs(graph: Graph, options: Options) -> Graph:
     if options.eight_bit != _FP8.name or not IS_MEASURED:
         return graph
-    able = [node for node in graph.nodes if is_able(node) and not _is_named(node, options)]
-    made: dict[tuple[Node, str], Node] = {}
-
-    def made_of(b: Builder, weight: Node, role: str) -> Node:
-        if (weight, role) not in made:
-            index = len(graph.inputs) + len(made)
-            made[weight, role] = made_of_weight(b, weight, _FP8, role, index)
-        return made[weight, role]
+    able = {
+        node for node in graph.nodes if is_able(node) and not is_named(node, options.exact_layers)
+    }
+    if not able:
+        return graph
+    made = MadeOfWeights(len(graph.inputs))
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         if node not in able:
             return None
         scaled, pixels = scaled_by_most(b, inputs[0], _FP8)
         weight = node.inputs[1]
-        codes, columns = made_of(b, weight, CODES), made_of(b, weight, SCALES)
+        codes, columns = (made.of(b, weight, _FP8, role) for role in (CODES, SCALES))
         read = encoded(b, scaled, is_bounded=True), codes, pixels, columns
         y = b.make("scaled_conv2d", read, node.shape, node.dtype, **node.attrs)
         for bias in inputs[2:]:
             y = b.pointwise("add", y, b.reshape(bias, (1, *bias.shape, 1, 1)), dtype=node.dtype)
         return y
 
-    if not able:
-        return graph
     found = rewrite(graph, rule)
-    return replace(found, inputs=(*found.inputs, *made.values()))
+    return replace(found, inputs=(*found.inputs, *made.nodes))
 
 
 def is_able(node: Node) -> bool:
@@ -72,7 +68,3 @@ def is_able(node: Node) -> bool:
     is_dense = node.attrs["groups"] == 1 and tuple(node.attrs["dilation"]) == (1, 1)
     is_square = window == [3, 3] and padding == (1, 1) and stride in STRIDES
     return is_wide and is_dense and is_square
-
-
-def _is_named(node: Node, options: Options) -> bool:
-    return any(fnmatch.fnmatchcase(node.origin, name) for name in options.exact_layers)

@@ -65,8 +65,9 @@ def _has_another_type(asked: Asked) -> bool:
     return not {asked.linear.dtype, *(n.dtype for n in asked.linear.inputs)} <= able
 
 
-def _is_named(asked: Asked) -> bool:
-    return any(fnmatch.fnmatchcase(asked.linear.origin, name) for name in asked.exact_layers)
+def is_named(layer: Node, exact_layers: Sequence[str]) -> bool:
+    """Tell whether a layer is to stay exact by its name."""
+    return any(fnmatch.fnmatchcase(layer.origin, name) for name in exact_layers)
 
 
 def _is_factor(asked: Asked) -> bool:
@@ -101,7 +102,7 @@ RULES: tuple[ExactRule, ...] = (
     ExactRule("it is a last layer, whose result the caller gets", lambda asked: asked.is_last),
     ExactRule(f"it is too small to gain: fewer than {LEAST_WIDTH} channels", _is_small),
     ExactRule("libraries multiply codes of 8 (int8) or 16 (fp8) channels at a time", _is_uneven),
-    ExactRule(NAMED, _is_named),
+    ExactRule(NAMED, lambda asked: is_named(asked.linear, asked.exact_layers)),
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from strop.ir.contractions import GELU, GELU_TANH, SILU
 from strop.kernels.gemm import scaled_codes
+from strop.kernels.gemm.places import divided, row_of_thread
 from strop.kernels.gemm.tile import ACTIVATED, Product
 from strop.kernels.ptx import ROWS, f32, unpacked
 
@@ -21,10 +22,10 @@ def _pixel(of: Product, row: str) -> str:
     setp.lt.and.u32 %p, %n3, %place, %p;
 """
     return f"""\
-{_divided(of, row, "%n2", 0)}\
+{divided(of, row, "%n2", 0)}\
     add.u32 %n2, %n2, %left;
     setp.lt.and.u32 %p, %n2, %columns, %p;
-{_divided(of, "%n3", "%n4", 1)}\
+{divided(of, "%n3", "%n4", 1)}\
     add.u32 %n4, %n4, %top;
     setp.lt.and.u32 %p, %n4, %lines, %p;
 {of_box if of.has_box else ""}\
@@ -33,23 +34,6 @@ def _pixel(of: Product, row: str) -> str:
     mad.lo.u32 %n3, %n3, %lines, %n4;
     mad.lo.u32 %n3, %n3, %columns, %n2;
     mul.lo.u32 %place, %n3, %outs;
-"""
-
-
-def _divided(of: Product, by_what: str, rest: str, which: int) -> str:
-    """Divide by columns (0) or lines (1) of the box: %n3 and ``rest``. The quotient of numbers up
-    to 256 is exact by way of 2^16."""
-    if not of.has_box:
-        size = (of.rows, 1)[which]
-        return f"    rem.u32 {rest}, {by_what}, {size};\n    div.u32 %n3, {by_what}, {size};\n"
-    return f"""\
-    ld.param.u32 %place, [s{11 - which}];
-    mul.lo.u32 %place, {by_what}, %place;
-    shr.u32 %place, %place, 16;
-    ld.param.u32 {rest}, [s{9 - which}];
-    mul.lo.u32 {rest}, %place, {rest};
-    sub.u32 {rest}, {by_what}, {rest};
-    mov.u32 %n3, %place;
 """
 
 
@@ -272,9 +256,7 @@ def _staged(of: Product, kind: str, block: int) -> Iterator[str]:
     number of 16 bytes is mixed with as many bits of where the line begins, counted in 128 bytes."""
     line, results = 2 * of.unit, of.blocks * of.rows * 2 * of.width
     yield f"""\
-    shr.u32 %n0, %lane, 2;
-    and.b32 %n2, %warp, {of.team - 1 if of.tile.apart else 31};
-    mad.lo.u32 %n1, %n2, 16, %n0;
+{row_of_thread(of, "%n1")}\
     mad.lo.u32 %at, %n1, {line}, %base;
     mad.lo.u32 %at, %group, {results // of.tile.groups if of.tile.apart else 0}, %at;
     and.b32 %n1, %lane, 3;

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from strop.kernels.gemm.places import divided, row_of_thread
 from strop.kernels.gemm.tile import Product
 from strop.kernels.ptx import (
     CODES_DEPTH,
@@ -82,26 +83,12 @@ def pixels(of: Product) -> Iterator[str]:
 
 
 def _place_in_box(of: Product, row: int) -> str:
-    """Compute the column %n2, the line %n4 and the picture %n3 of a row, within the box. Quotients
-    of numbers up to 256 are exact by way of 2^16."""
+    """Compute the column %n2, the line %n4 and the picture %n3 of a row, within the box."""
     return f"""\
-    shr.u32 %n0, %lane, 2;
-    and.b32 %n2, %warp, {of.team - 1 if of.tile.apart else 31};
-    mad.lo.u32 %n0, %n2, 16, %n0;
+{row_of_thread(of, "%n0")}\
     add.u32 %n0, %n0, {row};
-    ld.param.u32 %n1, [s11];
-    mul.lo.u32 %n1, %n0, %n1;
-    shr.u32 %n1, %n1, 16;
-    ld.param.u32 %n2, [s9];
-    mul.lo.u32 %n2, %n1, %n2;
-    sub.u32 %n2, %n0, %n2;
-    ld.param.u32 %n3, [s10];
-    mul.lo.u32 %n3, %n1, %n3;
-    shr.u32 %n3, %n3, 16;
-    ld.param.u32 %n4, [s8];
-    mul.lo.u32 %n4, %n3, %n4;
-    sub.u32 %n4, %n1, %n4;
-"""
+{divided(of, "%n0", "%n2", 0)}\
+{divided(of, "%n3", "%n4", 1)}"""
 
 
 def _first_pixel(of: Product, n: int) -> str:
@@ -245,9 +232,7 @@ def _scales_of_rows(of: Product, block: int) -> Iterator[str]:
     """Read the scales of a block's rows. Rows behind the last one have its scale: what comes of
     them leaves nothing."""
     yield f"""\
-    shr.u32 %n0, %lane, 2;
-    and.b32 %n2, %warp, {of.team - 1 if of.tile.apart else 31};
-    mad.lo.u32 %n1, %n2, 16, %n0;
+{row_of_thread(of, "%n1")}\
     add.u32 %n1, %n1, {block * ROWS};
     add.u32 %n1, %n1, %left;
     sub.u32 %n2, %columns, 1;

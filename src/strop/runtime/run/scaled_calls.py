@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.ir.e4m3 import as_e4m3
+
 OutCall = Callable[[Sequence[Tensor], Tensor], Any]
 CUBLAS_BY_ROWS = (12, 9)  # the first CUDA whose cuBLAS scales by rows
 HOPPER = 9
@@ -48,8 +50,10 @@ def on_gpu(attrs: Mapping[str, Any]) -> OutCall:
 
 def _write(inputs: Sequence[Tensor], out: Tensor, is_fast: bool) -> None:
     codes, weight, rows, columns, *bias = inputs
-    turned, added = _short(weight).t(), bias[0] if bias else None
-    torch._scaled_mm(_short(codes), turned, rows, columns, added, None, out.dtype, is_fast, out=out)
+    turned, added = as_e4m3(weight).t(), bias[0] if bias else None
+    torch._scaled_mm(
+        as_e4m3(codes), turned, rows, columns, added, None, out.dtype, is_fast, out=out
+    )
 
 
 def _add(product: Tensor, bias: Sequence[Tensor], out: Tensor) -> None:
@@ -58,10 +62,6 @@ def _add(product: Tensor, bias: Sequence[Tensor], out: Tensor) -> None:
         torch.add(product, bias[0], out=out)
     else:
         out.copy_(product)
-
-
-def _short(codes: Tensor) -> Tensor:
-    return codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
 
 
 @lru_cache
