@@ -154,7 +154,8 @@ class Options:
     )
     numerics: tuple[str, ...] = _knob(
         (),
-        "Allow what is less exact than torch, by name: `int8` or `fp8` computes linears in 8 bits;"
+        "Allow what is less exact than torch, by name: `int8` or `fp8` computes linears in 8 bits,"
+        " `fp8` wide 3x3 convolutions, too;"
         " `step_cache` computes a part of some steps of a pipeline's denoise loop and takes the"
         " rest from an earlier step, `step_cache:cautious` more seldom, `step_cache:fast` more"
         " often; a pattern has the name that it was declared with.",
@@ -162,7 +163,7 @@ class Options:
     )
     exact_layers: tuple[str, ...] = _knob(
         (),
-        "Leave linears at these paths exact where `numerics` allows 8 bits; `*` stands for any"
+        "Leave layers at these paths exact where `numerics` allows 8 bits; `*` stands for any"
         " text, as in `transformer_blocks.0.*`.",
         "STROP_EXACT_LAYERS",
     )

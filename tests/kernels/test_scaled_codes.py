@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,8 +20,9 @@ from strop.kernels.gemm.tile import CODE_CONV, CODES, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
+from strop.kernels.libraries import conv_us
 from strop.kernels.library import select
-from strop.kernels.tuned import h100, tuned
+from strop.kernels.tuned import tuned
 from strop.runtime.build.loader import kernel_loader
 from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
@@ -31,9 +31,6 @@ from tests.kernels.test_wgmma_gemm import BF16, BOUND, F16, assert_assembled
 
 APART = GemmTile(2, 80, 3, 1, keeps_on=True, apart=True)
 Run = Callable[[KernelSource, int], None]
-eight_bit_convs = importlib.import_module(
-    "strop.passes.eight_bit_convs"
-)  # not the pass of its name
 
 
 @dataclass(frozen=True)
@@ -259,10 +256,13 @@ def code_conv(ins: int, outs: int, side: int = 64, stride: int = 1, window: int 
     return Problem("scaled_conv2d", tuple(sorted(around.items())), shapes, F16)
 
 
-def test_until_a_tile_is_measured_no_convolution_is_of_codes() -> None:
-    assert bool(h100.CODE_CONV_TILES) == eight_bit_convs.IS_MEASURED
-    if not h100.CODE_CONV_TILES:
-        assert "no tile that was measured" in scaled_convs.supports(code_conv(320, 320).call, H100)
+def test_tiles_that_were_measured_take_the_convolutions_of_unets() -> None:
+    for ins, outs, stride in ((320, 320, 1), (960, 640, 1), (2560, 1280, 1), (640, 640, 2)):
+        problem = code_conv(ins, outs, stride=stride)
+        assert scaled_convs.supports(problem.call, H100) == ""
+        found, us = scaled_convs.fastest(problem, H100)
+        assert found is not None
+        assert us < conv_us(replace(problem, op="conv2d", shapes=problem.shapes[:2]), H100)
 
 
 def test_the_fastest_tile_of_a_convolution_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

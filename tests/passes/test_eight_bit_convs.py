@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 
 import pytest
@@ -24,7 +23,6 @@ from strop.kernels.kernel import Call
 from strop.options import Options
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
 
-eight_bit_convs = importlib.import_module("strop.passes.eight_bit_convs")  # a pass has its name
 GPU = torch.device("cuda", 0)
 CHANNELS = 320
 SIZES = {"x": ("b", str(CHANNELS), "h", "w"), "time": ("b", "16")}
@@ -66,11 +64,6 @@ def named(module: nn.Module, numerics: str, **options: object) -> tuple[Compiled
     return compile_graph(imported.graph, signature, GPU.type, wanted), [*captured.state_names]
 
 
-@pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit_convs, "IS_MEASURED", True)
-
-
 def calls_of(compiled: Compiled) -> Counter[str]:
     return Counter(step.op for step in compiled.program.call_steps)
 
@@ -87,17 +80,16 @@ def test_the_kernel_that_normalises_a_picture_quantises_it() -> None:
     assert len(own.program.kernel_steps) == len(exact.program.kernel_steps) + 2
 
 
-def test_until_it_is_measured_and_for_others_all_stays_exact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_named_and_other_formats_stay_exact(caplog: pytest.LogCaptureFixture) -> None:
     assert calls_of(planned(Block(), "int8"))["conv2d"] == 3
     assert calls_of(planned(Block(), exact_layers=("convs.*",))) == {
         "conv2d": 2,
         "scaled_conv2d": 1,
         "linear": 1,
     }
-    monkeypatch.setattr(eight_bit_convs, "IS_MEASURED", False)
-    assert calls_of(planned(Block()))["conv2d"] == 3
+    assert "exact_layers" not in caplog.text
+    planned(Block(), exact_layers=("conv.*",))
+    assert "'conv.*', which no layer for 8 bits" in caplog.text
 
 
 @pytest.mark.parametrize(

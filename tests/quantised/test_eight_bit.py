@@ -180,7 +180,7 @@ def test_layers_that_a_user_leaves_exact(folder):
 def test_names_of_no_layer_are_told(folder, caplog):
     module = optimized(net(), folder, exact_layers=("blocks.7.*",), record=True)
     module(*given(33))
-    assert "exact_layers names 'blocks.7.*', which is no linear of this graph" in caplog.text
+    assert "exact_layers names 'blocks.7.*', which no layer for 8 bits here has" in caplog.text
 
 
 def test_errors_of_layers():

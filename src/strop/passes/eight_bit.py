@@ -28,6 +28,7 @@ from strop.passes.eight_bit_rules import reasons
 from strop.passes.scaled_products import scaled_product
 
 log = logging.getLogger("strop")
+CONVOLUTIONS = ("conv2d", "scaled_conv2d")  # exact, and in fp8 (``passes.eight_bit_convs``)
 MARK = "format"  # the attribute of a linear that is to be computed in 8 bits: in which
 _F32 = torch.float32
 
@@ -45,7 +46,8 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
         return graph
     found = reasons(graph, own, options.exact_layers)
     able = {node for node, reason in found.items() if not reason}
-    _warn_of_others(options.exact_layers, [node.origin for node in found])
+    kinds = ("linear", *(CONVOLUTIONS if own.dtype.is_floating_point else ()))
+    _warn_of_others(options.exact_layers, [n.origin for n in graph.nodes if n.op in kinds])
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         if node not in able:
@@ -56,10 +58,10 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
 
 
 def _warn_of_others(exact_layers: Sequence[str], origins: Sequence[str]) -> None:
-    """Say which names stand for no linear: one of them may be misspelt."""
+    """Say which names stand for no layer that 8 bits are for: one of them may be misspelt."""
     for name in exact_layers:
         if not any(fnmatch.fnmatchcase(origin, name) for origin in origins):
-            log.warning("Options.exact_layers names %r, which is no linear of this graph", name)
+            log.warning("Options.exact_layers names %r, which no layer for 8 bits here has", name)
 
 
 class MadeOfWeights:

@@ -19,15 +19,13 @@ from strop.passes.eight_bit import MadeOfWeights, scaled_by_most
 from strop.passes.eight_bit_rules import is_named
 
 _FP8 = FORMATS["fp8"]
-# Whether the kernel has been measured on any GPU (``CODE_CONV_TILES``): until then all stay exact.
-IS_MEASURED = False
 # Channels that the kernel takes, either way, multiples of the latter; and steps of its window.
 LEAST_CHANNELS, CHANNELS = 320, 64
 STRIDES = ((1, 1), (2, 2))
 
 
 def eight_bit_convs(graph: Graph, options: Options) -> Graph:
-    if options.eight_bit != _FP8.name or not IS_MEASURED:
+    if options.eight_bit != _FP8.name:
         return graph
     able = {
         node for node in graph.nodes if is_able(node) and not is_named(node, options.exact_layers)

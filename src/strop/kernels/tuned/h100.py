@@ -133,8 +133,12 @@ CODES_TILES: Mapping[GemmTile, Cost] = {
     GemmTile(1, 80, 8): Cost(2.5, 1.8, 0.248, spared=0.5),
 }
 
-# No tile of a convolution of codes has been measured yet (benchmarks/fit_kernels.py code_conv).
-CODE_CONV_TILES: Mapping[GemmTile, Cost] = {}
+# 3x3 convolutions of e4m3 codes (code_conv, on an H200).
+CODE_CONV_TILES: Mapping[GemmTile, Cost] = {
+    GemmTile(2, 160, 5, keeps_on=True): Cost(2.8, 0.7, 0.605, spared=0.25),
+    GemmTile(2, 80, 6, keeps_on=True): Cost(2.1, 1.2, 0.352, spared=0.3),
+    GemmTile(1, 80, 8): Cost(1.1, 4.2, 0.226),
+}
 
 # The driver of an H100 says how many clusters of so many programs run at a time, one program a
 # multiprocessor.
