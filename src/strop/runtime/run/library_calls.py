@@ -354,10 +354,10 @@ def _cuda_scaled_conv2d(attrs: Mapping[str, Any]) -> OutCall:
 
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, pixels, columns = inputs
-        scaled = (x, pixels), (weight, columns[:, None, None, None])
         # by scales in fp32: those of weights are subnormal in fp16
-        made = [(as_e4m3(codes).to(out.dtype) * by).to(out.dtype) for codes, by in scaled]
-        out.copy_(torch.conv2d(*made, **attrs))
+        values = (as_e4m3(x).to(out.dtype) * pixels).to(out.dtype)
+        own = (as_e4m3(weight).to(out.dtype) * columns[:, None, None, None]).to(out.dtype)
+        out.copy_(torch.conv2d(values, own, **attrs))
 
     return call
 
