@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import strop
 from strop.ir.device import CPU, Device
 from strop.kernels import library
 from strop.kernels.gemm import trimmed
-from strop.kernels.kernel import NEVER, RESULT, Launch, Torch, scratch
+from strop.kernels.kernel import NEVER, RESULT, Launch, Operand, Torch, View, scratch
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
 from strop.testing import assert_as_accurate_as_eager
@@ -68,7 +69,10 @@ def test_few_rows_are_written_where_they_belong() -> None:
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
 @pytest.mark.parametrize("rows", [32, 512, 4096, 16384, 5000, 200_000])
-def test_each_row_is_multiplied_once_in_little_memory(rows: int, device: Device) -> None:
+def test_each_row_is_multiplied_once_in_little_memory(
+    rows: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trimmed, "_whole", lambda *_: (None, NEVER))  # what stores rows itself
     found = trimmed.ROW.launch(asked(rows), device)
     assert found is not None
     products, copies = found.parts[::2], found.parts[1::2]
@@ -97,10 +101,41 @@ def given() -> Any:
     return call(trimmed.OP, ("n", 768), (WIDE, 768), columns=WORDS)
 
 
-def test_ours_multiplies_on_hopper() -> None:
-    found = trimmed.ROW.launch(asked(4096), H100)
-    assert found is not None
-    assert {source.name for source in found.sources} == {"wgmma_gemm", "trimmed"}
+@pytest.mark.parametrize("rows", [512, 4096, 16384])
+def test_a_product_of_ours_stores_dense_rows_on_hopper(rows: int) -> None:
+    found = trimmed.ROW.launch(asked(rows), H100)
+    assert not scratch_bytes(found)
+    (only,) = found.parts
+    assert isinstance(only, Launch)
+    assert only.source.name == "wgmma_gemm"
+    assert only.operands[1].piece == ((0, 0, WORDS),)
+    assert only.operands[1].view == View((WORDS, 768), (768, 1))
+    assert only.operands[2] == Operand(RESULT)
+    assert only.source in trimmed.ROW.forms(given(), H100)
+
+
+def test_what_has_too_many_numbers_or_no_whole_lines_goes_in_parts() -> None:
+    many = trimmed.ROW.launch(asked(50_000), H100)
+    assert len(many.parts) > 1
+    odd = problem(trimmed.OP, (512, 772), (WIDE, 772), columns=WORDS)
+    assert len(trimmed.ROW.launch(odd, H100).parts) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(130, 131), (512, 50257), (1025, 3001)])
+def test_a_gpu_computes_it(rows: int, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    layer = torch.nn.Linear(768, columns, bias=False, device="cuda", dtype=dtype)
+    layer.requires_grad_(False)
+    x = torch.randn(1, rows, 768, device="cuda", dtype=dtype)
+    eager, exact = layer(x), F.linear(x.double(), layer.weight.double())
+    module = strop.optimize(torch.nn.Sequential(layer))
+    for _ in range(3):
+        found = module(x)
+        assert found.is_contiguous()
+        assert_as_accurate_as_eager(found, eager, exact)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 512, 16384])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from strop.ir.contractions import GELU, GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
+from strop.kernels.gemm.epilogues import TOGETHER
 from strop.kernels.gemm.tile import (
     ACTIVATED,
     CODE_CONV,
@@ -57,6 +58,7 @@ class Case:
     activation: str = GELU
     gates_first: bool = False
     has_biases: bool = True
+    any_width: bool = False
 
 
 CASES = (
@@ -139,6 +141,16 @@ CASES = (
          activation=SILU, gates_first=True, has_biases=False),
     Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, GATED,
          has_biases=False),
+    *(
+        Case(GemmTile(*tile), (1, 1, rows, 128, outs), (1, 1, 64 * tile[0]), 1, any_width=True)
+        for tile, rows, outs in (
+            ((2, 160, 5), 300, 331),
+            ((1, 96, 3), 61, 96),
+            ((2, 64, 3, 1, True), 300, 129),
+            ((2, 128, 3, 1, True, True), 300, 261),
+            ((2, 96, 3, 1, True, True), 200, 97),
+        )
+    ),
 )  # fmt: skip
 
 
@@ -185,6 +197,7 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         bool(case.rank),
         Gate(case.activation, case.gates_first),
         case.has_biases,
+        any_width=case.any_width,
     )
     x, w, bias = operands(case)
     further = replace(case, sizes=(*case.sizes[:3], case.rank, case.sizes[4]))
@@ -211,7 +224,7 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         count, height, width = case.box
         places = wanted.view(len(x), sides[0], 2, sides[1], -1)
         views.append((places.shape, places.stride(), (count, height, 1, width, product.unit)))
-    elif not product.has_parts:
+    elif product.leaves_by_boxes:
         views.append((wanted.shape, wanted.stride(), (*case.box, product.unit)))
 
     def call(source: KernelSource, seed: int) -> None:
@@ -250,6 +263,7 @@ def test_results(case: Case, seed: int) -> None:
         Case(GemmTile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
         Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
         Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 256, 160), (1, 1, 128), 1, rank=96),
+        Case(GemmTile(2, 64, 2, 1, True), (1, 1, 300, 256, 131), (1, 1, 128), 1, any_width=True),
     ],
     ids=str,
 )
@@ -335,6 +349,18 @@ PAIRS = [
     for end in (PLAIN, GATED, SUM)
     for tile in tuned(H100).gemm.tiles[end]
 ]
+
+
+OF_ANY_WIDTH = [
+    Product(tile, 1, any_width=True)
+    for tile in tuned(H100).gemm.tiles[PLAIN]
+    if tile.split == 1 and tile.cols % TOGETHER == 0
+]
+
+
+def test_products_of_any_width_assemble(tmp_path: Path) -> None:
+    assert OF_ANY_WIDTH
+    assert_assembled(OF_ANY_WIDTH, F16, tmp_path)
 
 
 def test_pairs_assemble(tmp_path: Path) -> None:

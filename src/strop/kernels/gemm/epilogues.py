@@ -178,6 +178,7 @@ def _activated(of: Product, block: int) -> Iterator[str]:
         yield f"    mov.f32 %o{own}, %t1;\n"
 
 
+TOGETHER = 32  # columns that a warp stores at a time
 READ = "    @%is_handing cp.async.bulk.wait_group.read 0;\n"
 
 
@@ -219,9 +220,6 @@ _OF_WINDOW = """\
 def stored(of: Product, kind: str) -> Iterator[str]:
     """Store by way of shared memory, mixed as the accelerator reads it; it leaves out what is not
     in the picture, and adds to what is there if it is to."""
-    box, op, what = of.rows * 2 * of.unit, "cp", ""
-    if of.adds:
-        op, what = "cp.reduce", ".add"
     for block in range(of.blocks):
         if of.gated:
             yield from _gates(of, kind, block)
@@ -230,6 +228,17 @@ def stored(of: Product, kind: str) -> Iterator[str]:
         elif of.codes:
             yield from scaled_codes.scaled(of, kind, block)
         yield from _staged(of, kind, block)
+    yield from _by_threads(of) if of.any_width else _by_boxes(of)
+    if of.tile.keeps_on:
+        yield (beyond(of) + "    add.u32 %id, %id, %stride;\n") if of.tile.apart else ""
+        yield NEXT_TILE + "    @%p bra tile;\n"
+    yield (READ if of.leaves_by_boxes else "") + "done:\n    ret;\n}\n"
+
+
+def _by_boxes(of: Product) -> Iterator[str]:
+    box, op, what = of.rows * 2 * of.unit, "cp", ""
+    if of.adds:
+        op, what = "cp.reduce", ".add"
     yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
     yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"
     first, rank, place = "%col", 4, "%n0, %left, %top, %picture"
@@ -245,10 +254,48 @@ def stored(of: Product, kind: str) -> Iterator[str]:
 [%map2, {{{place}}}], [%n1];
 """
     yield "    cp.async.bulk.commit_group;\nhanded:\n"
-    if of.tile.keeps_on:
-        yield (beyond(of) + "    add.u32 %id, %id, %stride;\n") if of.tile.apart else ""
-        yield NEXT_TILE + "    @%p bra tile;\n"
-    yield READ + "done:\n    ret;\n}\n"
+
+
+def _by_threads(of: Product) -> Iterator[str]:
+    """Store rows of any width, one warp a row, 32 columns at a time: a row may begin at any
+    element, where the accelerator wants multiples of 16 bytes."""
+    line, box = 2 * of.unit, of.rows * 2 * of.unit
+    yield met(of)
+    yield f"""\
+    mul.lo.u32 %at, %group, {of.rows * 2 * of.width if of.tile.apart else 0};
+    add.u32 %at, %at, %base;
+    shl.b32 %n4, %lane, 1;
+    and.b32 %item, %warp, {of.team - 1 if of.tile.apart else 31};
+rows:
+    add.u32 %n2, %left, %item;
+    setp.ge.u32 %p, %n2, %columns;
+    @%p bra written;
+    mul.wide.u32 %far, %n2, %outs;
+    add.u32 %n2, %col, %lane;
+    cvt.u64.u32 %wide, %n2;
+    add.u64 %far, %far, %wide;
+    shl.b64 %far, %far, 1;
+    add.u64 %far, %out, %far;
+    mul.lo.u32 %n0, %item, {line};
+    shr.u32 %n3, %n0, 3;
+    and.b32 %n3, %n3, {line - 16};
+    add.u32 %n0, %n0, %at;
+"""
+    for first in range(0, of.width, TOGETHER):
+        place = of.results_at + first // of.unit * box
+        yield f"""\
+    add.u32 %n1, %n4, {first % of.unit * 2};
+    xor.b32 %n1, %n1, %n3;
+    add.u32 %n1, %n1, %n0;
+    ld.shared.b16 %h0, [%n1+{place}];
+    st.global.b16 [%far+{2 * first}], %h0;
+"""
+    yield f"""\
+    add.u32 %item, %item, {of.team};
+    setp.lt.u32 %p, %item, {of.rows};
+    @%p bra rows;
+written:
+"""
 
 
 def _staged(of: Product, kind: str, block: int) -> Iterator[str]:

@@ -84,9 +84,9 @@ class GemmForm:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """Return the box in which results leave, columns last, or none where programs share a sum.
+        """Return the box in which results leave, columns last, or none where programs store them.
         One of four windows writes every second line."""
-        if self.product.has_parts:
+        if not self.product.leaves_by_boxes:
             return ()
         count, height, width = self.box
         lines = (height, 1) if self.windows > 1 else (height,)

@@ -45,7 +45,8 @@ class Product:
     the result to the next. ``paired``: the sum of a linear goes on over a second input with
     weights of its own, as of an adapter's factors. ``codes``: operands are e4m3, and results their
     sums times a scale of each row and one of each column; of a window, each pixel's products are
-    scaled by its own."""
+    scaled by its own. ``any_width``: a linear whose dense result may have an odd number of columns:
+    its rows begin anywhere, so that programs store it themselves, 2 bytes at a time."""
 
     tile: GemmTile
     size: int
@@ -55,6 +56,7 @@ class Product:
     gate: Gate = GEGLU
     has_biases: bool = True  # of values and gates, or of columns that are scaled
     codes: bool = False
+    any_width: bool = False
 
     @property
     def gated(self) -> bool:
@@ -134,6 +136,11 @@ class Product:
     def has_parts(self) -> bool:
         """Tell whether programs share a sum."""
         return self.tile.split > 1
+
+    @property
+    def leaves_by_boxes(self) -> bool:
+        """Tell whether the tensor memory accelerator stores results."""
+        return not (self.has_parts or self.any_width)
 
     @property
     def unit(self) -> int:

@@ -1,8 +1,9 @@
 """Compute the first columns of a linear whose weight has rows of zeros behind (``aligned_linear``).
 
-A GEMM writes rows that begin at multiples of 16 bytes, a user's rows are dense. So some rows at a
-time go to a working buffer, and a kernel copies their columns while they are still in the cache: a
-buffer for all rows would be as large as the result, 1.5 GiB for 32 x 512 words of GPT-2.
+A user's rows are dense, and begin at any element. On Hopper a product of ours stores such rows
+itself. Other GEMMs write rows that begin at multiples of 16 bytes. So some rows at a time go to a
+working buffer, and a kernel copies their columns: a buffer for all rows would be as large as the
+result, 1.5 GiB for 32 x 512 words of GPT-2.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from strop.ir.functions import EARLY, HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.gemm import skinny
+from strop.kernels.gemm.epilogues import TOGETHER
+from strop.kernels.gemm.tile import PLAIN, Product
+from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
     NEVER,
     RESULT,
@@ -43,6 +47,8 @@ COLUMNS = "columns"  # its attribute: how many columns of the product the result
 MOST_BYTES = 112 << 20
 UNIT, MOST_PARTS = 256, 64  # rows are cut at multiples of UNIT, into so many parts at most
 MOST_NUMBERS = 2**31
+# Numbers that programs store a microsecond beside their products, a guess until it is measured.
+STORED_A_US = 8e6
 BLOCK = 2048  # columns that a program has under way at a time
 
 _TEXT = f"""\
@@ -105,6 +111,10 @@ def cost_us(problem: Problem, device: Device) -> float:
         return NEVER
     if _few(problem, device) is not None:
         return skinny.cost_us(_narrow(problem), device)
+    return min(_in_parts_us(problem, device), _whole(problem, device)[1])
+
+
+def _in_parts_us(problem: Problem, device: Device) -> float:
     times = tuned(device).gemm.library
     found = 0.0
     for _, part in _parts(problem):
@@ -124,6 +134,29 @@ def _narrow(problem: Problem) -> Problem:
     return Problem("linear", (), (problem.shapes[0], (columns, depth)), problem.dtype)
 
 
+def _whole(problem: Problem, device: Device) -> tuple[gemm.GemmForm | None, float]:
+    """Return the fastest product that stores dense rows itself, and its microseconds, or None and
+    NEVER where there is none."""
+    narrow, found = _narrow(problem), dict[gemm.GemmForm, float]()
+    (columns, depth), of = narrow.shapes[1], gemm.picture_of(narrow)
+    is_able = device.has_wgmma and depth % gemm.PIECE == 0 and of.width >= gemm.LEAST_ROWS
+    if not is_able or of.width * columns >= MOST_NUMBERS:
+        return None, NEVER
+    times = tuned(device).gemm
+    for product in _of_any_width(columns, device):
+        tile = product.tile
+        each = replace(gemm.form(tile, of, sms=device.sms), product=product)
+        found[each] = gemm.us_of(each, of, times) + of.width * columns / STORED_A_US
+    best = min(found, key=found.__getitem__, default=None)
+    return best, NEVER if best is None else found[best]
+
+
+def _of_any_width(columns: int, device: Device) -> Iterator[Product]:
+    for tile in tuned(device).gemm.tiles[PLAIN]:
+        if tile.split == 1 and tile.cols % TOGETHER == 0 and tile.cols <= columns:
+            yield Product(tile, 1, any_width=True)
+
+
 def _few(problem: Problem, device: Device) -> Launches | None:
     """Return what multiplies few rows, which writes columns of any number itself, or None."""
     narrow = _narrow(problem)
@@ -133,8 +166,14 @@ def _few(problem: Problem, device: Device) -> Launches | None:
     if found is None:
         return None
     (only,) = (part for part in found.parts if isinstance(part, Launch))
-    weight = replace(only.operands[1], piece=((0, 0, problem.attr(COLUMNS)),))
-    return Launches((replace(only, operands=(only.operands[0], weight, *only.operands[2:])),))
+    return Launches((_of_first_rows(only, problem),))
+
+
+def _of_first_rows(product: Launch, problem: Problem) -> Launch:
+    """Have a product of the narrow linear read the user's rows of the weight."""
+    x, weight, *others = product.operands
+    weight = replace(weight, piece=((0, 0, problem.attr(COLUMNS)),))
+    return replace(product, operands=(x, weight, *others))
 
 
 def _product(part: Problem, device: Device, begin: int) -> Launch | Torch:
@@ -160,6 +199,11 @@ def launch(problem: Problem, device: Device) -> Launches:
     few = _few(problem, device)
     if few is not None:
         return few
+    found, us = _whole(problem, device)
+    if found is not None and us < _in_parts_us(problem, device):
+        (only,) = gemm.launches_by(found, _narrow(problem)).parts
+        assert isinstance(only, Launch)
+        return Launches((_of_first_rows(only, problem),))
     wide, columns = problem.shapes[1][0], problem.attr(COLUMNS)
     source, parts = trimmed(problem.dtype), list[Launch | Torch]()
     for begin, part in _parts(problem):
@@ -176,6 +220,9 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     weight = call.known(1)
     assert weight is not None
     found = [trimmed(call.dtype)]
+    if device.has_wgmma and weight[1] % gemm.PIECE == 0:
+        whole = _of_any_width(call.attr(COLUMNS), device)
+        found += [wgmma_gemm(product, call.dtype) for product in whole]
     if not gemm.supports(linear, device):
         found += gemm.forms(linear, device)
     some = const(call.attr(COLUMNS)), const(weight[1])

@@ -65,7 +65,8 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     multiples of 16 bytes; the inputs may have gaps, and so may results that leave by boxes. CI is a
     multiple of 64, of a single place 8, of codes 16, and R of 8; CO of 8, where it is gated twice
     ``width``, where it adds ``width``, and where it has an activation or scales no less than
-    ``width``. Codes of a window have one part of the sum. Sums are fp32; where it adds they are
+    ``width``; a linear of any width has at least ``width``, and one part. Codes of a window have
+    one part of the sum. Sums are fp32; where it adds they are
     rounded before they are added to what is there, and again with it. Scalars: tiles of columns,
     boxes right, down and of pictures, CI, tiles at work, and 1 where kernels that may still run
     write the weights, else 0; of a window of several places pictures, lines and columns of a box,
@@ -78,7 +79,7 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     pixels = (0, 0, 0) if of.has_box else (1, 1, of.rows)
     count, *sides = pixels
     placed = (count, sides[0], 1, sides[1]) if of.has_four_windows else pixels
-    results = () if of.has_parts else (*placed, of.unit)
+    results = (*placed, of.unit) if of.leaves_by_boxes else ()
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
     further = ((*pixels, HALF), (of.width, HALF)) if of.paired else ()
     pairs = ((*pixels, of.line), (of.width, of.line), *further)
@@ -162,9 +163,9 @@ def _begin(of: Product) -> Iterator[str]:
     counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
     rank = 5 if of.has_four_windows else 4
     params = {"x": 4, "w": 2} | ({"further": 4, "v": 2} if of.paired else {})
-    params |= {} if of.has_parts else {"result": rank}
+    params |= {"result": rank} if of.leaves_by_boxes else {}
     pointers = (*scaled_codes.POINTERS * of.codes, "more")
-    pointers = ("result", *pointers) if of.has_parts else pointers
+    pointers = pointers if of.leaves_by_boxes else ("result", *pointers)
     yield entry(name_of(of), params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
         split=tile.split,
@@ -547,7 +548,7 @@ def _turned(of: Product) -> str:
 
 def _multiply(of: Product, kind: str) -> Iterator[str]:
     """A stage is free when the products of the next one are on their way."""
-    out = "    ld.param.u64 %out, [result];\n" if of.has_parts else handing(of)
+    out = handing(of) if of.leaves_by_boxes else "    ld.param.u64 %out, [result];\n"
     released = release(of.barriers, "%last", "%n0")
     yield f"""\
 multiply:
@@ -587,7 +588,7 @@ multiply:
     yield _turned(of)
     if not of.codes:
         yield "    wgmma.wait_group.sync.aligned 0;\n" + released * of.tile.keeps_on
-    if of.tile.keeps_on:  # results of the tile before have left
+    if of.tile.keeps_on and of.leaves_by_boxes:  # results of the tile before have left
         yield READ
     # results go where the operands of all groups were, or those of the tile before
     yield met(of)
