@@ -154,16 +154,17 @@ def _gates(of: Product, kind: str, block: int) -> Iterator[str]:
     first of both did."""
     activation = ACTIVATIONS[of.gate.activation]
     first = block * of.tile.cols // 2
-    if of.has_biases:
+    is_biased = of.has_biases and not of.codes  # whose biases come with scales
+    if is_biased:
         yield _BIASES + _SECOND_HALF
     for n in range(of.width // 8):
-        if of.has_biases:
+        if is_biased:
             yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + unpacked(kind, 0)
             yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
         for m in range(4):
             own = first + 4 * n + m
             first_half, second_half = f"%o{own}", f"%o{own + of.width // 2}"
-            if of.has_biases:
+            if is_biased:
                 yield f"    add.f32 {first_half}, {first_half}, %f{m % 2};\n"
                 yield f"    add.f32 {second_half}, {second_half}, %f{2 + m % 2};\n"
             value, gate = (first_half, second_half)[:: -1 if of.gate.is_first else 1]
@@ -223,12 +224,12 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     if of.adds:
         op, what = "cp.reduce", ".add"
     for block in range(of.blocks):
+        if of.codes:
+            yield from scaled_codes.scaled(of, kind, block)
         if of.gated:
             yield from _gates(of, kind, block)
         elif of.end == ACTIVATED:
             yield from _activated(of, block)
-        elif of.codes:
-            yield from scaled_codes.scaled(of, kind, block)
         yield from _staged(of, kind, block)
     yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
     yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"
