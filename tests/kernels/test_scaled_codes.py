@@ -14,9 +14,10 @@ from torch import Tensor
 
 from benchmarks.fitting import code_conv as sweep_of_convolutions
 from benchmarks.fitting import codes_wgmma
+from strop.ir.contractions import GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import scaled_convs, scaled_rows
-from strop.kernels.gemm.tile import CODE_CONV, CODES, GemmTile, Product
+from strop.kernels.gemm.tile import CODE_CONV, CODES, GATED, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
@@ -24,6 +25,7 @@ from strop.kernels.libraries import conv_us
 from strop.kernels.library import select
 from strop.kernels.tuned import tuned
 from strop.runtime.build.loader import kernel_loader
+from strop.runtime.run.library_calls import ACTIVATIONS
 from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
@@ -41,6 +43,7 @@ class Case:
     columns: int
     dtype: torch.dtype = F16
     has_biases: bool = True
+    gate: Gate | None = None  # of values and gates, which are halves of ``columns``
 
 
 CASES = (
@@ -51,12 +54,30 @@ CASES = (
     Case(GemmTile(2, 80, 3, 1, True), 300, 208, 160),
     Case(GemmTile(1, 160, 4), 100, 640, 320, BF16),
     Case(GemmTile(2, 160, 5), 300, 144, 328, has_biases=False),
+    Case(APART, 300, 320, 160, gate=Gate()),
+    Case(APART, 200, 1040, 240, BF16, has_biases=False, gate=Gate(SILU, is_first=True)),
+    Case(GemmTile(2, 128, 4, 1, True, True), 200, 272, 144, BF16, gate=Gate(GELU_TANH)),
+    Case(GemmTile(2, 160, 4, 1, True), 300, 208, 320, gate=Gate(is_first=True)),
+    Case(GemmTile(2, 192, 4, 1, True), 130, 144, 400, gate=Gate(SILU)),  # columns of two tiles
+    Case(GemmTile(1, 80, 8), 100, 640, 160, BF16, gate=Gate()),
+    Case(GemmTile(1, 160, 4, 1, True), 200, 128, 320, has_biases=False, gate=Gate(GELU_TANH)),
 )
+
+
+def _product(case: Case) -> Product:
+    if case.gate is None:
+        return Product(case.tile, 1, has_biases=case.has_biases, codes=True)
+    return Product(case.tile, 1, GATED, gate=case.gate, has_biases=case.has_biases, codes=True)
+
+
+def _gated(columns: Tensor, gate: Gate) -> Tensor:
+    value, gates = columns.chunk(2, 1)[:: -1 if gate.is_first else 1]
+    return value * ACTIVATIONS[gate.activation](gates)
 
 
 def prepared(case: Case) -> tuple[KernelSource, Run]:
     """The kernel, and what runs it or another and asserts that results are right."""
-    product = Product(case.tile, 1, has_biases=case.has_biases, codes=True)
+    product = _product(case)
     torch.manual_seed(case.rows + case.depth)
     x, w = (
         (8 * torch.randn(n, case.depth)).to(torch.float8_e4m3fn) for n in (case.rows, case.columns)
@@ -65,11 +86,13 @@ def prepared(case: Case) -> tuple[KernelSource, Run]:
     bias = torch.randn(case.columns).to(case.dtype)
     wanted = (x.double() @ w.double().t()) * by_row.double()[:, None] * by_column.double()
     wanted += bias.double() if case.has_biases else 0.0
-    right, across = -(-case.rows // product.rows), -(-case.columns // product.width)
+    wanted = _gated(wanted, case.gate) if case.gate else wanted
+    outs = wanted.shape[1]
+    right, across = -(-case.rows // product.rows), -(-outs // product.width)
     total = across * right
     at_work = min(total, 2) if case.tile.keeps_on else total
     box = (1, 1, product.rows)
-    result = (1, 1, case.rows, case.columns)
+    result = (1, 1, case.rows, outs)
     views = [
         (x[None, None].shape, x[None, None].stride(), (*box, product.line)),
         (w.shape, w.stride()),
