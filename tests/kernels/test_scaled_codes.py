@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,17 +14,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.fitting import code_conv as sweep_of_convolutions
-from benchmarks.fitting import codes_wgmma
+from benchmarks.fitting import codes_gated, codes_wgmma
 from strop.ir.contractions import GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import scaled_convs, scaled_rows
-from strop.kernels.gemm.tile import CODE_CONV, CODES, GATED, GemmTile, Product
+from strop.kernels.gemm.tile import CODE_CONV, CODES, GATED, GATED_CODES, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
 from strop.kernels.libraries import conv_us
 from strop.kernels.library import select
 from strop.kernels.tuned import tuned
+from strop.passes.gated_codes import LEAST_COLUMNS
 from strop.runtime.build.loader import kernel_loader
 from strop.runtime.run.library_calls import ACTIVATIONS
 from tests.gpus import H100
@@ -209,6 +211,9 @@ def test_all_that_orders_it_is_needed(is_convolution: bool) -> None:
 
 def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
     assert_assembled([Product(tile, 1, codes=True) for tile in codes_wgmma.TILES], F16, tmp_path)
+    gates = itertools.cycle((Gate(), Gate(SILU, is_first=True), Gate(GELU_TANH)))
+    gated = [Product(tile, 1, GATED, gate=next(gates), codes=True) for tile in codes_gated.TILES]
+    assert_assembled(gated, F16, tmp_path)
     of_pixels = [
         Product(tile, 3, stride=stride, has_biases=False, codes=True)
         for tile in sweep_of_convolutions.TILES
@@ -218,11 +223,19 @@ def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
 
 
 def product(
-    rows: int, columns: int, depth: int, *, by_row: bool = True, dtype: torch.dtype = F16
+    rows: int,
+    columns: int,
+    depth: int,
+    *,
+    by_row: bool = True,
+    dtype: torch.dtype = F16,
+    gate: Gate | None = None,
 ) -> Problem:
     scales = (rows if by_row else 1, 1), (1, columns)
     shapes = ((rows, depth), (columns, depth), *scales, (columns,))
-    return Problem("scaled_product", (("is_fast", False),), shapes, dtype)
+    attrs = {"is_fast": False, **(gate.attrs if gate else {})}
+    op = "scaled_geglu" if gate else "scaled_product"
+    return Problem(op, tuple(sorted(attrs.items())), shapes, dtype)
 
 
 REFUSED = {
@@ -231,6 +244,7 @@ REFUSED = {
     "scales each row and each column": product(300, 160, 320, by_row=False),
     "computes fp16 and bf16": product(300, 160, 320, dtype=torch.float32),
     "no tile that was measured": product(300, 72, 320),
+    "not 320 -> 328": product(300, 328, 320, gate=Gate()),
 }
 
 
@@ -251,6 +265,35 @@ def test_where_there_is_no_tile_the_library_multiplies() -> None:
 def test_where_a_tile_is_faster_it_multiplies(shape: tuple[int, int, int]) -> None:
     problem = product(*shape)
     assert select(problem.call, problem, H100).kernel == "wgmma_codes"
+
+
+@pytest.mark.parametrize("shape", [(2048, 10240, 1280), (8192, 5120, 640), (512, 10240, 1280)])
+def test_gates_are_at_the_end_of_a_product(shape: tuple[int, int, int]) -> None:
+    """Their tile has values and gates of half as many columns of the result."""
+    rows, columns, depth = shape
+    how = Gate(SILU, is_first=True)
+    problem = product(*shape, gate=how)
+    choice = select(problem.call, problem, H100)
+    assert choice.kernel == "wgmma_codes"
+    assert [name for name, _ in choice.beaten] == ["scaled_mm_and_torch"]
+    assert choice.launches is not None
+    (part,) = choice.launches.parts
+    assert isinstance(part, Launch)
+    found, _ = scaled_rows.fastest(problem, H100)
+    assert found is not None
+    tile = found.product.tile
+    assert part.source == wgmma_gemm(Product(tile, 1, GATED, gate=how, codes=True), F16)
+    assert part.source in list(scaled_rows.forms(problem.call, H100))
+    across, right = -(-columns // tile.cols), -(-rows // (64 * tile.groups))
+    assert part.scalars[:5] == (across, right, 1, 1, depth)
+    assert part.operands[2].view is not None
+    assert part.operands[2].view.box == (1, 1, 64 * tile.groups, found.product.unit)
+
+
+def test_each_tile_for_gates_is_in_the_sweep_and_the_pass_knows_the_smallest() -> None:
+    known = tuned(H100).gemm.tiles[GATED_CODES]
+    assert known.keys() <= {*codes_gated.TILES}
+    assert min(tile.cols for tile in known) == LEAST_COLUMNS
 
 
 def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,3 +376,17 @@ def test_on_a_gpu(shape: tuple[int, ...]) -> None:
     errors = codes_wgmma.measure(shape, library)["errors"]
     assert len(errors) == len(codes_wgmma.TILES) + 1
     assert max(errors.values()) < 2 * BOUND[F16], errors  # sums of Hopper are short
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="multiplies by WGMMA",
+)
+@pytest.mark.parametrize("shape", [(300, 416, 208), (2048, 10240, 1280)], ids=str)
+def test_gates_on_a_gpu(shape: tuple[int, ...]) -> None:
+    library = kernel_loader("cuda", 0, "", 0)
+    library.build(list(dict.fromkeys(codes_gated.sources(shape))))
+    errors = codes_gated.measure(shape, library)["errors"]
+    assert len(errors) == len(codes_gated.TILES) + 2
+    assert max(errors.values()) < 3 * BOUND[F16], errors  # the pairs' are rounded twice
