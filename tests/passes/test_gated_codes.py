@@ -54,6 +54,19 @@ class SwiGLU(Block):
         return F.silu(gate) * value
 
 
+class Pair(Block):
+    """Two layers of one value, as of FLUX.2 and Z-Image, which become one product."""
+
+    def __init__(self) -> None:
+        super().__init__(bias=False)
+        self.up, self.gate = (nn.Linear(DEPTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        normed = self.norm(y)
+        return self.last(y + self.down(F.silu(self.gate(normed)) * self.up(normed)))
+
+
 class ReadTwice(Block):
     def gated(self, columns: Tensor) -> Tensor:
         value, gate = columns.chunk(2, -1)
@@ -74,6 +87,7 @@ CASES = {
     "tanh": (Block(approximate="tanh"), Gate(GELU_TANH)),
     "SwiGLU": (SwiGLU(), Gate(SILU, is_first=True)),
     "no biases": (Block(bias=False), Gate()),
+    "two layers": (Pair(), Gate(SILU, is_first=True)),
 }
 
 
@@ -122,9 +136,9 @@ def test_values_are_those_of_the_rule(module: nn.Module, gate: Gate) -> None:
     for spec, node in zip(own.program.inputs, own.graph.inputs, strict=True):
         index = node.attrs["index"]
         if spec.made:
-            (part,) = (arguments[i] for i in spec.merged)
-            coded = CodedWeight([part], FORMATS["fp8"])
-            coded.write([part])
+            parts = [weights[names[i]] for i in spec.merged]
+            coded = CodedWeight(parts, FORMATS["fp8"])
+            coded.write(parts)
             arguments[index] = coded.codes if spec.made.endswith("codes") else coded.scales
         else:
             arguments[index] = weights[names[index]] if spec.is_state else x
@@ -140,8 +154,11 @@ def test_values_are_those_of_the_rule(module: nn.Module, gate: Gate) -> None:
 def in_torch(module: Any, x: Tensor) -> Tensor:
     """The rule of 8 bits for the layers inside, in plain torch."""
     y = module.first(x)
-    columns = eight_bit_linear(module.norm(y), module.up.weight, module.up.bias, "fp8")
-    down = eight_bit_linear(module.gated(columns), module.down.weight, module.down.bias, "fp8")
+    layers = [module.gate, module.up] if isinstance(module, Pair) else [module.up]
+    weight = torch.cat([layer.weight for layer in layers])
+    columns = eight_bit_linear(module.norm(y), weight, module.up.bias, "fp8")
+    gated = SwiGLU.gated(module, columns) if isinstance(module, Pair) else module.gated(columns)
+    down = eight_bit_linear(gated, module.down.weight, module.down.bias, "fp8")
     result: Tensor = module.last(y + down)
     return result.float()
 
