@@ -88,8 +88,8 @@ def form(
     has_biases: bool,
     sms: int,
 ) -> GemmForm:
-    """Return the form of a product by this tile. ``columns`` are a weight's rows, those of gates
-    among them."""
+    """Return the form of a product by this tile. ``columns`` are a weight's rows, no fewer than the
+    tile has; with gates among them a multiple of 16."""
     product = Product(tile, 1, end, gate=gate, has_biases=has_biases, codes=True)
     boxes = (1, 1, -(-rows // product.rows))
     across = -(-columns // (_halves(end) * product.width))

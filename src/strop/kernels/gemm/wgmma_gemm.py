@@ -65,13 +65,12 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     multiples of 16 bytes; the inputs may have gaps, and so may results that leave by boxes. CI is a
     multiple of 64, of a single place 8, of codes 16, and R of 8; CO of 8, where it is gated twice
     ``width``, where it adds ``width``, and where it has an activation or scales no less than
-    ``width``; of gates that are scaled CO is a multiple of 16, and no less than twice ``width``.
-    Codes of a window have one part of the sum. Sums are fp32; where it adds they are rounded before
-    they are added to what is there, and again with it. Scalars: tiles of columns, boxes right, down
-    and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
-    else 0; of a window of several places pictures, lines and columns of a box, no more than rows in
-    all, and 2^16 by the latter two, rounded up; of a single place how many tiles of rows are gone
-    through together.
+    ``width``. Codes of a window have one part of the sum. Sums are fp32; where it adds they are
+    rounded before they are added to what is there, and again with it. Scalars: tiles of columns,
+    boxes right, down and of pictures, CI, tiles at work, and 1 where kernels that may still run
+    write the weights, else 0; of a window of several places pictures, lines and columns of a box,
+    no more than rows in all, and 2^16 by the latter two, rounded up; of a single place how many
+    tiles of rows are gone through together.
     """
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if of.has_parts else stored(of, kind)
