@@ -79,7 +79,7 @@ def bound(
     each: GemmForm, shape: tuple[int, ...], sets: list[Any], library: Any, stream: int
 ) -> Callable[[], None]:
     rows, columns, depth = shape
-    sizes = [(1, 1, rows, depth), (columns, depth), (1, 1, rows, columns)]
+    sizes = [(1, 1, rows, depth), (columns, depth), (1, 1, *sets[0][2].shape)]
     views: list[Any] = [(size, torch.empty(size, device="meta").stride()) for size in sizes]
     views[0] = (*views[0], (*each.box, each.product.line))
     views[2] = (*views[2], each.results)

@@ -33,7 +33,7 @@ ANYWHERE = {
     *("skinny_gemm", "wide_attention", "narrow_conv", "folded_taps", "geglu", "mixed_product"),
     "trimmed_linear",
 }
-ON_SM_90 = {"wgmma_gemm", "wgmma_attention", "cross_attention", "tma_attention"}
+ON_SM_90 = {"wgmma_gemm", "wgmma_codes", "wgmma_attention", "cross_attention", "tma_attention"}
 STRIDED: dict[str, Any] = {**SAME, "stride": (2, 2)}
 HEADS = (("b", 8, "n", 40), ("b", 8, "n", 64), ("b", 1, "n", 512), ("b", 2, "n", 128))
 CALLS = (
@@ -67,6 +67,8 @@ CALLS = (
     ),
     call("code_sums", ("n", 64), (32, 64)),
     call("scaled_product", ("n", 64), (32, 64), ("n", 1), (1, 32)),
+    call("scaled_geglu", ("n", 640), (5120, 640), ("n", 1), (1, 5120), (5120,), is_fast=False),
+    call("scaled_geglu", ("n", 64), (64, 64), ("n", 1), (1, 64), is_fast=False),
     *(
         call(
             "scaled_conv2d",

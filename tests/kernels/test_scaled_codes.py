@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.fitting import code_conv as sweep_of_convolutions
-from benchmarks.fitting import codes_wgmma
+from benchmarks.fitting import codes_gated, codes_wgmma
+from strop.ir.contractions import GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import scaled_convs, scaled_rows
-from strop.kernels.gemm.tile import CODE_CONV, CODES, GemmTile, Product
+from strop.kernels.gemm.tile import CODE_CONV, CODES, GATED, GATED_CODES, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import NEVER, RESULT, Late, Launch, Problem
 from strop.kernels.libraries import conv_us
 from strop.kernels.library import select
 from strop.kernels.tuned import tuned
+from strop.passes.gated_codes import LEAST_COLUMNS
 from strop.runtime.build.loader import kernel_loader
+from strop.runtime.run.library_calls import ACTIVATIONS
 from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
@@ -41,6 +45,7 @@ class Case:
     columns: int
     dtype: torch.dtype = F16
     has_biases: bool = True
+    gate: Gate | None = None  # of values and gates, which are halves of ``columns``
 
 
 CASES = (
@@ -51,12 +56,30 @@ CASES = (
     Case(GemmTile(2, 80, 3, 1, True), 300, 208, 160),
     Case(GemmTile(1, 160, 4), 100, 640, 320, BF16),
     Case(GemmTile(2, 160, 5), 300, 144, 328, has_biases=False),
+    Case(APART, 300, 320, 160, gate=Gate()),
+    Case(APART, 200, 1040, 240, BF16, has_biases=False, gate=Gate(SILU, is_first=True)),
+    Case(GemmTile(2, 128, 4, 1, True, True), 200, 272, 144, BF16, gate=Gate(GELU_TANH)),
+    Case(GemmTile(2, 160, 4, 1, True), 300, 208, 320, gate=Gate(is_first=True)),
+    Case(GemmTile(2, 192, 4, 1, True), 130, 144, 400, gate=Gate(SILU)),  # columns of two tiles
+    Case(GemmTile(1, 80, 8), 100, 640, 160, BF16, gate=Gate()),
+    Case(GemmTile(1, 160, 4, 1, True), 200, 128, 320, has_biases=False, gate=Gate(GELU_TANH)),
 )
+
+
+def _product(case: Case) -> Product:
+    if case.gate is None:
+        return Product(case.tile, 1, has_biases=case.has_biases, codes=True)
+    return Product(case.tile, 1, GATED, gate=case.gate, has_biases=case.has_biases, codes=True)
+
+
+def _gated(columns: Tensor, gate: Gate) -> Tensor:
+    value, gates = columns.chunk(2, 1)[:: -1 if gate.is_first else 1]
+    return value * ACTIVATIONS[gate.activation](gates)
 
 
 def prepared(case: Case) -> tuple[KernelSource, Run]:
     """The kernel, and what runs it or another and asserts that results are right."""
-    product = Product(case.tile, 1, has_biases=case.has_biases, codes=True)
+    product = _product(case)
     torch.manual_seed(case.rows + case.depth)
     x, w = (
         (8 * torch.randn(n, case.depth)).to(torch.float8_e4m3fn) for n in (case.rows, case.columns)
@@ -65,11 +88,13 @@ def prepared(case: Case) -> tuple[KernelSource, Run]:
     bias = torch.randn(case.columns).to(case.dtype)
     wanted = (x.double() @ w.double().t()) * by_row.double()[:, None] * by_column.double()
     wanted += bias.double() if case.has_biases else 0.0
-    right, across = -(-case.rows // product.rows), -(-case.columns // product.width)
+    wanted = _gated(wanted, case.gate) if case.gate else wanted
+    outs = wanted.shape[1]
+    right, across = -(-case.rows // product.rows), -(-outs // product.width)
     total = across * right
     at_work = min(total, 2) if case.tile.keeps_on else total
     box = (1, 1, product.rows)
-    result = (1, 1, case.rows, case.columns)
+    result = (1, 1, case.rows, outs)
     views = [
         (x[None, None].shape, x[None, None].stride(), (*box, product.line)),
         (w.shape, w.stride()),
@@ -186,6 +211,9 @@ def test_all_that_orders_it_is_needed(is_convolution: bool) -> None:
 
 def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
     assert_assembled([Product(tile, 1, codes=True) for tile in codes_wgmma.TILES], F16, tmp_path)
+    gates = itertools.cycle((Gate(), Gate(SILU, is_first=True), Gate(GELU_TANH)))
+    gated = [Product(tile, 1, GATED, gate=next(gates), codes=True) for tile in codes_gated.TILES]
+    assert_assembled(gated, F16, tmp_path)
     of_pixels = [
         Product(tile, 3, stride=stride, has_biases=False, codes=True)
         for tile in sweep_of_convolutions.TILES
@@ -195,11 +223,19 @@ def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
 
 
 def product(
-    rows: int, columns: int, depth: int, *, by_row: bool = True, dtype: torch.dtype = F16
+    rows: int,
+    columns: int,
+    depth: int,
+    *,
+    by_row: bool = True,
+    dtype: torch.dtype = F16,
+    gate: Gate | None = None,
 ) -> Problem:
     scales = (rows if by_row else 1, 1), (1, columns)
     shapes = ((rows, depth), (columns, depth), *scales, (columns,))
-    return Problem("scaled_product", (("is_fast", False),), shapes, dtype)
+    attrs = {"is_fast": False, **(gate.attrs if gate else {})}
+    op = "scaled_geglu" if gate else "scaled_product"
+    return Problem(op, tuple(sorted(attrs.items())), shapes, dtype)
 
 
 REFUSED = {
@@ -208,6 +244,7 @@ REFUSED = {
     "scales each row and each column": product(300, 160, 320, by_row=False),
     "computes fp16 and bf16": product(300, 160, 320, dtype=torch.float32),
     "no tile that was measured": product(300, 72, 320),
+    "not 320 -> 328": product(300, 328, 320, gate=Gate()),
 }
 
 
@@ -228,6 +265,35 @@ def test_where_there_is_no_tile_the_library_multiplies() -> None:
 def test_where_a_tile_is_faster_it_multiplies(shape: tuple[int, int, int]) -> None:
     problem = product(*shape)
     assert select(problem.call, problem, H100).kernel == "wgmma_codes"
+
+
+@pytest.mark.parametrize("shape", [(2048, 10240, 1280), (8192, 5120, 640), (512, 10240, 1280)])
+def test_gates_are_at_the_end_of_a_product(shape: tuple[int, int, int]) -> None:
+    """Their tile has values and gates of half as many columns of the result."""
+    rows, columns, depth = shape
+    how = Gate(SILU, is_first=True)
+    problem = product(*shape, gate=how)
+    choice = select(problem.call, problem, H100)
+    assert choice.kernel == "wgmma_codes"
+    assert [name for name, _ in choice.beaten] == ["scaled_mm_and_torch"]
+    assert choice.launches is not None
+    (part,) = choice.launches.parts
+    assert isinstance(part, Launch)
+    found, _ = scaled_rows.fastest(problem, H100)
+    assert found is not None
+    tile = found.product.tile
+    assert part.source == wgmma_gemm(Product(tile, 1, GATED, gate=how, codes=True), F16)
+    assert part.source in list(scaled_rows.forms(problem.call, H100))
+    across, right = -(-columns // tile.cols), -(-rows // (64 * tile.groups))
+    assert part.scalars[:5] == (across, right, 1, 1, depth)
+    assert part.operands[2].view is not None
+    assert part.operands[2].view.box == (1, 1, 64 * tile.groups, found.product.unit)
+
+
+def test_each_tile_for_gates_is_in_the_sweep_and_the_pass_knows_the_smallest() -> None:
+    known = tuned(H100).gemm.tiles[GATED_CODES]
+    assert known.keys() <= {*codes_gated.TILES}
+    assert min(tile.cols for tile in known) == LEAST_COLUMNS
 
 
 def test_the_fastest_tile_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,3 +376,17 @@ def test_on_a_gpu(shape: tuple[int, ...]) -> None:
     errors = codes_wgmma.measure(shape, library)["errors"]
     assert len(errors) == len(codes_wgmma.TILES) + 1
     assert max(errors.values()) < 2 * BOUND[F16], errors  # sums of Hopper are short
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="multiplies by WGMMA",
+)
+@pytest.mark.parametrize("shape", [(300, 416, 208), (2048, 10240, 1280)], ids=str)
+def test_gates_on_a_gpu(shape: tuple[int, ...]) -> None:
+    library = kernel_loader("cuda", 0, "", 0)
+    library.build(list(dict.fromkeys(codes_gated.sources(shape))))
+    errors = codes_gated.measure(shape, library)["errors"]
+    assert len(errors) == len(codes_gated.TILES) + 2
+    assert max(errors.values()) < 3 * BOUND[F16], errors  # the pairs' are rounded twice

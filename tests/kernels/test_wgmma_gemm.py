@@ -23,6 +23,7 @@ from strop.kernels.gemm.tile import (
     CODE_CONV,
     CODES,
     GATED,
+    GATED_CODES,
     GEGLU,
     MOST_SHARED,
     NARROW,
@@ -283,7 +284,7 @@ TABLES = {
     SUM: (1, SUM, 1),
     ACTIVATED: (1, ACTIVATED, 1),
 }
-OF_CODES = (CODES, CODE_CONV)  # see test_scaled_codes
+OF_CODES = (CODES, GATED_CODES, CODE_CONV)  # see test_scaled_codes
 GATES = {ACTIVATED: Gate(GELU_TANH)}
 APART = ((2, 160, 4, 1, True, True), (2, 128, 5, 1, True, True), (2, 192, 3, 1, True, True))
 TRIED = {  # tiles that were measured, and are in no table

@@ -24,6 +24,13 @@ GPU = torch.device("cuda", 0)
 def planned(
     module: nn.Module, specs: dict[str, tuple[str, ...]], numerics: str, dtype: torch.dtype
 ) -> Compiled:
+    return planned_by(module, specs, Options(numerics=(numerics,)), dtype)[0]
+
+
+def planned_by(
+    module: nn.Module, specs: dict[str, tuple[str, ...]], options: Options, dtype: torch.dtype
+) -> tuple[Compiled, list[str]]:
+    """Return what is compiled for a GPU, and the names of the weights among its arguments."""
     module = module.to(dtype).eval().requires_grad_(False)
     given = [TensorSpec(shape, dtype, GPU) for shape in specs.values()]
     captured = capture(module, module, given, {"b": 2, "s": 77}, device=GPU)
@@ -31,7 +38,8 @@ def planned(
         captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
     )
     signature = Signature(imported.returned, captured.guards)
-    return compile_graph(imported.graph, signature, GPU.type, Options(numerics=(numerics,)))
+    made = compile_graph(imported.graph, signature, GPU.type, options)
+    return made, [*captured.state_names]
 
 
 TOKENS = {"x": ("b", "s", "16"), "time": ("b", "16")}

@@ -7,6 +7,7 @@ import torch
 
 import strop
 from strop.options import Options
+from tests.passes import test_gated_codes as gated
 from tests.quantised.small_models import given, in_torch, net, off
 from tests.quantised.test_eight_bit import IN_BLOCKS
 
@@ -69,3 +70,18 @@ def test_weights_are_never_stale_in_a_cuda_graph(numerics, tmp_path):
             assert off(found, wanted) < 1.3 * off(rule(*x), wanted) + 4e-3
         assert off(found, before) > 1e-4
         before = found
+
+
+@pytest.mark.parametrize("block", [gated.Block(320), gated.SwiGLU(320)], ids=["GEGLU", "SwiGLU"])
+@torch.inference_mode()
+def test_gates_at_the_end_of_a_product(block, tmp_path):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("multiplies by WGMMA")
+    module = block.half().eval().cuda()
+    xs = [torch.randn(2, rows, gated.DEPTH, device="cuda").half() for rows in (96, 96, 33)]
+    found = [(module(x), gated.in_torch(module, x)) for x in xs]
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True, numerics=("fp8",)))
+    for x, (exact, rule) in zip(xs, found, strict=True):
+        assert off(module(x), exact) < 1.3 * off(rule, exact) + 4e-3
+    assert strop.explain(module).calls["scaled_geglu"] == 1
+    assert module.forward.counters.eager_calls == 0

@@ -263,6 +263,7 @@ _RULES: dict[str, Rule] = {
     "mixed_product": lambda n, x, env: mixed_product(*x),
     "code_sums": lambda n, x, env: torch.matmul(x[0].double(), x[1].double().t()),
     "scaled_product": lambda n, x, env: _scaled_product(x),
+    "scaled_geglu": lambda n, x, env: _geglu(n, _scaled_product(x)),
     "code_conv2d": lambda n, x, env: code_conv2d(*x, **_concrete_attrs(n, env)),
     "scaled_conv2d": lambda n, x, env: scaled_conv2d(*x, **_concrete_attrs(n, env)),
     "conv2d": lambda n, x, env: torch.conv2d(

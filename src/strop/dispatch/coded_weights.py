@@ -161,8 +161,21 @@ def _watch_of(parts: Sequence[Tensor]) -> SourceWatch:
         return Sources()
     if own[0].device.type == "cpu":
         return Sources(KnownWrites(own), _KnownBits(own))
-    edges = [edge for t in own for edge in (t[:1], t[:, : EDGE_BYTES // t.itemsize])]
-    return Sources(KnownWrites(own), KnownValues(edges))
+    found = [edge for weight in own for edge in edges(weight)]
+    return Sources(KnownWrites(own), KnownValues(found))
+
+
+def edges(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first row of a weight, and the first numbers of each row, of a convolution at each
+    place of its window: as words where they are whole ones, since torch gathers one element after
+    the other."""
+    count = EDGE_BYTES // weight.itemsize
+    dense = weight.movedim(1, -1)
+    is_whole = dense.is_contiguous() and dense.shape[-1] % count == 0
+    if is_whole and not weight.data_ptr() % EDGE_BYTES and not weight.storage_offset() % count:
+        words = dense.view(torch.int64)
+        return words[:1], words[..., :1]
+    return weight[:1], weight[:, :count]
 
 
 class _KnownBits(SourceWatch):

@@ -184,6 +184,13 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", ANYWHERE, flops=_linear_flops),
     ),
+    # the operands of such a product with a weight of 2 N rows, scales by row and by column[, a bias
+    # (2 N,)] -> (M, N): a * gelu(b) of its halves a, b, as of a geglu, rounded once
+    Op(
+        "scaled_geglu",
+        Kind.CONTRACTION,
+        anchor=Anchor("GEMM", CUDA, flops=_linear_flops),
+    ),
     # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op(
         "matmul",

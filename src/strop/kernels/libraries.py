@@ -149,6 +149,15 @@ def scaled_us(problem: Problem, device: Device) -> float:
     return SCALED_BEGIN_US + ops / (SCALED_GAIN * times.linear_ops) + results
 
 
+def scaled_gates_us(problem: Problem, device: Device) -> float:
+    """Return the time of the product, and of torch's gates behind it: the activation and the
+    product with the values, each rounded."""
+    plain = replace(problem, op="scaled_product", attrs=())
+    times = tuned(device).gemm.library
+    numel = problem.shapes[0][0] * problem.shapes[1][0] // 2
+    return scaled_us(plain, device) + 2 * times.adding_us + 10 * numel / times.behind_bytes
+
+
 def code_conv_us(problem: Problem, device: Device) -> float:
     """Return a guess: torch computes it in fp64, which copies both operands."""
     (batch, _, *image), weight = problem.shapes[:2]
@@ -205,6 +214,7 @@ MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
 TRIMMED = Kernel("cublas_and_copy", ("trimmed_linear",), anything, trimmed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
+SCALED_GATES = Kernel("scaled_mm_and_torch", ("scaled_geglu",), anything, scaled_gates_us)
 CODE_CONVS = Kernel("conv_of_codes_in_fp64", ("code_conv2d",), anywhere, code_conv_us)
 SCALED_CONVS = Kernel("conv_of_codes_in_halves", ("scaled_conv2d",), anywhere, halved_conv_us)
 TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
@@ -220,6 +230,7 @@ ROWS: tuple[Kernel, ...] = (
     TRIMMED,
     CODES,
     SCALED,
+    SCALED_GATES,
     CODE_CONVS,
     SCALED_CONVS,
     CUDNN,

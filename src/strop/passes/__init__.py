@@ -21,6 +21,7 @@ from strop.passes.dequantised_linear import dequantised_linear, left_in_floats
 from strop.passes.dot_merge import dot_merge
 from strop.passes.eight_bit import eight_bit_choice, eight_bit_products, left_exact
 from strop.passes.eight_bit_convs import eight_bit_convs
+from strop.passes.gated_codes import gated_codes
 from strop.passes.gated_linear import gated_linear
 from strop.passes.grouped_heads import grouped_heads
 from strop.passes.joined_calls import joined_calls
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     eight_bit_products,  # the linears in 8 bits, by codes
     low_rank_pair,  # a linear goes on over the factors of its adapters
     low_rank_add,  # elsewhere the product of an adapter's factors, added where it is multiplied up
+    gated_codes,  # a product of codes and the gate that follows it, as one kernel
     gated_linear,  # a linear and the gate that follows it, which one kernel may be
     activated_linear,  # a linear and the GELU that follows it, which a library's GEMM computes
     aligned_linear,  # more columns of zeros, where rows of a result would begin anywhere
@@ -75,6 +77,7 @@ ONLY_ON = {
     "dequantised_linear": "cpu",
     "eight_bit_convs": "cuda",
     "pooled_operands": "cuda",
+    "gated_codes": "cuda",
     "gated_linear": "cuda",
     "grouped_heads": "cuda",
     "joined_calls": "cuda",

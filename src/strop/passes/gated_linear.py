@@ -7,6 +7,8 @@ Improve Transformer, https://arxiv.org/abs/2002.05202.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from strop.ir.contractions import GATE_OPS, LINEARS, Gate, alike
 from strop.ir.dims import const
 from strop.ir.functions import HALVES
@@ -28,7 +30,7 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
         return len(users[node]) == times and node not in graph.outputs
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        found = _halves(node)
+        found = halves(node, _is_linear)
         if found is None:
             return None
         value, gate, activation, how = found
@@ -44,9 +46,13 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
     return rewrite(graph, rule)
 
 
-def _halves(node: Node) -> tuple[Node, Node, Node, Gate] | None:
+def _is_linear(node: Node) -> bool:
+    return node.op in LINEARS
+
+
+def halves(node: Node, is_layer: Callable[[Node], bool]) -> tuple[Node, Node, Node, Gate] | None:
     """Return value and gate of value * gelu(gate), the gelu or another of GATE_OPS, and what it is,
-    where they are halves of one linear."""
+    where they are halves of one layer."""
     if node.op != "mul" or len(node.inputs) != 2:
         return None
     for value, activation in (node.inputs, node.inputs[::-1]):
@@ -55,17 +61,17 @@ def _halves(node: Node) -> tuple[Node, Node, Node, Gate] | None:
         gate = activation.inputs[0]
         for is_first in (False, True):
             are_halves = _is_half(value, int(is_first)) and _is_half(gate, int(not is_first))
-            if are_halves and value.inputs == gate.inputs:
+            if are_halves and value.inputs == gate.inputs and is_layer(value.inputs[0]):
                 return value, gate, activation, Gate(activation.op, is_first)
     return None
 
 
 def _is_half(node: Node, which: int) -> bool:
-    if node.op != "slice" or node.inputs[0].op not in LINEARS:
+    if node.op != "slice":
         return False
-    linear, width = node.inputs[0], node.shape[-1]
+    layer, width = node.inputs[0], node.shape[-1]
     is_last = node.attrs["dim"] == len(node.shape) - 1 and node.attrs["step"] == 1
-    is_half = width + width == linear.shape[-1]
+    is_half = width + width == layer.shape[-1]
     return bool(is_last and is_half and node.attrs["start"] == width * const(which))
 
 

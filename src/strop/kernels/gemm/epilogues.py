@@ -154,16 +154,17 @@ def _gates(of: Product, kind: str, block: int) -> Iterator[str]:
     first of both did."""
     activation = ACTIVATIONS[of.gate.activation]
     first = block * of.tile.cols // 2
-    if of.has_biases:
+    is_biased = of.has_biases and not of.codes  # whose biases come with scales
+    if is_biased:
         yield _BIASES + _SECOND_HALF
     for n in range(of.width // 8):
-        if of.has_biases:
+        if is_biased:
             yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + unpacked(kind, 0)
             yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
         for m in range(4):
             own = first + 4 * n + m
             first_half, second_half = f"%o{own}", f"%o{own + of.width // 2}"
-            if of.has_biases:
+            if is_biased:
                 yield f"    add.f32 {first_half}, {first_half}, %f{m % 2};\n"
                 yield f"    add.f32 {second_half}, {second_half}, %f{2 + m % 2};\n"
             value, gate = (first_half, second_half)[:: -1 if of.gate.is_first else 1]
@@ -221,12 +222,12 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     """Store by way of shared memory, mixed as the accelerator reads it; it leaves out what is not
     in the picture, and adds to what is there if it is to."""
     for block in range(of.blocks):
+        if of.codes:
+            yield from scaled_codes.scaled(of, kind, block)
         if of.gated:
             yield from _gates(of, kind, block)
         elif of.end == ACTIVATED:
             yield from _activated(of, block)
-        elif of.codes:
-            yield from scaled_codes.scaled(of, kind, block)
         yield from _staged(of, kind, block)
     yield from _by_threads(of) if of.any_width else _by_boxes(of)
     if of.tile.keeps_on:

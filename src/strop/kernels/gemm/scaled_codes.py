@@ -199,7 +199,8 @@ def summed_up(of: Product) -> Iterator[str]:
 
 
 def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
-    """Multiply sums of a block by their scales, and add the biases."""
+    """Multiply sums of a block by their scales, and add the biases. Those of a second half of
+    columns, as of gates, lie behind all of the first."""
     first = block * of.tile.cols // 2
     if not of.scales_pixels:
         yield from _scales_of_rows(of, block)
@@ -214,6 +215,8 @@ def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
     add.u64 %wide, %other, %wide;
 """
     for n in range(of.tile.cols // 8):
+        if 8 * n == of.width:
+            yield _second_half(of)
         yield f"    ld.global.v2.f32 {{%f0, %f1}}, [%far+{32 * n}];\n"
         if of.has_biases:
             yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
@@ -226,6 +229,17 @@ def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
                 yield f"    fma.rn.f32 %o{own}, %{SUMS}{own}, {scale}, %f{2 + m % 2};\n"
             else:
                 yield f"    mul.f32 %o{own}, %{SUMS}{own}, {scale};\n"
+
+
+def _second_half(of: Product) -> str:
+    """Go on from scales and biases of this tile's columns to those of the columns' other half."""
+    return f"""\
+    sub.u32 %n1, %outs, {of.width};
+    mul.wide.u32 %b, %n1, 4;
+    add.u64 %far, %far, %b;
+    mul.wide.u32 %b, %n1, 2;
+    add.u64 %wide, %wide, %b;
+"""
 
 
 def _scales_of_rows(of: Product, block: int) -> Iterator[str]:

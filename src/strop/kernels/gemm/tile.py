@@ -10,6 +10,7 @@ from strop.kernels.ptx import LINE, LINE_BYTES, ROWS
 
 GEGLU = Gate()
 MOST_SHARED = 227 * 1024  # of a program
+MOST_SUMMED = 160  # columns of codes whose sums leave registers for all else
 MIXED = 1024  # bytes after which lines of shared memory are mixed as before
 # What becomes of the sums: they are the results; values times the activation of gates, biases
 # added; they and biases are added, rounded, to what lies where the results go.
@@ -18,6 +19,7 @@ PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 ACTIVATED = "activated"
 NARROW = "narrow"  # the kind of a plain product with few columns
 CODES = "codes"  # the kind of products of e4m3 codes
+GATED_CODES = "gated_codes"  # of those that end in gates
 CODE_CONV = "code_conv"  # and of 3x3 convolutions of them
 
 
@@ -115,7 +117,8 @@ class Product:
     @property
     def moves_registers(self) -> bool:
         """Tell whether those that fetch leave registers to two groups that multiply."""
-        return self.tile.apart or (self.scales_pixels and self.tile.groups > 1)
+        is_large = self.scales_pixels or (self.codes and self.tile.cols > MOST_SUMMED)
+        return self.tile.apart or (is_large and self.tile.groups > 1)
 
     @property
     def team(self) -> int:

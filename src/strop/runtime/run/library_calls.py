@@ -153,6 +153,17 @@ def _paired_geglu(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
+def _scaled_geglu(attrs: Mapping[str, Any]) -> OutCall:
+    multiply = scaled_calls.on_gpu(attrs)
+
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        both = out.new_empty(out.shape[0], inputs[1].shape[0])
+        multiply(inputs, both)
+        _gated(attrs, both, out)
+
+    return call
+
+
 def _matmul(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: torch.matmul(inputs[0], inputs[1], out=out)
 
@@ -402,6 +413,7 @@ CUDA_PLANNED_OUT = {
     "conv2d": _cudnn_conv2d,
     "linear_gelu": _linear_gelu,
     "geglu": _geglu,
+    "scaled_geglu": _scaled_geglu,
     "paired_geglu": _paired_geglu,
     "folded_taps": _folded_taps,
     "upsampled_conv2d": _upsampled_conv2d,
