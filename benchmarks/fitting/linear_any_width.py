@@ -34,6 +34,8 @@ SHAPES = (
     (4096, 50257, 1280),
     (2048, 30523, 1024),
     (8192, 1003, 512),
+    *((rows, 30522, 768) for rows in (128, 1024)),
+    (1024, 32001, 2048),
 )
 MULTIPLE = 8  # columns of what cuBLAS writes
 TILES = tuple(t for t in h100.LINEAR_TILES if t.split == 1 and t.cols % TOGETHER == 0)

@@ -23,12 +23,12 @@ from strop.ir.dims import product
 from strop.ir.e4m3 import encoded
 from strop.ir.eight_bit import CODES, FORMATS, LEAST, SCALES, Format
 from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.ir.ops import OPS
 from strop.options import Options
 from strop.passes.eight_bit_rules import reasons
 from strop.passes.scaled_products import scaled_product
 
 log = logging.getLogger("strop")
-CONVOLUTIONS = ("conv2d", "scaled_conv2d")  # exact, and in fp8 (``passes.eight_bit_convs``)
 MARK = "format"  # the attribute of a linear that is to be computed in 8 bits: in which
 _F32 = torch.float32
 
@@ -46,8 +46,8 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
         return graph
     found = reasons(graph, own, options.exact_layers)
     able = {node for node, reason in found.items() if not reason}
-    kinds = ("linear", *(CONVOLUTIONS if own.dtype.is_floating_point else ()))
-    _warn_of_others(options.exact_layers, [n.origin for n in graph.nodes if n.op in kinds])
+    layers = [*found, *(_convolutions(graph) if own.dtype.is_floating_point else ())]
+    _warn_of_others(options.exact_layers, [layer.origin for layer in layers])
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         if node not in able:
@@ -55,6 +55,12 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
         return b.make("linear", inputs, node.shape, node.dtype, format=own.name)
 
     return rewrite(graph, rule) if able else graph
+
+
+def _convolutions(graph: Graph) -> list[Node]:
+    """Return the convolutions, exact ones and those in fp8 (``passes.eight_bit_convs``)."""
+    anchors = ((node, OPS[node.op].anchor) for node in graph.nodes)
+    return [node for node, anchor in anchors if anchor and anchor.category == "convolution"]
 
 
 def _warn_of_others(exact_layers: Sequence[str], origins: Sequence[str]) -> None:
