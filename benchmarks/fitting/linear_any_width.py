@@ -38,7 +38,10 @@ SHAPES = (
     (1024, 32001, 2048),
 )
 MULTIPLE = 8  # columns of what cuBLAS writes
-TILES = tuple(t for t in h100.LINEAR_TILES if t.split == 1 and t.cols % TOGETHER == 0)
+TILES = (
+    *(tile for tile in h100.LINEAR_TILES if tile.split == 1 and tile.cols % TOGETHER == 0),
+    *(GemmTile(*each, 1, True) for each in ((2, 96, 5), (1, 160, 6), (1, 128, 6))),
+)
 
 
 def form_by(tile: GemmTile, shape: tuple[int, ...]) -> GemmForm:
