@@ -336,8 +336,8 @@ class ModuleState:
         return tuple(tensor.requires_grad for tensor in self.tensors)
 
     def has_new_tensors(self, *, is_memory_known: bool = False) -> bool:
-        """Say whether a Parameter was replaced or its memory moved, of which the latter may be known
-        not to be so."""
+        """Say whether a Parameter was replaced, or its memory moved unless it is known not to
+        have."""
         try:
             same = self._weights.hold()
         except KeyError:

@@ -102,13 +102,12 @@ def _polynomial(
     known_parts = [part for part in parts if part is not None]
     if len(known_parts) < len(parts):
         return None
+    first, last = known_parts[0], known_parts[-1]
     if node.op == "neg":
-        return _sum({}, known_parts[0], -1.0)
+        return _sum({}, first, -1.0)
     if node.op in ("add", "sub"):
-        return _sum(*known_parts, 1.0 if node.op == "add" else -1.0)
-    if node.op == "div":
-        return _share(*known_parts)
-    return _product(known_parts[0], known_parts[-1])
+        return _sum(first, last, 1.0 if node.op == "add" else -1.0)
+    return _share(first, last) if node.op == "div" else _product(first, last)
 
 
 def _sum(a: Polynomial, b: Polynomial, factor: float) -> Polynomial:
