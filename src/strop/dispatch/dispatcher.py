@@ -311,7 +311,7 @@ class Dispatcher(ForwardStandIn):
         hoisted = vars(self.counters.hoisted)  # programs count there
         replays, before = self.counters.replays, dict(hoisted)
         result = self._run_ahead(entry, call.tensors)
-        has_changed = self._look.has_changed()
+        has_changed = self._look.has_changed(is_memory_known=True)  # by ``may_run_ahead``
         if not has_changed and not self._refresh_weights(call):
             return False, result
         self.counters.replays = replays  # nobody sees that result

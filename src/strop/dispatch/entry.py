@@ -33,6 +33,7 @@ class Entry:
     timestep: int | None = None  # see ``Adapter.timestep``
     piece: str = ""  # of a step that a step cache divides
     is_pure: bool = False  # see ``Program``
+    has_exchanges: bool = False  # see ``Program``
     has_free: bool = False  # it serves all lengths of some arguments (``free_places``)
     has_short: bool = True  # it may be nothing but kernels, which have a short way
 

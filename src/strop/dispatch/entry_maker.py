@@ -83,6 +83,7 @@ class EntryMaker:
             timestep=self._adapter.timestep(call.skeleton) if steady else None,
             piece=piece_of(call.skeleton),
             is_pure=variant.program.is_pure,
+            has_exchanges=variant.program.has_exchanges,
             has_graph=not call.beside.generators,
             has_free=has_free,
             has_short=not variant.program.call_steps,

@@ -147,7 +147,7 @@ class EntryRunner:
     def _run_on_gpu(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
         """Run from a graph if there is one, else step by step. Where memory runs out, all graphs
         are dropped, and it runs again, unless other processes would have to do so too."""
-        may_run_again = not entry.variant.program.has_exchanges
+        may_run_again = not entry.has_exchanges
         if self.wants_graph(entry):
             try:
                 return self._replay(entry, tensors, checked_loop)

@@ -40,10 +40,12 @@ class LastLook:
         """Have the next call look at everything."""
         self.loop_number = 0
 
-    def has_changed(self) -> bool:
-        """Look at everything, and say whether the module is another than at the last scan."""
+    def has_changed(self, *, is_memory_known: bool = False) -> bool:
+        """Look at everything, and say whether the module is another than at the last scan.
+        ``is_memory_known``: this call has seen already that no memory of a weight has moved."""
         self.note()
-        return self._state.has_new_structure() or self._state.has_new_tensors()
+        state = self._state
+        return state.has_new_structure() or state.has_new_tensors(is_memory_known=is_memory_known)
 
     def loop_of(self, entry: Entry) -> int | None:
         """Return the denoise loop that this is a call of, if what comes of it may be kept."""

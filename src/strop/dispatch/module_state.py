@@ -335,13 +335,14 @@ class ModuleState:
         """Say which tensors require a gradient."""
         return tuple(tensor.requires_grad for tensor in self.tensors)
 
-    def has_new_tensors(self) -> bool:
-        """Say whether a Parameter was replaced or its memory moved."""
+    def has_new_tensors(self, *, is_memory_known: bool = False) -> bool:
+        """Say whether a Parameter was replaced, or its memory moved unless it is known not to
+        have."""
         try:
             same = self._weights.hold()
         except KeyError:
             return True
-        return not same or self.has_moved()
+        return not same or (not is_memory_known and self.has_moved())
 
     def has_moved(self) -> bool:
         """Say whether the memory of a Parameter that was there at the last scan is another, or

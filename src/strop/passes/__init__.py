@@ -35,12 +35,14 @@ from strop.passes.pooled_operands import pooled_operands
 from strop.passes.product_sum import product_sum
 from strop.passes.reduce_in_steps import reduce_in_steps
 from strop.passes.scaled_products import scaled_products
+from strop.passes.spelled_gelu import spelled_gelu
 from strop.passes.upsampled_conv import upsampled_conv
 
 Pass = Callable[[Graph, Options], Graph]
 
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
+    spelled_gelu,  # GELU that a model's code spells out, as one operator
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
     dequantised_linear,  # products of dequantised values, by codes
     code_sums,  # products of int8 codes, by a kernel of ours
