@@ -131,7 +131,9 @@ def test_nothing_is_timed_beside_compilers(monkeypatch: pytest.MonkeyPatch) -> N
     wait, turns = VariantStore.wait, infer_measure.take_turns
     monkeypatch.setattr(VariantStore, "wait", lambda store: (order.append("wait"), wait(store)))
     monkeypatch.setattr(
-        infer_measure, "take_turns", lambda *args: (order.append("turns"), turns(*args))[1]
+        infer_measure,
+        "take_turns",
+        lambda *args, **how: (order.append("turns"), turns(*args, **how))[1],
     )
     (result,) = infer.run(chosen_rows(["P1"], tiny=True), TINY, is_apart=False)
     assert result["contenders"]["strop"]["p50_ms"] > 0

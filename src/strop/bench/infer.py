@@ -15,7 +15,7 @@ from typing import Any
 from strop.bench import environment, infer_measure, infer_variants, peers, report
 from strop.bench.infer_contenders import Deadline, Found, Plan, Save, is_there
 from strop.bench.infer_rows import InferRow, chosen_rows, groups_of
-from strop.bench.waves import LEAST_S, TAIL_S, in_waves
+from strop.bench.queue_of_rows import LEAST_S, TAIL_S, Answer, as_ready
 from strop.bench.worker import Task, Worker
 
 SAME = ("gpu", "cpu", "torch", "triton", "cuda", "cudnn", "diffusers")  # or a peer runs again
@@ -51,17 +51,19 @@ def run(
     tasks = [(group, task) for group in groups_of(rows) for task in _tasks(group, plan)]
     tasks.sort(key=lambda pair: ORDER.index(pair[1]["do"]))
     found: dict[str, dict[str, Any]] = {}
+    answers: Iterator[Answer]
     described = environment.describe(plan.where)
     described["commit"] = plan.commit or described["commit"]
     texts = [f"{', '.join(row.name for row in group)}: {task['do']}" for group, task in tasks]
     todo = [task for _, task in tasks]
     if not is_apart:
-        answers = _here(todo, texts, clock, step)
+        answers = enumerate(_here(todo, texts, clock, step))
     elif jobs > 1:
-        answers = in_waves(todo, texts, jobs, clock.left, step)
+        answers = as_ready(todo, texts, jobs, clock.left, step)
     else:
-        answers = _in_processes(todo, texts, clock, step)
-    for (group, task), answer in zip(tasks, answers, strict=True):
+        answers = enumerate(_in_processes(todo, texts, clock, step))
+    for place, answer in answers:
+        group, task = tasks[place]
         for row in group:
             result = found.setdefault(row.name, _empty(row, plan, described))
             _put(result, task["do"], answer, is_first=row is group[0])

@@ -18,11 +18,11 @@ import torch
 from strop.bench import environment, mock_set, report, train_earlier, train_loader, train_measure
 from strop.bench.infer import Processes
 from strop.bench.infer_contenders import Deadline, Found, Save, attempt
+from strop.bench.queue_of_rows import TAIL_S
 from strop.bench.train_group import Places, perform_in_group
 from strop.bench.train_measure import Plan
 from strop.bench.train_rows import contender_named
 from strop.bench.train_work import MODELS, Contender, TrainRow
-from strop.bench.waves import TAIL_S
 from strop.bench.worker import Task
 from strop.train.places import GroupPlace, place_of_this_process
 from strop.train.ranks import group

@@ -81,6 +81,14 @@ class Worker:
         """Let it go on."""
         _turn(self._answer).touch()
 
+    def pause(self) -> None:
+        """Have the process and its children stand still."""
+        self._tell(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Have them go on."""
+        self._tell(signal.SIGCONT)
+
     @property
     def is_over(self) -> bool:
         return self._process.poll() is not None
@@ -105,9 +113,12 @@ class Worker:
 
     def _end(self) -> None:
         """End the process group: compilers leave pools of workers behind."""
-        with contextlib.suppress(ProcessLookupError):  # all of them may have ended already
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._tell(signal.SIGKILL)
         self._process.wait()
+
+    def _tell(self, what: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # all of them may have ended already
+            os.killpg(self._process.pid, what)
 
     def close(self) -> None:
         self._end()
