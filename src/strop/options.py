@@ -27,6 +27,7 @@ INFERENCE_KERNELS = (
 TRAINED_WITHOUT = (
     "activated_linear",
     "aligned_linear",
+    "causal_masks",
     "eight_bit_choice",
     "eight_bit_convs",
     "gated_codes",

@@ -15,6 +15,7 @@ from strop.passes.aligned_linear import aligned_linear
 from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
 from strop.passes.cat_last import cat_last
+from strop.passes.causal_masks import causal_masks
 from strop.passes.channels_last import channels_last
 from strop.passes.code_sums import code_sums
 from strop.passes.dequantised_linear import dequantised_linear, left_in_floats
@@ -42,6 +43,7 @@ Pass = Callable[[Graph, Options], Graph]
 
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
+    causal_masks,  # masks that are causal, of which attention knows
     spelled_gelu,  # GELU that a model's code spells out, as one operator
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
     dequantised_linear,  # products of dequantised values, by codes
