@@ -29,6 +29,8 @@ ALLOWED = {
     "codegen/cpp_text.py": "the reductions of a loop, in C++",
     "codegen/triton_reduce.py": "the reductions of a loop, in Triton",
     "codegen/triton_interpreter.py": "functions of libdevice, some of which are called alike",
+    "ir/index_values.py": "what each makes of numbers that are known of indices",
+    "passes/spelled_gelu.py": "the arithmetic of polynomials, and what GELU is spelled with",
     "ir/op.py": "functions of vmath.h, some of which are called alike",
 }
 

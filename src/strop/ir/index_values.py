@@ -56,7 +56,7 @@ COMPARED: Mapping[str, Callable[[Affine, Affine], Affine]] = {
 
 
 class IndexValues:
-    """What is known of the nodes of a graph; each is looked at once."""
+    """Know what the nodes of a graph are as numbers of indices; each is looked at once."""
 
     def __init__(self) -> None:
         self._known: dict[Node, Known] = {}
