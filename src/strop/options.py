@@ -27,6 +27,7 @@ INFERENCE_KERNELS = (
 TRAINED_WITHOUT = (
     "activated_linear",
     "aligned_linear",
+    "eight_bit_attention",
     "eight_bit_choice",
     "eight_bit_convs",
     "joined_calls",
@@ -39,7 +40,14 @@ STEP_CACHE_WORDS = ("cautious", "balanced", "fast")
 STEP_CACHES = {STEP_CACHE: "balanced"} | {f"{STEP_CACHE}:{word}": word for word in STEP_CACHE_WORDS}
 NAMED_NUMERICS = (*EIGHT_BIT, *STEP_CACHES)  # patterns of a user's own have others
 
-WGMMA_PASSES = ("eight_bit_convs", "joined_calls", "low_rank_pair", "product_sum", "upsampled_conv")
+WGMMA_PASSES = (
+    "eight_bit_attention",
+    "eight_bit_convs",
+    "joined_calls",
+    "low_rank_pair",
+    "product_sum",
+    "upsampled_conv",
+)
 
 
 def _knob(

@@ -21,15 +21,15 @@ import torch
 from strop.ir.contractions import NHWC
 from strop.ir.dims import product
 from strop.ir.e4m3 import encoded
-from strop.ir.eight_bit import CODES, FORMATS, LEAST, SCALES, Format
+from strop.ir.eight_bit import CODES, FORMATS, LEAST, MARK, SCALES, Format
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 from strop.passes.eight_bit_rules import reasons
 from strop.passes.scaled_products import scaled_product
 
 log = logging.getLogger("strop")
-CONVOLUTIONS = ("conv2d", "scaled_conv2d")  # exact, and in fp8 (``passes.eight_bit_convs``)
-MARK = "format"  # the attribute of a linear that is to be computed in 8 bits: in which
+# Exact, and in fp8 (``passes.eight_bit_convs``, ``passes.eight_bit_attention``).
+OTHERS = ("conv2d", "scaled_conv2d", "attention")
 _F32 = torch.float32
 
 
@@ -46,7 +46,7 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
         return graph
     found = reasons(graph, own, options.exact_layers)
     able = {node for node, reason in found.items() if not reason}
-    kinds = ("linear", *(CONVOLUTIONS if own.dtype.is_floating_point else ()))
+    kinds = ("linear", *(OTHERS if own.dtype.is_floating_point else ()))
     _warn_of_others(options.exact_layers, [n.origin for n in graph.nodes if n.op in kinds])
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:

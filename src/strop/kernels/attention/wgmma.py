@@ -165,13 +165,13 @@ _BEGIN = """\
 {barriers}"""
 
 # %start: the first query; %active: groups that have some; %x0: batch and head.
-_ALIKE = """\
+ALIKE = """\
     mov.u32 %active, {groups};
     mov.u32 %x0, %ctaid.x;
     mul.lo.u32 %start, %x0, {rows};
     mov.u32 %x0, %ctaid.y;
 """
-_SHARED_OUT = """\
+SHARED_OUT = """\
     ld.param.u32 %x1, [s4];
     mov.u32 %active, {groups};
     mov.u32 %x0, %ctaid.x;
@@ -207,7 +207,7 @@ def _begin(layout: WgmmaLayout) -> Iterator[str]:
         at = layout.keys_full + 16 * n
         counts |= {at: 1, at + 8: "%readers"}
     params = dict.fromkeys(("q", "k", "v", "result"), 4)
-    place = _SHARED_OUT if tile.is_shared else _ALIKE
+    place = SHARED_OUT if tile.is_shared else ALIKE
     scalars = 7 if tile.is_shared else 4
     yield entry(NAME, params, (), scalars, 32 * layout.num_warps, programs=tile.programs)
     yield _BEGIN.format(
@@ -220,7 +220,7 @@ def _begin(layout: WgmmaLayout) -> Iterator[str]:
     )
 
 
-def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
+def wait_for(label: str, first: int, stage: str, phase: str) -> str:
     """Wait for a stage, by the place of the first stage's barrier."""
     return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + wait(
         label, "%bar", phase
@@ -344,18 +344,18 @@ def _weigh(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
 """
     yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
     yield wait("queries_are_there", "%bar", "0")
-    yield _wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
+    yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
     yield "    wgmma.fence.sync.aligned;\n"
     yield from _scores(layout, kind)
     yield "    wgmma.wait_group.sync.aligned 0;\n"
     yield _keys_read(layout)
-    yield from _mask(layout)
+    yield from masked(layout.tile.keys)
     yield from maxima(layout.tile.keys, factor)
     yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
     yield from powers(layout.tile.keys, factor)
     yield "    mov.f32 %l0, %c0;\n    mov.f32 %l1, %c1;\n"
     yield from rounded(layout.tile.keys, kind)
-    yield _wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
+    yield wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
     if not layout.is_single:
         yield from _loop(layout, factor, kind)
     yield "last:\n    wgmma.fence.sync.aligned;\n"
@@ -367,7 +367,7 @@ def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     """The next block's scores and this one's results are begun together. The assembler moves a wait
     for results in front of the exponentials, unless a jump stands between: a wait for values."""
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
-    yield _wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
+    yield wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
     yield "    wgmma.fence.sync.aligned;\n"
     yield from _scores(layout, kind)
     yield from _results(layout, kind)
@@ -389,41 +389,41 @@ def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
         yield from rounded(layout.tile.keys, kind)
     yield "small:\n" + _keys_read(layout)
     yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
-    yield _wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
+    yield wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
     if not early:
         yield _results_read(layout, "%read")
     yield "    @!%any bra level;\n"
     yield from (f"    mul.f32 %l{row}, %l{row}, %e{row};\n" for row in (0, 1))
-    yield from (f"    mul.f32 %o{n}, %o{n}, %e{_row(n)};\n" for n in range(layout.columns // 2))
+    yield from (f"    mul.f32 %o{n}, %o{n}, %e{row_of(n)};\n" for n in range(layout.columns // 2))
     yield "level:\n    add.f32 %l0, %l0, %c0;\n    add.f32 %l1, %l1, %c1;\n"
     if not early:
         yield from rounded(layout.tile.keys, kind)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
 
 
-def _row(number: int) -> int:
+def row_of(number: int) -> int:
     """A thread has two neighbours of each eight columns, of two rows that are eight apart."""
     return number // 2 % 2
 
 
-def _mask(layout: WgmmaLayout) -> Iterator[str]:
+def masked(keys: int) -> Iterator[str]:
     """Minus infinity for what is behind the last key."""
     yield f"""\
     sub.u32 %x1, %steps, 1;
-    mad.lo.s32 %x1, %x1, -{layout.tile.keys}, %keys;
+    mad.lo.s32 %x1, %x1, -{keys}, %keys;
     and.b32 %x2, %lane, 3;
     shl.b32 %x2, %x2, 1;
     sub.s32 %x1, %x1, %x2;
 """
-    for n in range(layout.tile.keys // 2):
+    for n in range(keys // 2):
         yield f"    setp.gt.s32 %p, %x1, {n // 4 * 8 + n % 2};\n"
         yield f"    selp.f32 %s{n}, %s{n}, {f32(-math.inf)}, %p;\n"
 
 
-def _of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
+def of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
     """%c = all scores of a row that this thread has, by ``op``, in some chains side by side."""
     for row in (0, 1):
-        scores = [f"%s{n}" for n in range(keys // 2) if _row(n) == row]
+        scores = [f"%s{n}" for n in range(keys // 2) if row_of(n) == row]
         for n in range(chains):
             yield f"    {op} %t{n}, {scores[2 * n]}, {scores[2 * n + 1]};\n"
         for n, score in enumerate(scores[2 * chains :]):
@@ -433,7 +433,7 @@ def _of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
         yield f"    mov.f32 %c{row}, %t0;\n"
 
 
-def _of_neighbours(name: str, op: str) -> Iterator[str]:
+def of_neighbours(name: str, op: str) -> Iterator[str]:
     """Combine a row among the four threads that share it."""
     for distance in (1, 2):
         for row in (0, 1):
@@ -443,8 +443,8 @@ def _of_neighbours(name: str, op: str) -> Iterator[str]:
 
 def maxima(keys: int, factor: str) -> Iterator[str]:
     """Compute in %c the maxima of rows, scaled."""
-    yield from _of_rows(keys, "max.NaN.f32", 4)
-    yield from _of_neighbours("c", "max.NaN.f32")
+    yield from of_rows(keys, "max.NaN.f32", 4)
+    yield from of_neighbours("c", "max.NaN.f32")
     yield from (f"    mul.f32 %c{row}, %c{row}, {factor};\n" for row in (0, 1))
 
 
@@ -462,8 +462,8 @@ def _weights_scaled(layout: WgmmaLayout) -> Iterator[str]:
     """Scale so that the greatest weight of a row is 1, where it is more: %m gets by as much higher,
     %e what was weighed before is to be multiplied by, and %c the sums."""
     yield from (f"    mov.f32 %n{row}, %c{row};\n" for row in (0, 1))
-    yield from _of_rows(layout.tile.keys, "max.f32", 2)
-    yield from _of_neighbours("c", "max.f32")
+    yield from of_rows(layout.tile.keys, "max.f32", 2)
+    yield from of_neighbours("c", "max.f32")
     for row in (0, 1):
         yield f"""\
     max.f32 %c{row}, %c{row}, {f32(1)};
@@ -473,7 +473,7 @@ def _weights_scaled(layout: WgmmaLayout) -> Iterator[str]:
     ex2.approx.ftz.f32 %e{row}, %c{row};
     mul.f32 %c{row}, %n{row}, %e{row};
 """
-    yield from (f"    mul.f32 %s{n}, %s{n}, %e{_row(n)};\n" for n in range(layout.tile.keys // 2))
+    yield from (f"    mul.f32 %s{n}, %s{n}, %e{row_of(n)};\n" for n in range(layout.tile.keys // 2))
 
 
 def _grown() -> Iterator[str]:
@@ -537,9 +537,9 @@ def powers(keys: int, factor: str) -> Iterator[str]:
     %c."""
     yield from (f"    neg.f32 %n{row}, %m{row};\n" for row in (0, 1))
     for n in range(keys // 2):
-        yield f"    fma.rn.ftz.f32 %s{n}, %s{n}, {factor}, %n{_row(n)};\n"
+        yield f"    fma.rn.ftz.f32 %s{n}, %s{n}, {factor}, %n{row_of(n)};\n"
         yield f"    ex2.approx.ftz.f32 %s{n}, %s{n};\n"
-    yield from _of_rows(keys, "add.f32", 2)
+    yield from of_rows(keys, "add.f32", 2)
 
 
 def rounded(keys: int, kind: str) -> Iterator[str]:
@@ -555,7 +555,7 @@ def _store(layout: WgmmaLayout, kind: str) -> Iterator[str]:
 
 def divided(layout: moves.Laid, kind: str) -> Iterator[str]:
     """Divide by the sums of rows, on the way to the queries from %start on."""
-    yield from _of_neighbours("l", "add.f32")
+    yield from of_neighbours("l", "add.f32")
     yield from (f"    rcp.rn.f32 %l{row}, %l{row};\n" for row in (0, 1))
     yield "    mov.b64 %wide, result;\n    cvta.param.u64 %map3, %wide;\n"
     yield from moves.handed_over(layout, kind)

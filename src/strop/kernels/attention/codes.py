@@ -1,0 +1,502 @@
+"""Compute attention by e4m3 codes in PTX: twice the rate of products of halves, and no exponentials
+from the unit that has a sixteenth of the others' rate.
+
+As ``wgmma``: groups of four warps have queries of their own, one thread fetches codes of keys and
+values, and a group's next scores are computed while it weighs the values of this block. What
+differs:
+
+- Scores are multiplied by the scale of their query and of their block of keys, and results by that
+  of their block of values. Results of a block are added to the others in fp32, as Hopper's tensor
+  cores keep some 14 bits of a sum of products of codes (https://arxiv.org/abs/2412.19437, section
+  3.3.2).
+- The byte of an e4m3 number is its logarithm, but for chords between powers of two: as Schraudolph
+  computes exponentials (https://doi.org/10.1162/089976699300016467), a weight's code is eight times
+  the logarithm of the weight, rounded to a whole number. A chord is up to 6 % above the power, by a
+  factor that is 3 % to either side once a row is divided by its sum; to round to e4m3 is up to 6 %
+  alone. The conversion to half precision rounds: the least subnormal halves are whole numbers, and
+  the low byte of NaN is NaN.
+- A block's greatest weight has the code 126 (448). Weights below its 2^-15 are zeros.
+- A sum of a row is that of its rounded weights: a column of ones, behind those of the values.
+- Codes of values lie with their keys along lines, as products of codes want them, and keys are in
+  an order (``key_at``) in which a thread's scores lie as the next product's operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from strop.ir.dims import symbol
+from strop.ir.source import KernelSource
+from strop.kernels.attention import moves
+from strop.kernels.attention.wgmma import (
+    ALIKE,
+    SHARED_OUT,
+    masked,
+    of_neighbours,
+    of_rows,
+    row_of,
+    wait_for,
+)
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
+from strop.kernels.ptx import (
+    CODES_DEPTH,
+    HALF_HIGH,
+    HIGH,
+    KINDS,
+    LINE_BYTES,
+    ROWS,
+    UNIT,
+    advance,
+    barriers,
+    entry,
+    f32,
+    listed,
+    product_of_codes,
+    release,
+    wait,
+)
+
+NAME = "code_attention"
+MOST_HEAD, HEADS = 128, 8  # the largest head, and what heads are multiples of
+KEYS = (64, 128)  # of a block: lines of values have as many bytes
+ONES = 8  # more columns of values, of which the first is ones
+TOP = 126  # the code of the greatest weight
+STEPS = 8  # of codes, between two powers of two
+# Registers of a thread that weighs, by the number of groups, and of one that fetches, where a
+# program has a processor for itself.
+WEIGHING, FETCHING = {2: 240, 3: 160, 4: 112}, 24
+UNIT_OF_CODES = 2.0**-24  # the least subnormal half
+
+
+def key_at(place: int) -> int:
+    """Return the key whose codes of values stand at a place, of each sixteen. A thread has two
+    neighbours of each eight scores, and wants four neighbours of each sixteen codes."""
+    return place // 2 % 2 * 8 + place // 4 * 2 + place % 2
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLayout(moves.Laid):
+    """Lay out codes of queries, keys and values, results, barriers."""
+
+    tile: WgmmaTile
+
+    @property
+    def line(self) -> int:
+        """Return the bytes of a query's or a key's codes, with zeros behind them."""
+        return LINE_BYTES // 2 if self.head <= LINE_BYTES // 2 else LINE_BYTES
+
+    @property
+    def block(self) -> int:
+        """Return the bytes of the keys of a step."""
+        return self.tile.keys * self.line
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of values, which are columns of the result, and of the ones."""
+        return self.columns + ONES
+
+    @property
+    def of_values(self) -> int:
+        """Return the bytes of the values of a step, where lines of the next one may begin."""
+        return -(-self.rows * self.tile.keys // 1024) * 1024
+
+    @property
+    def keys_at(self) -> int:
+        return self.queries * self.line
+
+    @property
+    def values_at(self) -> int:
+        return self.keys_at + self.tile.stages * self.block
+
+    @property
+    def results_at(self) -> int:
+        return self.values_at + self.tile.stages * self.of_values
+
+    @property
+    def queries_full(self) -> int:
+        return self.results_at + self.parts * self.queries * LINE_BYTES
+
+    @property
+    def keys_full(self) -> int:
+        """Return where the first stage's barrier is; those of the others follow, each behind the
+        one that tells that the stage is free again."""
+        return self.queries_full + 8
+
+    @property
+    def values_full(self) -> int:
+        return self.keys_full + 16 * self.tile.stages
+
+    @property
+    def shared(self) -> int:
+        return self.values_full + 16 * self.tile.stages
+
+    @property
+    def hands_over(self) -> bool:
+        """Tell whether warps that fetch leave registers to those that weigh."""
+        return self.tile.programs == 1 and self.tile.groups in WEIGHING
+
+    @property
+    def num_warps(self) -> int:
+        return 4 * self.tile.groups + (4 if self.hands_over else 1)
+
+
+def code_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype) -> KernelSource:
+    """out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j], scale > 0, of
+    what codes stand for.
+
+    Params: bytes of q and k, (B, H, S, D) each; of v, (B, H, D + 8, keys), whose keys are padded to
+    whole blocks of ``tile.keys``, in the order of ``key_at``, with zeros, and whose row D is ones;
+    the result, dense as (B, S, H, D); scales in fp32, of q (B, H, S), and of k and v (B, H,
+    blocks). D: a multiple of 8. Strides of bytes are multiples of 16. Scalars: queries, keys, H,
+    B * H, and those of the shares, if there are. NaN in a row of scores gives NaN.
+    """
+    assert tile.keys in KEYS
+    assert tile.stages > 1
+    layout, kind = CodeLayout(head, tile), KINDS[dtype]
+    factor = f32(UNIT_OF_CODES * STEPS * scale * math.log2(math.e))
+    parts = (_begin(layout), _fetch(layout), _weigh(layout, factor), _store(layout, kind))
+    text = "".join(piece for part in parts for piece in part)
+    grid = (
+        (symbol("s6"),)
+        if tile.is_shared
+        else ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
+    )
+    boxes = (
+        (1, 1, layout.queries, layout.line),
+        (1, 1, tile.keys, layout.line),
+        (1, 1, layout.rows, tile.keys),
+        moves.RESULT,
+    )
+    return KernelSource(
+        NAME,
+        "ptx",
+        text,
+        (*(torch.uint8,) * 3, dtype, *(torch.float32,) * 3),
+        (1,) * (7 if tile.is_shared else 4),
+        grid,
+        constants=(("SHARED", layout.shared), ("EARLY", 1)),
+        num_warps=layout.num_warps,
+        boxes=(*boxes, (), (), ()),
+    )
+
+
+_BEGIN = """\
+    .reg .pred %p, %any, %is_first, %yes, %no;
+    .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
+    .reg .b32 %active, %readers, %of_head;
+    .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
+    .reg .b32 %phase_k, %read, %step, %left, %low, %low_a, %low_b, %low_q, %low_k, %low_v;
+    .reg .b32 %high, %high_v, %x<4>, %w<{weights}>, %y<{pairs}>;
+    .reg .b64 %map<4>, %a, %b, %wide, %of_keys, %of_values;
+    .reg .f32 %s<{scores}>, %r<{sums}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>;
+    .reg .f32 %f<2>, %g<2>, %q<2>, %d<2>, %scale_k, %scale_v, %next_v, %far_v;
+
+    griddepcontrol.wait;
+    griddepcontrol.launch_dependents;
+    ld.param.u32 %queries, [s0];
+    ld.param.u32 %keys, [s1];
+    ld.param.u32 %heads, [s2];
+    mov.u32 %thread, %tid.x;
+    and.b32 %lane, %thread, 31;
+    shr.u32 %warp, %thread, 5;
+    shfl.sync.idx.b32 %warp, %warp, 0, 31, -1;
+    mov.u32 %base, memory;
+{place}    mov.u32 %of_head, %x0;
+    div.u32 %batch, %x0, %heads;
+    mul.lo.u32 %h, %batch, %heads;
+    sub.u32 %h, %x0, %h;
+    shl.b32 %readers, %active, 2;
+    add.u32 %steps, %keys, {step} - 1;
+    div.u32 %steps, %steps, {step};
+{barriers}"""
+
+
+def _begin(layout: CodeLayout) -> Iterator[str]:
+    tile = layout.tile
+    counts: dict[int, int | str] = {layout.queries_full: 1}
+    for n in range(2 * tile.stages):
+        at = layout.keys_full + 16 * n
+        counts |= {at: 1, at + 8: "%readers"}
+    params = dict.fromkeys(("q", "k", "v", "result"), 4)
+    place = SHARED_OUT if tile.is_shared else ALIKE
+    scalars, pointers = 7 if tile.is_shared else 4, ("of_queries", "of_keys", "of_values")
+    yield entry(NAME, params, pointers, scalars, 32 * layout.num_warps, programs=tile.programs)
+    yield _BEGIN.format(
+        place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS),
+        step=tile.keys,
+        scores=tile.keys // 2,
+        sums=layout.rows // 2,
+        results=layout.columns // 2,
+        weights=tile.keys // 8,
+        pairs=tile.keys // 4,
+        barriers=barriers(counts),
+    )
+
+
+def _box(tensor: int, to: str, corner: str, size: int, barrier: str) -> str:
+    """Fetch a box of bytes; the barrier counts them."""
+    return f"""\
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], {size};
+    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[{to}], [%map{tensor}, {{{corner}, %h, %batch}}], [{barrier}];
+"""
+
+
+def _fetch(layout: CodeLayout) -> Iterator[str]:
+    """Fetch by one thread: the queries, then keys and values, the last block first, as stages are
+    free."""
+    tile = layout.tile
+    first = 128 * tile.groups
+    yield f"    setp.lt.u32 %p, %thread, {first};\n    @%p bra weigh;\n"
+    if layout.hands_over:
+        yield f"    setmaxnreg.dec.sync.aligned.u32 {FETCHING};\n"
+    yield f"    setp.ne.u32 %p, %thread, {first};\n    @%p bra done;\n"
+    for n, name in enumerate(("q", "k", "v")):
+        yield f"    mov.b64 %wide, {name};\n    cvta.param.u64 %map{n}, %wide;\n"
+    yield f"    add.u32 %bar, %base, {layout.queries_full};\n    mov.u32 %column, 0;\n"
+    yield _box(0, "%base", "%column, %start", layout.queries * layout.line, "%bar")
+    yield f"""\
+    mov.u32 %step, 0;
+    mov.u32 %stage_k, 0;
+    mov.u32 %phase_k, 1;
+    sub.u32 %row, %steps, 1;
+    mul.lo.u32 %row, %row, {tile.keys};
+fetch:
+    mad.lo.u32 %x0, %stage_k, 16, %base;
+    add.u32 %bar_k, %x0, {layout.keys_full};
+    add.u32 %bar_v, %x0, {layout.values_full};
+    mad.lo.u32 %x0, %stage_k, {layout.block}, %base;
+    add.u32 %x0, %x0, {layout.keys_at};
+    mad.lo.u32 %x1, %stage_k, {layout.of_values}, %base;
+    add.u32 %x1, %x1, {layout.values_at};
+"""
+    yield wait("keys_are_free", "%bar_k+8", "%phase_k")
+    yield _box(1, "%x0", "%column, %row", layout.block, "%bar_k")
+    yield wait("values_are_free", "%bar_v+8", "%phase_k")
+    yield _box(2, "%x1", "%row, %column", layout.rows * tile.keys, "%bar_v")
+    yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
+    yield advance(tile.stages, "%stage_k", "%phase_k")
+    yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
+
+
+def _scores(layout: CodeLayout) -> Iterator[str]:
+    """Multiply this group's queries and the keys of stage %stage_k."""
+    keys = layout.tile.keys
+    yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
+    for n in range(-(-layout.head // CODES_DEPTH)):
+        yield f"    add.u32 %low_a, %low_q, {n * CODES_DEPTH // UNIT};\n"
+        yield f"    add.u32 %low_b, %low, {n * CODES_DEPTH // UNIT};\n"
+        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
+        yield product_of_codes(keys, listed("s", keys // 2), n > 0)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def _results(layout: CodeLayout) -> Iterator[str]:
+    """Weigh the values of stage %stage_v, and the ones."""
+    yield f"    mad.lo.u32 %low, %stage_v, {layout.of_values // UNIT}, %low_v;\n"
+    for n in range(layout.tile.keys // CODES_DEPTH):
+        yield f"    add.u32 %low_b, %low, {n * CODES_DEPTH // UNIT};\n"
+        yield "    mov.b64 %b, {%low_b, %high_v};\n"
+        sums, weights = listed("r", layout.rows // 2), listed("w", 4, 4 * n)
+        yield product_of_codes(layout.rows, sums, n > 0, weights)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def _weigh(layout: CodeLayout, factor: str) -> Iterator[str]:
+    """The last block, which may have fewer keys; a loop over the others; the last results."""
+    keys = layout.tile.keys
+    yield from _ready(layout, factor)
+    yield wait("queries_are_there", "%bar", "0")
+    yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
+    yield "    wgmma.fence.sync.aligned;\n"
+    yield from _scores(layout)
+    yield from _scales_of_block("%scale_k", "%scale_v")
+    yield from (f"    mul.f32 %g{row}, %q{row}, %scale_k;\n" for row in (0, 1))
+    yield from _scales_of_block("%scale_k", "%next_v")
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+    yield _keys_read(layout)
+    yield from masked(keys)
+    yield from _maxima(keys)
+    yield from (f"    mov.f32 %m{row}, %c{row};\n" for row in (0, 1))
+    yield from _logarithms(keys)
+    yield from _weights(keys)
+    yield "    setp.ne.u32 %any, 0, 0;\n"
+    yield wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
+    yield from _loop(layout)
+    yield "last:\n    wgmma.fence.sync.aligned;\n"
+    yield from _results(layout)
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+    yield from _added(layout, "end")
+
+
+def _ready(layout: CodeLayout, factor: str) -> Iterator[str]:
+    """Make descriptors, and read the scales of this thread's queries; %left: blocks whose scales
+    have not been read."""
+    yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
+    if layout.tile.is_shared:
+        yield "    setp.ge.u32 %p, %group, %active;\n    @%p bra done;\n"
+    if layout.hands_over:
+        yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING[layout.tile.groups]};\n"
+    lines = {LINE_BYTES: HIGH, LINE_BYTES // 2: HALF_HIGH}
+    yield f"""\
+    setp.eq.u32 %yes, 0, 0;
+    setp.ne.u32 %no, 0, 0;
+    setp.eq.u32 %is_first, %lane, 0;
+    mad.lo.u32 %x0, %group, {ROWS * layout.line}, %base;
+    shr.u32 %low_q, %x0, 4;
+    or.b32 %low_q, %low_q, {1 << 16};
+    add.u32 %x0, %base, {layout.keys_at};
+    shr.u32 %low_k, %x0, 4;
+    or.b32 %low_k, %low_k, {1 << 16};
+    add.u32 %x0, %base, {layout.values_at};
+    shr.u32 %low_v, %x0, 4;
+    or.b32 %low_v, %low_v, {1 << 16};
+    mov.u32 %high, {lines[layout.line]};
+    mov.u32 %high_v, {lines[layout.tile.keys]};
+    mov.u32 %step, 1;
+    mov.u32 %stage_k, 0;
+    mov.u32 %phase_k, 0;
+    mov.u32 %stage_v, 0;
+    mov.u32 %phase_v, 0;
+    add.u32 %bar, %base, {layout.queries_full};
+    mov.u32 %left, %steps;
+    mul.lo.u32 %x0, %of_head, %steps;
+    ld.param.u64 %of_keys, [of_keys];
+    ld.param.u64 %of_values, [of_values];
+    mul.wide.u32 %wide, %x0, 4;
+    add.u64 %of_keys, %of_keys, %wide;
+    add.u64 %of_values, %of_values, %wide;
+    and.b32 %x1, %warp, 3;
+    shl.b32 %x1, %x1, 4;
+    mad.lo.u32 %x1, %group, {ROWS}, %x1;
+    shr.u32 %x2, %lane, 2;
+    add.u32 %x1, %x1, %x2;
+    add.u32 %x1, %x1, %start;
+    sub.u32 %x3, %queries, 1;
+"""
+    for row in (0, 1):
+        yield f"""\
+    add.u32 %x0, %x1, {8 * row};
+    min.u32 %x0, %x0, %x3;
+    mad.lo.u32 %x0, %of_head, %queries, %x0;
+    ld.param.u64 %a, [of_queries];
+    mul.wide.u32 %wide, %x0, 4;
+    add.u64 %a, %a, %wide;
+    ld.global.f32 %q{row}, [%a];
+    mul.f32 %q{row}, %q{row}, {factor};
+    mov.f32 %l{row}, {f32(0)};
+"""
+    yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
+
+
+def _scales_of_block(of_keys: str, of_values: str) -> Iterator[str]:
+    """Read the scales of the next block, while others are multiplied; behind the first block, its
+    own again, which nothing reads."""
+    yield "    max.u32 %left, %left, 1;\n    sub.u32 %left, %left, 1;\n"
+    yield "    mul.wide.u32 %wide, %left, 4;\n"
+    for into, base in ((of_keys, "%of_keys"), (of_values, "%of_values")):
+        yield f"    add.u64 %a, {base}, %wide;\n    ld.global.f32 {into}, [%a];\n"
+
+
+def _keys_read(layout: CodeLayout) -> str:
+    free = release(layout.keys_full, "%stage_k", "%x0")
+    return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
+
+
+def _loop(layout: CodeLayout) -> Iterator[str]:
+    """The next block's scores and this one's results are begun together. The assembler moves a wait
+    for results in front of what follows the scores, unless a jump stands between: a wait for
+    values."""
+    keys = layout.tile.keys
+    yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
+    yield wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
+    yield "    wgmma.fence.sync.aligned;\n"
+    yield from _scores(layout)
+    yield from _results(layout)
+    yield from (f"    mul.f32 %g{row}, %q{row}, %scale_k;\n" for row in (0, 1))
+    yield from _scales_of_block("%scale_k", "%far_v")
+    yield "    wgmma.wait_group.sync.aligned 1;\n"
+    yield _keys_read(layout)
+    yield from _maxima(keys)
+    for row in (0, 1):
+        yield f"""\
+    max.NaN.f32 %c{row}, %c{row}, %m{row};
+    sub.f32 %d{row}, %m{row}, %c{row};
+    mov.f32 %m{row}, %c{row};
+"""
+    yield from _logarithms(keys)
+    yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
+    yield wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+    yield release(layout.values_full, "%read", "%x0")
+    yield from _added(layout, "level")
+    yield from _weights(keys)
+    yield from _grown()
+    yield "    mov.f32 %scale_v, %next_v;\n    mov.f32 %next_v, %far_v;\n"
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
+
+
+def _maxima(keys: int) -> Iterator[str]:
+    """Compute in %c the maxima of rows, as logarithms in units of codes."""
+    yield from of_rows(keys, "max.NaN.f32", 4)
+    yield from of_neighbours("c", "max.NaN.f32")
+    yield from (f"    mul.f32 %c{row}, %c{row}, %g{row};\n" for row in (0, 1))
+
+
+def _logarithms(keys: int) -> Iterator[str]:
+    """Make pairs of halves %y of all scores, whose low bytes are the codes of weights: 0 where the
+    logarithm is too low for one."""
+    yield from (f"    sub.f32 %n{row}, {f32(TOP * UNIT_OF_CODES)}, %m{row};\n" for row in (0, 1))
+    for n in range(keys // 4):
+        for own in (2 * n, 2 * n + 1):
+            row = row_of(own)
+            yield f"    fma.rn.f32 %s{own}, %s{own}, %g{row}, %n{row};\n"
+        yield f"    cvt.rn.relu.f16x2.f32 %y{n}, %s{2 * n + 1}, %s{2 * n};\n"
+
+
+def _weights(keys: int) -> Iterator[str]:
+    """Put four codes of a row together: two of eight keys, and two of the next eight."""
+    for n in range(keys // 8):
+        step, half, row = n // 4, n // 2 % 2, n % 2
+        first = 8 * step + 4 * half + row
+        yield f"    prmt.b32 %w{n}, %y{first}, %y{first + 2}, 0x6420;\n"
+
+
+def _grown() -> Iterator[str]:
+    """Compute %e, by which what was weighed before is to be multiplied, and whether it is less than
+    1 in any row of this warp."""
+    for row in (0, 1):
+        yield f"    mul.f32 %d{row}, %d{row}, {f32(1 / (STEPS * UNIT_OF_CODES))};\n"
+        yield f"    ex2.approx.ftz.f32 %e{row}, %d{row};\n"
+    yield f"""\
+    setp.lt.f32 %p, %d0, {f32(0)};
+    setp.lt.or.f32 %p, %d1, {f32(0)}, %p;
+    vote.sync.any.pred %any, %p, -1;
+"""
+
+
+def _added(layout: CodeLayout, label: str) -> Iterator[str]:
+    """Add what a block has given to the results, which are scaled first where a row's maximum has
+    grown. Sums of weights are columns behind the values."""
+    sums = layout.columns // 2
+    yield f"    @!%any bra {label};\n"
+    yield from (f"    mul.f32 %l{row}, %l{row}, %e{row};\n" for row in (0, 1))
+    yield from (f"    mul.f32 %o{n}, %o{n}, %e{row_of(n)};\n" for n in range(sums))
+    yield f"{label}:\n"
+    yield from (f"    add.f32 %l{row}, %l{row}, %r{sums + 2 * row};\n" for row in (0, 1))
+    yield from (f"    fma.rn.f32 %o{n}, %r{n}, %scale_v, %o{n};\n" for n in range(sums))
+
+
+def _store(layout: CodeLayout, kind: str) -> Iterator[str]:
+    """Divide by the sums, which one of four threads has."""
+    yield "    and.b32 %x0, %lane, 28;\n"
+    for row in (0, 1):
+        yield f"    shfl.sync.idx.b32 %l{row}, %l{row}, %x0, 31, -1;\n"
+        yield f"    rcp.rn.f32 %l{row}, %l{row};\n"
+    yield "    mov.b64 %wide, result;\n    cvta.param.u64 %map3, %wide;\n"
+    yield from moves.handed_over(layout, kind)
+    yield moves.TAKEN + "done:\n    ret;\n}\n"
