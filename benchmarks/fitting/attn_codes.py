@@ -2,8 +2,8 @@
 
 One Hopper GPU, fp16: attention of SD1.5 (heads of 40 and 80), SDXL (64), and Flux and Wan (128) to
 itself. ``strop.kernels.attention.codes`` says how ours works. The peers are exact: cuDNN, and the
-kernel that is chosen. A tile's time is that of both kernels; "codes" is the first of them alone.
-Errors are against fp64, of 256 queries of one head. At the end it prints the numbers that
+kernel that is chosen. A tile's time is that of both kernels; "codes of" says that of the first
+alone. Errors are against fp64, of 256 queries of one head. At the end it prints the numbers that
 ``tuned.h100.BY_CODES`` wants: what a round and a step of each tile take, fitted to all shapes.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.fitting.conv_narrow import SETS
 from strop.ir.source import KernelSource
 from strop.kernels.attention import rows as exact
 from strop.kernels.attention.code_rows import launches_by
-from strop.kernels.attention.wgmma_tiles import WgmmaTile
+from strop.kernels.attention.wgmma_tiles import CodeTile
 from strop.kernels.kernel import Launches, Problem
 from strop.kernels.tuned import h100
 from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
@@ -49,21 +49,21 @@ SHAPES = (
     (1, 24, 1536, 128),
     (1, 12, 14040, 128),
 )
-# groups, keys, stages, programs; those whose registers suffice
-TILES: Mapping[int, tuple[WgmmaTile, ...]] = {
-    head: tuple(itertools.starmap(WgmmaTile, found))
+# groups, keys, stages, programs: whose registers suffice. Each with exact scores, and of codes.
+TILES: Mapping[int, tuple[CodeTile, ...]] = {
+    head: tuple(
+        CodeTile(*each, exact_scores=is_exact) for is_exact in (True, False) for each in found
+    )
     for head, found in {
         40: (
             (2, 128, 3),
-            (3, 128, 3),
-            (3, 64, 4),
-            (4, 64, 4),
+            (3, 128, 2),
+            (4, 64, 3),
             (1, 128, 3, 2),
-            (1, 64, 4, 3),
         ),
-        64: ((2, 128, 3), (3, 64, 4), (1, 128, 3, 2), (1, 64, 4, 2)),
-        80: ((2, 128, 3), (3, 64, 4), (1, 64, 4, 2)),
-        128: ((2, 128, 3), (2, 64, 4)),
+        64: ((2, 128, 3), (3, 64, 4), (1, 128, 2, 2)),
+        80: ((2, 128, 2), (3, 64, 3), (1, 64, 3, 2)),
+        128: ((2, 128, 2), (2, 64, 3)),
     }.items()
 }
 
@@ -86,13 +86,19 @@ def contenders(shape: Sequence[int]) -> dict[str, Launches]:
         found["exact"] = own
     for tile in TILES[shape[-1]]:
         both = launches_by(tile, of, h100.DEVICE)
-        found.setdefault(f"codes {tile.keys}", replace(both, parts=both.parts[:1]))
+        found.setdefault(made_for(tile), replace(both, parts=both.parts[:1]))
         found[name_of(tile)] = both
     return found
 
 
-def name_of(tile: WgmmaTile) -> str:
-    return f"({tile.groups}, {tile.keys}, {tile.stages}, {tile.programs})"
+def name_of(tile: CodeTile) -> str:
+    scores = "exact" if tile.exact_scores else "codes"
+    return f"({tile.groups}, {tile.keys}, {tile.stages}, {tile.programs}, {scores})"
+
+
+def made_for(tile: CodeTile) -> str:
+    """Name what makes the codes for a tile."""
+    return f"codes of {'values' if tile.exact_scores else 'all'}, {tile.keys}"
 
 
 def sources(shape: Sequence[int]) -> Iterator[KernelSource]:
@@ -153,7 +159,7 @@ def fitted(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 batch, heads, tokens, own = row["shape"]
                 if own == head:
                     shares = tile.shares(batch * heads, tokens, tokens, h100.DEVICE.sms)
-                    us = row["us"][name_of(tile)] - row["us"][f"codes {tile.keys}"]
+                    us = row["us"][name_of(tile)] - row["us"][made_for(tile)]
                     counts.append((shares.rounds / us, shares.load * -(-tokens // tile.keys) / us))
                     times.append(1.0)
             if len(times) > 1:

@@ -1,20 +1,23 @@
 """Compute attention by e4m3 codes in PTX: twice the rate of products of halves, and no exponentials
-from the unit that has a sixteenth of the others' rate.
+from the unit that has an eighth of the others' rate.
 
 As ``wgmma``: groups of four warps have queries of their own, one thread fetches codes of keys and
 values, and a group's next scores are computed while it weighs the values of this block. What
 differs:
 
-- Scores are multiplied by the scale of their query and of their block of keys, and results by that
-  of their block of values. Results of a block are added to the others in fp32, as Hopper's tensor
-  cores keep some 14 bits of a sum of products of codes (https://arxiv.org/abs/2412.19437, section
-  3.3.2).
+- Weights and values are codes, and maybe queries and keys: ``CodeTile.exact_scores``. An error of a
+  score is one of the logarithm of a weight, and grows with the score: exact scores are worth the
+  more, the larger scores are. With heads of 40 they cost little, as weights are the bottleneck.
+- Scores of codes are multiplied by the scale of their query and of their block of keys, and results
+  by that of their block of values. Results of a block are added to the others in fp32, as Hopper's
+  tensor cores keep some 14 bits of a sum of products of codes (https://arxiv.org/abs/2412.19437,
+  section 3.3.2).
 - The byte of an e4m3 number is its logarithm, but for chords between powers of two: as Schraudolph
   computes exponentials (https://doi.org/10.1162/089976699300016467), a weight's code is eight times
-  the logarithm of the weight, rounded to a whole number. A chord is up to 6 % above the power, by a
-  factor that is 3 % to either side once a row is divided by its sum; to round to e4m3 is up to 6 %
-  alone. The conversion to half precision rounds: the least subnormal halves are whole numbers, and
-  the low byte of NaN is NaN.
+  the logarithm of the weight, rounded to a whole number. A chord is up to 6 % above the power, 3 %
+  to either side once a row is divided by its sum; to round to e4m3 is up to 6 % alone. The
+  conversion to half precision rounds: the least subnormal halves are whole numbers, and the low
+  byte of NaN is NaN.
 - A block's greatest weight has the code 126 (448). Weights below its 2^-15 are zeros.
 - A sum of a row is that of its rounded weights: a column of ones, behind those of the values.
 - Codes of values lie with their keys along lines, as products of codes want them, and keys are in
@@ -39,9 +42,10 @@ from strop.kernels.attention.wgmma import (
     of_neighbours,
     of_rows,
     row_of,
+    scores,
     wait_for,
 )
-from strop.kernels.attention.wgmma_tiles import WgmmaTile
+from strop.kernels.attention.wgmma_tiles import CodeTile
 from strop.kernels.ptx import (
     CODES_DEPTH,
     HALF_HIGH,
@@ -80,19 +84,26 @@ def key_at(place: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout(moves.Laid):
-    """Lay out codes of queries, keys and values, results, barriers."""
+    """Lay out queries, keys and codes of values, results, barriers."""
 
-    tile: WgmmaTile
+    tile: CodeTile
 
     @property
     def line(self) -> int:
-        """Return the bytes of a query's or a key's codes, with zeros behind them."""
-        return LINE_BYTES // 2 if self.head <= LINE_BYTES // 2 else LINE_BYTES
+        """Return the bytes of a line of queries or keys: of 64 halves, or of all codes of one, with
+        zeros behind them."""
+        is_short = not self.tile.exact_scores and self.head <= LINE_BYTES // 2
+        return LINE_BYTES // 2 if is_short else LINE_BYTES
+
+    @property
+    def lines(self) -> int:
+        """Return the lines of a query or a key."""
+        return self.parts if self.tile.exact_scores else 1
 
     @property
     def block(self) -> int:
         """Return the bytes of the keys of a step."""
-        return self.tile.keys * self.line
+        return self.lines * self.tile.keys * self.line
 
     @property
     def rows(self) -> int:
@@ -106,19 +117,25 @@ class CodeLayout(moves.Laid):
 
     @property
     def keys_at(self) -> int:
-        return self.queries * self.line
+        return self.lines * self.queries * self.line
 
     @property
     def values_at(self) -> int:
         return self.keys_at + self.tile.stages * self.block
 
     @property
-    def results_at(self) -> int:
+    def behind_values(self) -> int:
         return self.values_at + self.tile.stages * self.of_values
 
     @property
+    def results_at(self) -> int:
+        """Return where a warp's queries were, or, as codes take less, a place of their own."""
+        return 0 if self.tile.exact_scores else self.behind_values
+
+    @property
     def queries_full(self) -> int:
-        return self.results_at + self.parts * self.queries * LINE_BYTES
+        own = 0 if self.tile.exact_scores else self.parts * self.queries * LINE_BYTES
+        return self.behind_values + own
 
     @property
     def keys_full(self) -> int:
@@ -144,30 +161,34 @@ class CodeLayout(moves.Laid):
         return 4 * self.tile.groups + (4 if self.hands_over else 1)
 
 
-def code_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype) -> KernelSource:
+def code_attention(head: int, scale: float, tile: CodeTile, dtype: torch.dtype) -> KernelSource:
     """out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j], scale > 0, of
     what codes stand for.
 
-    Params: bytes of q and k, (B, H, S, D) each; of v, (B, H, D + 8, keys), whose keys are padded to
-    whole blocks of ``tile.keys``, in the order of ``key_at``, with zeros, and whose row D is ones;
-    the result, dense as (B, S, H, D); scales in fp32, of q (B, H, S), and of k and v (B, H,
-    blocks). D: a multiple of 8. Strides of bytes are multiples of 16. Scalars: queries, keys, H,
-    B * H, and those of the shares, if there are. NaN in a row of scores gives NaN.
+    Params: q and k, (B, H, S, D) each, of ``dtype`` or bytes; bytes of v, (B, H, D + 8, keys),
+    whose keys are padded to whole blocks of ``tile.keys``, in the order of ``key_at``, with zeros,
+    and whose row D is ones; the result, dense as (B, S, H, D); scales in fp32, of v (B, H, blocks),
+    and before them, if they are bytes, of q (B, H, S) and of k (B, H, blocks). D: a multiple of 8.
+    Strides, in bytes, are multiples of 16. Scalars: queries, keys, H, B * H, and those of the
+    shares, if there are. NaN or +inf in a row of scores gives NaN.
     """
     assert tile.keys in KEYS
     assert tile.stages > 1
     layout, kind = CodeLayout(head, tile), KINDS[dtype]
     factor = f32(UNIT_OF_CODES * STEPS * scale * math.log2(math.e))
-    parts = (_begin(layout), _fetch(layout), _weigh(layout, factor), _store(layout, kind))
+    parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
     text = "".join(piece for part in parts for piece in part)
     grid = (
         (symbol("s6"),)
         if tile.is_shared
         else ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
     )
+    given = dtype if tile.exact_scores else torch.uint8
+    across = layout.line // given.itemsize
+    scales = _POINTERS[2:] if tile.exact_scores else _POINTERS
     boxes = (
-        (1, 1, layout.queries, layout.line),
-        (1, 1, tile.keys, layout.line),
+        (1, 1, layout.queries, across),
+        (1, 1, tile.keys, across),
         (1, 1, layout.rows, tile.keys),
         moves.RESULT,
     )
@@ -175,15 +196,16 @@ def code_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype)
         NAME,
         "ptx",
         text,
-        (*(torch.uint8,) * 3, dtype, *(torch.float32,) * 3),
+        (given, given, torch.uint8, dtype, *(torch.float32,) * len(scales)),
         (1,) * (7 if tile.is_shared else 4),
         grid,
         constants=(("SHARED", layout.shared), ("EARLY", 1)),
         num_warps=layout.num_warps,
-        boxes=(*boxes, (), (), ()),
+        boxes=(*boxes, *((),) * len(scales)),
     )
 
 
+_POINTERS = ("of_queries", "of_keys", "of_values")  # scales
 _BEGIN = """\
     .reg .pred %p, %any, %is_first, %yes, %no;
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
@@ -223,7 +245,7 @@ def _begin(layout: CodeLayout) -> Iterator[str]:
         counts |= {at: 1, at + 8: "%readers"}
     params = dict.fromkeys(("q", "k", "v", "result"), 4)
     place = SHARED_OUT if tile.is_shared else ALIKE
-    scalars, pointers = 7 if tile.is_shared else 4, ("of_queries", "of_keys", "of_values")
+    scalars, pointers = 7 if tile.is_shared else 4, _POINTERS[2 * tile.exact_scores :]
     yield entry(NAME, params, pointers, scalars, 32 * layout.num_warps, programs=tile.programs)
     yield _BEGIN.format(
         place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS),
@@ -258,7 +280,11 @@ def _fetch(layout: CodeLayout) -> Iterator[str]:
     for n, name in enumerate(("q", "k", "v")):
         yield f"    mov.b64 %wide, {name};\n    cvta.param.u64 %map{n}, %wide;\n"
     yield f"    add.u32 %bar, %base, {layout.queries_full};\n    mov.u32 %column, 0;\n"
-    yield _box(0, "%base", "%column, %start", layout.queries * layout.line, "%bar")
+    is_exact = tile.exact_scores
+    if is_exact:
+        yield moves.boxed(layout, 0, "%base", layout.queries, "%start", "%bar")
+    else:
+        yield _box(0, "%base", "%column, %start", layout.queries * layout.line, "%bar")
     yield f"""\
     mov.u32 %step, 0;
     mov.u32 %stage_k, 0;
@@ -275,7 +301,11 @@ fetch:
     add.u32 %x1, %x1, {layout.values_at};
 """
     yield wait("keys_are_free", "%bar_k+8", "%phase_k")
-    yield _box(1, "%x0", "%column, %row", layout.block, "%bar_k")
+    if is_exact:
+        yield moves.boxed(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
+        yield "    mov.u32 %column, 0;\n"
+    else:
+        yield _box(1, "%x0", "%column, %row", layout.block, "%bar_k")
     yield wait("values_are_free", "%bar_v+8", "%phase_k")
     yield _box(2, "%x1", "%row, %column", layout.rows * tile.keys, "%bar_v")
     yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
@@ -283,16 +313,23 @@ fetch:
     yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
 
 
-def _scores(layout: CodeLayout) -> Iterator[str]:
+def _scores(layout: CodeLayout, kind: str) -> Iterator[str]:
     """Multiply this group's queries and the keys of stage %stage_k."""
     keys = layout.tile.keys
     yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
+    if layout.tile.exact_scores:
+        yield from scores(layout, kind, "%low")
+    else:
+        yield from _scores_of_codes(layout, keys)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def _scores_of_codes(layout: CodeLayout, keys: int) -> Iterator[str]:
     for n in range(-(-layout.head // CODES_DEPTH)):
         yield f"    add.u32 %low_a, %low_q, {n * CODES_DEPTH // UNIT};\n"
         yield f"    add.u32 %low_b, %low, {n * CODES_DEPTH // UNIT};\n"
         yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
         yield product_of_codes(keys, listed("s", keys // 2), n > 0)
-    yield "    wgmma.commit_group.sync.aligned;\n"
 
 
 def _results(layout: CodeLayout) -> Iterator[str]:
@@ -306,17 +343,17 @@ def _results(layout: CodeLayout) -> Iterator[str]:
     yield "    wgmma.commit_group.sync.aligned;\n"
 
 
-def _weigh(layout: CodeLayout, factor: str) -> Iterator[str]:
+def _weigh(layout: CodeLayout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
     keys = layout.tile.keys
     yield from _ready(layout, factor)
     yield wait("queries_are_there", "%bar", "0")
     yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout)
-    yield from _scales_of_block("%scale_k", "%scale_v")
-    yield from (f"    mul.f32 %g{row}, %q{row}, %scale_k;\n" for row in (0, 1))
-    yield from _scales_of_block("%scale_k", "%next_v")
+    yield from _scores(layout, kind)
+    yield from _scales_of_block(layout, "%scale_v")
+    yield from _scaled(layout)
+    yield from _scales_of_block(layout, "%next_v")
     yield "    wgmma.wait_group.sync.aligned 0;\n"
     yield _keys_read(layout)
     yield from masked(keys)
@@ -326,7 +363,7 @@ def _weigh(layout: CodeLayout, factor: str) -> Iterator[str]:
     yield from _weights(keys)
     yield "    setp.ne.u32 %any, 0, 0;\n"
     yield wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
-    yield from _loop(layout)
+    yield from _loop(layout, kind)
     yield "last:\n    wgmma.fence.sync.aligned;\n"
     yield from _results(layout)
     yield "    wgmma.wait_group.sync.aligned 0;\n"
@@ -334,8 +371,8 @@ def _weigh(layout: CodeLayout, factor: str) -> Iterator[str]:
 
 
 def _ready(layout: CodeLayout, factor: str) -> Iterator[str]:
-    """Make descriptors, and read the scales of this thread's queries; %left: blocks whose scales
-    have not been read."""
+    """Make descriptors, and read what is scaled by; %left: blocks whose scales have not been
+    read."""
     yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
     if layout.tile.is_shared:
         yield "    setp.ge.u32 %p, %group, %active;\n    @%p bra done;\n"
@@ -365,11 +402,23 @@ def _ready(layout: CodeLayout, factor: str) -> Iterator[str]:
     add.u32 %bar, %base, {layout.queries_full};
     mov.u32 %left, %steps;
     mul.lo.u32 %x0, %of_head, %steps;
-    ld.param.u64 %of_keys, [of_keys];
     ld.param.u64 %of_values, [of_values];
     mul.wide.u32 %wide, %x0, 4;
-    add.u64 %of_keys, %of_keys, %wide;
     add.u64 %of_values, %of_values, %wide;
+"""
+    yield from (f"    mov.f32 %l{row}, {f32(0)};\n" for row in (0, 1))
+    yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
+    if layout.tile.exact_scores:
+        yield from (f"    mov.f32 %g{row}, {factor};\n" for row in (0, 1))
+    else:
+        yield from _scales_of_queries(factor)
+
+
+def _scales_of_queries(factor: str) -> Iterator[str]:
+    """Read %q, the scales of this thread's two queries. Rows behind the last one have its own."""
+    yield f"""\
+    ld.param.u64 %of_keys, [of_keys];
+    add.u64 %of_keys, %of_keys, %wide;
     and.b32 %x1, %warp, 3;
     shl.b32 %x1, %x1, 4;
     mad.lo.u32 %x1, %group, {ROWS}, %x1;
@@ -388,17 +437,16 @@ def _ready(layout: CodeLayout, factor: str) -> Iterator[str]:
     add.u64 %a, %a, %wide;
     ld.global.f32 %q{row}, [%a];
     mul.f32 %q{row}, %q{row}, {factor};
-    mov.f32 %l{row}, {f32(0)};
 """
-    yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
 
 
-def _scales_of_block(of_keys: str, of_values: str) -> Iterator[str]:
+def _scales_of_block(layout: CodeLayout, of_values: str) -> Iterator[str]:
     """Read the scales of the next block, while others are multiplied; behind the first block, its
     own again, which nothing reads."""
     yield "    max.u32 %left, %left, 1;\n    sub.u32 %left, %left, 1;\n"
     yield "    mul.wide.u32 %wide, %left, 4;\n"
-    for into, base in ((of_keys, "%of_keys"), (of_values, "%of_values")):
+    own = [] if layout.tile.exact_scores else [("%scale_k", "%of_keys")]
+    for into, base in (*own, (of_values, "%of_values")):
         yield f"    add.u64 %a, {base}, %wide;\n    ld.global.f32 {into}, [%a];\n"
 
 
@@ -407,7 +455,14 @@ def _keys_read(layout: CodeLayout) -> str:
     return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
 
 
-def _loop(layout: CodeLayout) -> Iterator[str]:
+def _scaled(layout: CodeLayout) -> Iterator[str]:
+    """Compute %g, by which scores of this thread's queries and of a block of keys are to be
+    multiplied, where these are codes."""
+    if not layout.tile.exact_scores:
+        yield from (f"    mul.f32 %g{row}, %q{row}, %scale_k;\n" for row in (0, 1))
+
+
+def _loop(layout: CodeLayout, kind: str) -> Iterator[str]:
     """The next block's scores and this one's results are begun together. The assembler moves a wait
     for results in front of what follows the scores, unless a jump stands between: a wait for
     values."""
@@ -415,10 +470,10 @@ def _loop(layout: CodeLayout) -> Iterator[str]:
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
     yield wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout)
+    yield from _scores(layout, kind)
     yield from _results(layout)
-    yield from (f"    mul.f32 %g{row}, %q{row}, %scale_k;\n" for row in (0, 1))
-    yield from _scales_of_block("%scale_k", "%far_v")
+    yield from _scaled(layout)
+    yield from _scales_of_block(layout, "%far_v")
     yield "    wgmma.wait_group.sync.aligned 1;\n"
     yield _keys_read(layout)
     yield from _maxima(keys)
