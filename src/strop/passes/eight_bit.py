@@ -28,8 +28,6 @@ from strop.passes.eight_bit_rules import reasons
 from strop.passes.scaled_products import scaled_product
 
 log = logging.getLogger("strop")
-# Exact, and in fp8 (``passes.eight_bit_convs``, ``passes.eight_bit_attention``).
-OTHERS = ("conv2d", "scaled_conv2d", "attention")
 _F32 = torch.float32
 
 
@@ -46,7 +44,9 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
         return graph
     found = reasons(graph, own, options.exact_layers)
     able = {node for node, reason in found.items() if not reason}
-    kinds = ("linear", *(OTHERS if own.dtype.is_floating_point else ()))
+    kinds = {"linear"}
+    if own.dtype.is_floating_point:  # eight_bit_convs and eight_bit_attention have passed
+        kinds |= {"conv2d", "scaled_conv2d", "attention"}
     _warn_of_others(options.exact_layers, [n.origin for n in graph.nodes if n.op in kinds])
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:

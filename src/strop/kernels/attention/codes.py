@@ -333,7 +333,7 @@ def _scores_of_codes(layout: CodeLayout, keys: int) -> Iterator[str]:
 
 
 def _results(layout: CodeLayout) -> Iterator[str]:
-    """Weigh the values of stage %stage_v, and the ones."""
+    """Multiply weights and the values of stage %stage_v, and the ones."""
     yield f"    mad.lo.u32 %low, %stage_v, {layout.of_values // UNIT}, %low_v;\n"
     for n in range(layout.tile.keys // CODES_DEPTH):
         yield f"    add.u32 %low_b, %low, {n * CODES_DEPTH // UNIT};\n"
