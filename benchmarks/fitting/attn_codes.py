@@ -1,4 +1,4 @@
-"""Attention by e4m3 codes, in PTX, with the kernel that makes the codes, beside exact attention.
+"""Attention by e4m3 codes, in PTX, with the kernel that makes them, beside exact attention.
 
 One Hopper GPU, fp16: attention of SD1.5 (heads of 40 and 80), SDXL (64), and Flux and Wan (128) to
 itself. ``strop.kernels.attention.codes`` says how ours works. The peers are exact: cuDNN, and the
@@ -24,7 +24,7 @@ from benchmarks.fitting.conv_narrow import SETS
 from strop.ir.source import KernelSource
 from strop.kernels.attention import rows as exact
 from strop.kernels.attention.code_rows import launches_by
-from strop.kernels.attention.wgmma_tiles import CodeTile
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.kernel import Launches, Problem
 from strop.kernels.tuned import h100
 from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
@@ -49,21 +49,14 @@ SHAPES = (
     (1, 24, 1536, 128),
     (1, 12, 14040, 128),
 )
-# groups, keys, stages, programs: whose registers suffice. Each with exact scores, and of codes.
-TILES: Mapping[int, tuple[CodeTile, ...]] = {
-    head: tuple(
-        CodeTile(*each, exact_scores=is_exact) for is_exact in (True, False) for each in found
-    )
+# groups, keys, stages, programs: those whose registers suffice
+TILES: Mapping[int, tuple[WgmmaTile, ...]] = {
+    head: tuple(itertools.starmap(WgmmaTile, found))
     for head, found in {
-        40: (
-            (2, 128, 3),
-            (3, 128, 2),
-            (4, 64, 3),
-            (1, 128, 3, 2),
-        ),
-        64: ((2, 128, 3), (3, 64, 4), (1, 128, 2, 2)),
-        80: ((2, 128, 2), (3, 64, 3), (1, 64, 3, 2)),
-        128: ((2, 128, 2), (2, 64, 3)),
+        40: ((2, 128, 3), (3, 128, 3), (3, 64, 4), (4, 64, 4), (1, 128, 3, 2), (1, 64, 4, 3)),
+        64: ((2, 128, 3), (3, 64, 4), (1, 128, 2, 2), (1, 64, 4, 3)),
+        80: ((2, 128, 3), (3, 64, 3), (1, 64, 3, 2)),
+        128: ((2, 128, 2), (2, 128, 3), (2, 64, 4)),
     }.items()
 }
 
@@ -91,14 +84,13 @@ def contenders(shape: Sequence[int]) -> dict[str, Launches]:
     return found
 
 
-def name_of(tile: CodeTile) -> str:
-    scores = "exact" if tile.exact_scores else "codes"
-    return f"({tile.groups}, {tile.keys}, {tile.stages}, {tile.programs}, {scores})"
+def name_of(tile: WgmmaTile) -> str:
+    return f"({tile.groups}, {tile.keys}, {tile.stages}, {tile.programs})"
 
 
-def made_for(tile: CodeTile) -> str:
+def made_for(tile: WgmmaTile) -> str:
     """Name what makes the codes for a tile."""
-    return f"codes of {'values' if tile.exact_scores else 'all'}, {tile.keys}"
+    return f"codes of {tile.keys}"
 
 
 def sources(shape: Sequence[int]) -> Iterator[KernelSource]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from strop.kernels.attention.codes import (
 )
 from strop.kernels.attention.rows import scalars_of
 from strop.kernels.attention.times import Rounds
-from strop.kernels.attention.to_codes import attention_codes, pitch, value_codes
-from strop.kernels.attention.wgmma_tiles import CodeTile
+from strop.kernels.attention.to_codes import value_codes
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.kernel import NEVER, Problem
 from strop.kernels.library import select
 from strop.kernels.tuned import tuned
@@ -44,18 +44,14 @@ from tests.kernels.ptx_machine import launch
 from tests.kernels.ptx_products import fragment
 from tests.kernels.test_ptx_kernels import BF16, F16, heads, survivors
 
-SMALL = tuple(CodeTile(1, 64, 2, 2, exact_scores=is_exact) for is_exact in (True, False))
+SMALL = WgmmaTile(1, 64, 2, 2)
 CASES = (
-    (40, CodeTile(2, 128, 3), (1, 2, 130, 300), F16),
-    (40, CodeTile(3, 64, 2), (2, 1, 70, 333), BF16),
-    (64, CodeTile(4, 64, 4), (1, 1, 300, 257), F16),
-    (80, CodeTile(1, 64, 3, 2), (2, 1, 1, 65), F16),
-    (80, CodeTile(2, 128, 2), (1, 2, 70, 129), F16),
-    (128, CodeTile(2, 128, 2), (1, 1, 100, 128), BF16),  # a single block
-    (40, CodeTile(2, 128, 3, exact_scores=False), (1, 2, 130, 300), F16),
-    (64, CodeTile(3, 64, 4, exact_scores=False), (1, 1, 200, 257), BF16),
-    (80, CodeTile(1, 64, 3, 2, exact_scores=False), (2, 1, 70, 129), F16),
-    (128, CodeTile(2, 128, 2, exact_scores=False), (1, 1, 100, 300), F16),
+    (40, WgmmaTile(2, 128, 3), (1, 2, 130, 300), F16),
+    (40, WgmmaTile(3, 64, 2), (2, 1, 70, 333), BF16),
+    (64, WgmmaTile(4, 64, 4), (1, 1, 300, 257), F16),
+    (80, WgmmaTile(1, 64, 3, 2), (2, 1, 1, 65), F16),
+    (80, WgmmaTile(2, 128, 2), (1, 2, 70, 129), F16),
+    (128, WgmmaTile(2, 128, 2), (1, 1, 100, 128), BF16),  # a single block
 )
 MOST_OFF = {F16: 2e-3, BF16: 5e-3}  # of the machine from the rule: rounded results, and powers
 
@@ -66,76 +62,32 @@ def memory_of(x: Tensor) -> Tensor:
     return x.as_strided((left,), (1,), x.storage_offset())
 
 
-@dataclass(frozen=True)
-class Given:
-    """What attention reads: queries, keys and values, halves or codes, and scales of the codes."""
-
-    operands: tuple[Tensor, ...]
-    scales: tuple[Tensor, ...]
+Given = tuple[Tensor, ...]  # queries, keys, codes of values and their scales
 
 
-def filled(*shapes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return memory that shows what nobody wrote."""
-    garbage = math.nan if dtype.is_floating_point else 0xFF
-    return tuple(torch.full(shape, garbage, dtype=dtype) for shape in shapes)
-
-
-def made(q: Tensor, k: Tensor, v: Tensor, tile: CodeTile) -> Given:
-    """Return what the kernel that makes codes for a tile makes of operands."""
-    (batch, many, queries, head), keys = q.shape, k.shape[2]
-    steps, apart = -(-keys // tile.keys), pitch(head)
-    of_values = batch, many, head + 8, steps * tile.keys
-    blocks = batch, many, steps
-    if tile.exact_scores:
-        read, source = (v,), value_codes(head, tile.keys, q.dtype)
-        codes = filled(of_values, dtype=torch.uint8)
-        scales = filled(blocks, dtype=torch.float32)
-        counts, most = [keys, many], steps
-    else:
-        read, source = (q, k, v), attention_codes(head, tile.keys, q.dtype)
-        of_rows = ((batch, many, n, apart) for n in (queries, keys))
-        codes = filled(*of_rows, of_values, dtype=torch.uint8)
-        scales = filled((batch, many, queries), blocks, blocks, dtype=torch.float32)
-        counts, most = [queries, keys, many], max(steps, -(-queries // tile.keys))
-    strides = [x.stride(dim) // 8 for x in read for dim in range(3)]
-    numbers = [*counts, *strides, most, batch * many]
-    tensors = [*map(memory_of, read), *(x.view(-1) for x in (*codes, *scales))]
+def made(q: Tensor, k: Tensor, v: Tensor, block: int) -> Given:
+    """Return what attention reads: what the kernel makes of values, in memory that shows what
+    nobody wrote."""
+    batch, many, keys, head = v.shape
+    steps = -(-keys // block)
+    codes = torch.full((batch, many, head + 8, steps * block), 0xFF, dtype=torch.uint8)
+    scales = torch.full((batch, many, steps), math.nan)
+    numbers = [keys, many, *(v.stride(dim) // 8 for dim in range(3)), steps, batch * many]
+    source = value_codes(head, block, v.dtype)
+    tensors = [memory_of(v), codes.view(-1), scales.view(-1)]
     interpret(source, tensors, {f"s{n}": value for n, value in enumerate(numbers)})
-    return Given((q, k, *codes) if tile.exact_scores else codes, scales)
+    return q, k, codes, scales
 
 
-def attended(
-    source: KernelSource, given: Given, tile: CodeTile, sizes: Sequence[int], seed: int
-) -> Tensor:
-    """By the machine, of codes and scales. ``sizes``: batch, heads, queries, keys, of a head."""
-    batch, many, queries, keys, head = sizes
-    q, k, v = given.operands
-    out = torch.full((batch, queries, many, head), math.nan, dtype=source.params[3])
-    out = out.transpose(1, 2)
-    views = [
-        ((batch, many, queries, head), q.stride()),
-        ((batch, many, keys, head), k.stride()),
-        (v.shape, v.stride()),
-        (out.shape, out.stride()),
-    ]
+def attended(source: KernelSource, given: Given, tile: WgmmaTile, seed: int) -> Tensor:
+    """By the machine."""
+    q, k, v, scales = given
+    (batch, many, queries, head), keys = q.shape, k.shape[2]
+    out = torch.full((batch, queries, many, head), math.nan, dtype=q.dtype).transpose(1, 2)
+    views = [(x.shape, x.stride()) for x in (q, k, v, out)]
     scalars = scalars_of(tile, batch, many, queries, keys, H100.sms)
-    launch(source, (q, k, v, out, *given.scales), scalars, seed=seed, views=views)
+    launch(source, (q, k, v, out, scales), scalars, seed=seed, views=views)
     return out
-
-
-def numbers_of(given: Given, keys: int, head: int) -> tuple[Tensor, ...]:
-    """Return what codes and scales stand for, in fp64."""
-    (q, k, codes), (*others, of_v) = given.operands, given.scales
-    block = codes.shape[-1] // of_v.shape[-1]
-    if others:
-        q, k = (x.view(torch.float8_e4m3fn)[..., :head].double() for x in (q, k))
-        of_q, of_k = (x.double() for x in others)
-        q, k = q * of_q[..., None], k * of_k.repeat_interleave(block, -1)[..., :keys, None]
-    values = codes.view(torch.float8_e4m3fn).double()
-    ordered = torch.empty_like(values)
-    by_block = of_v.double().repeat_interleave(block, -1)[..., None, :]
-    ordered[..., places(codes.shape[-1])] = values * by_block
-    return q.double(), k.double(), ordered[..., :head, :keys].mT
 
 
 def places(keys: int) -> Tensor:
@@ -144,10 +96,14 @@ def places(keys: int) -> Tensor:
     return at // 16 * 16 + torch.tensor([key_at(n) for n in range(16)])[at % 16]
 
 
-def by_rule(given: Given, tile: CodeTile, keys: int, head: int) -> Tensor:
+def by_rule(given: Given, tile: WgmmaTile) -> Tensor:
     """Compute attention in fp64 of what codes stand for, but with weights that are codes: relative
     to the greatest score till then, block by block, the last one first."""
-    q, k, v = numbers_of(given, keys, head)
+    q, k, _, scales = (x.double() for x in given)
+    keys, head = k.shape[2:]
+    v = given[2].view(torch.float8_e4m3fn).double()
+    v[..., places(v.shape[-1])] = v * scales.repeat_interleave(tile.keys, -1)[..., None, :]
+    v = v[..., :head, :keys].mT
     scores = (q @ k.mT) * head**-0.5 * math.log2(math.e) * 8
     out, total = q.new_zeros(*q.shape[:3], head), q.new_zeros(*q.shape[:3], 1)
     most = q.new_full((*q.shape[:3], 1), -math.inf)
@@ -170,35 +126,32 @@ def exact_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.double(), k.double(), v.double())
 
 
-def judge(source: KernelSource, seed: int, given: Given, tile: CodeTile, sizes: Any) -> None:
-    found = attended(source, given, tile, sizes, seed)
-    assert off(found, by_rule(given, tile, *sizes[3:])) < MOST_OFF[found.dtype]
+def judge(source: KernelSource, seed: int, given: Given, tile: WgmmaTile) -> None:
+    found = attended(source, given, tile, seed)
+    assert off(found, by_rule(given, tile)) < MOST_OFF[found.dtype]
 
 
 @pytest.mark.parametrize(("head", "tile", "shape", "dtype"), CASES, ids=str)
-def test_results(head: int, tile: CodeTile, shape: Any, dtype: torch.dtype) -> None:
+def test_results(head: int, tile: WgmmaTile, shape: Any, dtype: torch.dtype) -> None:
     """Beside the rule, and so far from exact attention of random numbers as e4m3 is."""
     operands = heads(shape, head, dtype)
-    given, sizes = made(*operands, tile), (*shape, head)
+    given = made(*operands, tile.keys)
     source = code_attention(head, head**-0.5, tile, dtype)
     for seed in range(2):
-        judge(source, seed, given, tile, sizes)
-    most = 0.045 if tile.exact_scores else 0.065
-    assert off(attended(source, given, tile, sizes, 2), exact_of(*operands)) < most
+        judge(source, seed, given, tile)
+    assert off(attended(source, given, tile, 2), exact_of(*operands)) < 0.045
 
 
-@pytest.mark.parametrize("exact_scores", [True, False])
-def test_all_that_orders_it_is_needed(exact_scores: bool) -> None:
+def test_all_that_orders_it_is_needed() -> None:
     """But for registers that change hands, which the assembler judges."""
-    tile, shape = CodeTile(2, 64, 2, exact_scores=exact_scores), (1, 1, 100, 300)
-    given = made(*heads(shape, 40, F16), tile)
-    call = partial(judge, given=given, tile=tile, sizes=(*shape, 40))
+    tile = WgmmaTile(2, 64, 2)
+    given = made(*heads((1, 1, 100, 300), 40, F16), tile.keys)
+    call = partial(judge, given=given, tile=tile)
     found = survivors(code_attention(40, 40**-0.5, tile, F16), call)
     assert not [what for what in found if "setmaxnreg" not in what]
 
 
-@pytest.mark.parametrize("tile", SMALL, ids=str)
-def test_scores_may_be_large(tile: CodeTile) -> None:
+def test_scores_may_be_large() -> None:
     """In one row all scores are very negative, in one very positive; in others maxima grow from
     block to block."""
     q, k, v = (x.clone() for x in heads((1, 1, 64, 300), 40, F16))
@@ -207,25 +160,21 @@ def test_scores_may_be_large(tile: CodeTile) -> None:
     k[..., 1] = torch.linspace(30, -30, 300)
     for row, by in enumerate((5.0, 40.0, 150.0, 2000.0), start=2):
         q[:, :, row, 1] = by  # the first block that is weighed is the last one
-    given = made(q, k, v, tile)
-    found = attended(code_attention(40, 40**-0.5, tile, F16), given, tile, (1, 1, 64, 300, 40), 0)
+    given = made(q, k, v, SMALL.keys)
+    found = attended(code_attention(40, 40**-0.5, SMALL, F16), given, SMALL, 0)
     assert bool(found.isfinite().all())
-    assert off(found, by_rule(given, tile, 300, 40)) < MOST_OFF[F16]
+    assert off(found, by_rule(given, SMALL)) < MOST_OFF[F16]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("tile", SMALL, ids=str)
-def test_what_is_not_finite_gives_nothing_finite(tile: CodeTile, bad: float) -> None:
-    """A query's own row; a value's own head, and so a key's, but for one that is exact: there what
-    softmax makes NaN is NaN."""
+def test_what_is_not_finite(bad: float) -> None:
+    """What softmax makes NaN is NaN; of a value nothing in its head is finite."""
     q, k, v = (x.clone() for x in heads((1, 3, 64, 70), 40, F16))
     q[:, 0, 5, 0], k[:, 1, 30, 0], v[:, 2, 30, 0] = bad, bad, bad
-    source, given = code_attention(40, 40**-0.5, tile, F16), made(q, k, v, tile)
-    found = attended(source, given, tile, (1, 3, 64, 70, 40), 0).isnan().all(-1)[0]
-    wanted = exact_of(q, k, v).isnan().all(-1)[0]
+    source, given = code_attention(40, 40**-0.5, SMALL, F16), made(q, k, v, SMALL.keys)
+    found = attended(source, given, SMALL, 0).isnan()[0]
+    wanted = exact_of(q, k, v).isnan()[0]
     wanted[2] = True
-    if not tile.exact_scores:
-        wanted[0, 5] = wanted[1] = True
     assert torch.equal(found, wanted)
 
 
@@ -238,31 +187,20 @@ def assert_near(codes: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_codes(dtype: torch.dtype) -> None:
-    """Those of the rule for linears: of a query by its own scale, of the others by their block's. A
-    row of zeros has codes of zeros, keys that there are not as well, and ones stand behind."""
-    own, keys = FORMATS["fp8"], 150
+    """Those of the rule for linears, of a block as a row. A block of zeros has codes of zeros, keys
+    that there are not as well, and ones stand behind."""
+    own, keys, wide = FORMATS["fp8"], 150, 64 * 3
     q, k, v = (x.clone() for x in heads((2, 2, 90, keys), 40, dtype))
-    q[0, 0, 3] = 0.0
-    alone, given = (made(q, k, v, tile) for tile in SMALL)
-    of_q, of_k, of_v = given.operands
-    codes, scales = own.quantised(q.reshape(-1, 40))
-    assert_near(of_q[..., :40].reshape(-1, 40), codes.view(torch.uint8))
-    torch.testing.assert_close(given.scales[0].view(-1), scales)
-    assert float(given.scales[0][0, 0, 3]) == pytest.approx(LEAST / own.most)
-    blocks = 64 * 3
-    for x, found, scale in ((k, of_k, given.scales[1]), (v, of_v, given.scales[2])):
-        wide = F.pad(x.float(), (0, 0, 0, blocks - keys))
-        codes, scales = own.quantised(wide.view(2 * 2 * 3, -1))
-        torch.testing.assert_close(scale.view(-1), scales)
-        wanted = codes.view(torch.uint8).view(2, 2, blocks, 40)
-        if x is k:
-            assert_near(found[..., :40], wanted[:, :, :keys])
-        else:
-            assert_near(found[:, :, :40], wanted[:, :, places(blocks)].mT)
-    assert bool((of_v[:, :, 40].view(torch.float8_e4m3fn).float() == 1).all())
-    assert not of_v[:, :, 41:].any()
-    assert torch.equal(alone.operands[2], of_v)
-    assert torch.equal(alone.scales[0], given.scales[2])
+    v[0, 1, 64:128] = 0.0
+    *_, found, scale = made(q, k, v, 64)
+    padded = F.pad(v.float(), (0, 0, 0, wide - keys))
+    codes, scales = own.quantised(padded.view(2 * 2 * 3, -1))
+    torch.testing.assert_close(scale.view(-1), scales)
+    assert float(scale[0, 1, 1]) == pytest.approx(LEAST / own.most)
+    wanted = codes.view(torch.uint8).view(2, 2, wide, 40)
+    assert_near(found[:, :, :40], wanted[:, :, places(wide)].mT)
+    assert bool((found[:, :, 40].view(torch.float8_e4m3fn).float() == 1).all())
+    assert not found[:, :, 41:].any()
 
 
 def test_a_fragment_of_codes_lies_as_the_manual_says() -> None:
@@ -299,10 +237,9 @@ def test_tiles_to_be_measured_assemble(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head", sweep.TILES)
 def test_what_makes_codes_compiles(head: int, tmp_path: Path) -> None:
-    for make in (attention_codes, value_codes):
-        found = compiled(make(head, 128, F16), 90)
-        assert found.early
-        assert resources(found, tmp_path)[1] == 0
+    found = compiled(value_codes(head, 128, F16), 90)
+    assert found.early
+    assert resources(found, tmp_path)[1] == 0
 
 
 class Both(Interpreted):
@@ -344,18 +281,16 @@ def marked(problem: Problem, **attrs: Any) -> Problem:
     return replace(problem, attrs=own)
 
 
-@pytest.mark.parametrize(
-    ("head", "tile"), [(40, CodeTile(2, 128, 3)), (64, SMALL[0]), (40, SMALL[1])], ids=str
-)
-def test_both_as_the_library_launches_them(head: int, tile: CodeTile) -> None:
+@pytest.mark.parametrize(("head", "tile"), [(40, WgmmaTile(2, 128, 3)), (64, SMALL)], ids=str)
+def test_both_as_the_library_launches_them(head: int, tile: WgmmaTile) -> None:
     kernels, operands = Both(), heads((2, 2, 150, 150), head, F16)
     for x in operands:
         kernels.known(x)
     found = launched(code_rows.launches_by(tile, marked(attends(*operands)), H100), kernels)
     out = kernels.known(torch.full((2, 150, 2, head), math.nan, dtype=F16)).transpose(1, 2)
     assert found.run(operands, out)
-    assert kernels.ran[1:] == ["code_attention"]
-    assert off(out, by_rule(made(*operands, tile), tile, 150, head)) < MOST_OFF[F16]
+    assert kernels.ran == ["value_codes", "code_attention"]
+    assert off(out, by_rule(made(*operands, tile.keys), tile)) < MOST_OFF[F16]
 
 
 def shaped(tokens: int, head: int, heads: int = 8, **attrs: Any) -> Problem:
@@ -386,7 +321,7 @@ def test_no_pass_marks_before_a_tile_is_measured() -> None:
 def with_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let tiles be measured that take half of what exact ones do."""
     known = tuned(H100)
-    codes = {40: (Rounds(CodeTile(2, 128, 3), 8.0, 0.5), Rounds(CodeTile(3, 64, 4), 8.0, 0.4))}
+    codes = {40: (Rounds(WgmmaTile(2, 128, 3), 8.0, 0.5), Rounds(WgmmaTile(3, 64, 4), 8.0, 0.4))}
     table = replace(known, attention=replace(known.attention, codes=codes))
     caches = (select, library._known, code_rows.fastest)
     for cache in caches:
@@ -447,13 +382,13 @@ def test_on_a_gpu(head: int) -> None:
     errors = sweep.measure(shape, library)["errors"]
     ours = {name: error for name, error in errors.items() if name.startswith("(")}
     assert len(ours) == len(sweep.TILES[head])
-    assert max(ours.values()) < 0.075, errors  # sums of Hopper are short
+    assert max(ours.values()) < 0.05, errors  # sums of Hopper are short
 
 
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize(("head", "tile"), TILES, ids=str)
-def test_codes_on_a_gpu_are_those_of_the_rule(head: int, tile: CodeTile) -> None:
+def test_codes_on_a_gpu_are_those_of_the_rule(head: int, tile: WgmmaTile) -> None:
     operands = heads((2, 3, 200, 333), head, F16, "cuda")
     kernels: Any = kernel_loader("cuda", 0, "", 0)
     stream = torch.cuda.current_stream().cuda_stream
@@ -461,5 +396,5 @@ def test_codes_on_a_gpu_are_those_of_the_rule(head: int, tile: CodeTile) -> None
     call: Callable[..., Tensor] = launched(launches, kernels, stream, device="cuda").allocating(
         refuse
     )
-    given = made(*(x.cpu() for x in operands), tile)
-    assert off(call(operands).cpu(), by_rule(given, tile, 333, head)) < 1e-2
+    given = made(*(x.cpu() for x in operands), tile.keys)
+    assert off(call(operands).cpu(), by_rule(given, tile)) < 1e-2

@@ -1,5 +1,5 @@
 """The row of attention by e4m3 codes says which tile computes one, how long that takes, and what is
-launched: a kernel that makes the codes, and the attention.
+launched: a kernel that makes codes of the values, and the attention.
 
 It supports calls whose ``MARK`` names e4m3, as ``passes.eight_bit_attention`` sets it. All exact
 kernels support them too, so that the fastest of all runs.
@@ -7,7 +7,7 @@ kernels support them too, so that the fastest of all runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -19,8 +19,8 @@ from strop.kernels.attention.cases import case_of, nearest
 from strop.kernels.attention.codes import HEADS, MOST_HEAD, NAME, ONES, code_attention
 from strop.kernels.attention.rows import SEQUENCE_FIRST, is_plain, match, scalars_of, scale_of
 from strop.kernels.attention.times import Rounds
-from strop.kernels.attention.to_codes import attention_codes, pitch, value_codes
-from strop.kernels.attention.wgmma_tiles import CodeTile
+from strop.kernels.attention.to_codes import value_codes
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.kernel import (
     FASTEST,
     NEVER,
@@ -33,7 +33,6 @@ from strop.kernels.kernel import (
     Operand,
     PartScratch,
     Problem,
-    Scalar,
     Stride,
     View,
     scratch,
@@ -62,29 +61,23 @@ def supports(call: Call, device: Device) -> str:
     return "" if is_able else f"has no tile that was measured for heads of {head}"
 
 
-def _tile(way: Rounds) -> CodeTile:
-    assert isinstance(way.tile, CodeTile)
-    return way.tile
-
-
 def us_of(way: Rounds, problem: Problem, device: Device) -> float:
-    """Return about how many microseconds it takes: to make codes, and its rounds."""
+    """Return about how many microseconds it takes: to make codes of values, and its rounds."""
     (batch, heads, queries, head), keys = problem.shapes[0], problem.shapes[1][2]
     times = tuned(device).gemm.library
-    numbers = keys if _tile(way).exact_scores else queries + 2 * keys
-    made = batch * heads * numbers * head * _BYTES
+    made = batch * heads * keys * head * _BYTES
     begins = times.behind_begin_us + times.gap_us
     return begins + made / times.behind_bytes + way.us(batch * heads, queries, keys, device.sms)
 
 
 @lru_cache(maxsize=4096)
-def fastest(problem: Problem, device: Device) -> tuple[CodeTile | None, float]:
+def fastest(problem: Problem, device: Device) -> tuple[WgmmaTile | None, float]:
     """Return the fastest tile and its microseconds, or None and NEVER where there is none."""
     q, k, v = problem.shapes
     if not match(q, k, v):
         return None, NEVER
     ways = tuned(device).attention.codes.get(q[3], ())
-    found = ((_tile(way), us_of(way, problem, device)) for way in ways)
+    found = ((way.tile, us_of(way, problem, device)) for way in ways)
     return min(found, key=lambda each: each[1], default=(None, NEVER))
 
 
@@ -113,73 +106,34 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     return None if tile is None else launches_by(tile, problem, device)
 
 
-def launches_by(tile: CodeTile, problem: Problem, device: Device) -> Launches:
+def launches_by(tile: WgmmaTile, problem: Problem, device: Device) -> Launches:
     """Return what this tile launches."""
     (batch, heads, queries, head), keys = problem.shapes[0], problem.shapes[1][2]
-    made = _values_made(tile, problem) if tile.exact_scores else _all_made(tile, problem)
-    first, working, seen = made
-    sizes = scalars_of(tile, batch, heads, queries, keys, device.sms)
-    second = Launch(_source(problem, tile), seen, sizes)
-    result = batch, heads, queries, head
-    return Launches((first, second), working, result, SEQUENCE_FIRST)
-
-
-_Made = tuple[Launch, tuple[PartScratch, ...], tuple[Operand, ...]]
-_OUT = Operand(RESULT, Lies.ROWS, view=View())
-
-
-def _values_made(tile: CodeTile, problem: Problem) -> _Made:
-    """Return the launch that makes codes of values, the memory for them, and what the attention
-    reads and writes."""
-    (batch, heads, _, head), keys = problem.shapes[0], problem.shapes[1][2]
-    steps = -(-keys // tile.keys)
+    steps, (codes, scales) = -(-keys // tile.keys), map(scratch, range(2))
     working = (
         PartScratch((batch, heads, head + ONES, steps * tile.keys), torch.uint8),
         PartScratch((batch, heads, steps), torch.float32),
     )
-    scalars: tuple[Scalar, ...] = (keys, heads, *_strides(0), steps, batch * heads)
-    operands = Operand(2, Lies.ROWS), Operand(scratch(0)), Operand(scratch(1))
-    first = Launch(value_codes(head, tile.keys, problem.dtype), operands, scalars)
-    given = (Operand(n, Lies.ROWS, view=View()) for n in (0, 1))
-    seen = *given, Operand(scratch(0), view=View()), _OUT, Operand(scratch(1))
-    return first, working, seen
-
-
-def _all_made(tile: CodeTile, problem: Problem) -> _Made:
-    """Return the same where queries and keys are codes as well."""
-    (batch, heads, queries, head), keys = problem.shapes[0], problem.shapes[1][2]
-    steps, apart = -(-keys // tile.keys), pitch(head)
-    codes = (
-        (batch, heads, queries, apart),
-        (batch, heads, keys, apart),
-        (batch, heads, head + ONES, steps * tile.keys),
+    strides = (Stride(0, dim, _UNIT) for dim in range(3))
+    first = Launch(
+        value_codes(head, tile.keys, problem.dtype),
+        (Operand(2, Lies.ROWS), Operand(codes), Operand(scales)),
+        (keys, heads, *strides, steps, batch * heads),
     )
-    scales = (batch, heads, queries), (batch, heads, steps), (batch, heads, steps)
-    working = tuple(PartScratch(shape, torch.uint8) for shape in codes) + tuple(
-        PartScratch(shape, torch.float32) for shape in scales
+    second = Launch(
+        _source(problem, tile),
+        (
+            *(Operand(n, Lies.ROWS, view=View()) for n in (0, 1)),
+            Operand(codes, view=View()),
+            Operand(RESULT, Lies.ROWS, view=View()),
+            Operand(scales),
+        ),
+        scalars_of(tile, batch, heads, queries, keys, device.sms),
     )
-    own = tuple(Operand(scratch(n)) for n in range(len(working)))
-    operands = *(Operand(n, Lies.ROWS) for n in range(3)), *own
-    blocks = max(steps, -(-queries // tile.keys))
-    strides = (each for operand in range(3) for each in _strides(operand))
-    scalars: tuple[Scalar, ...] = (queries, keys, heads, *strides, blocks, batch * heads)
-    first = Launch(attention_codes(head, tile.keys, problem.dtype), operands, scalars)
-    given = (Operand(scratch(n), view=_seen(codes[n], head)) for n in (0, 1))
-    seen = *given, Operand(scratch(2), view=View()), _OUT, *own[3:]
-    return first, working, seen
+    return Launches((first, second), working, (batch, heads, queries, head), SEQUENCE_FIRST)
 
 
-def _strides(operand: int) -> Iterator[Stride]:
-    yield from (Stride(operand, dim, _UNIT) for dim in range(3))
-
-
-def _seen(shape: tuple[int, ...], head: int) -> View:
-    """Return what a tensor map sees of rows of codes: no bytes behind the head's."""
-    batch, heads, rows, apart = shape
-    return View((batch, heads, rows, head), (heads * rows * apart, rows * apart, apart, 1))
-
-
-def _source(of: Problem | Call, tile: CodeTile) -> KernelSource:
+def _source(of: Problem | Call, tile: WgmmaTile) -> KernelSource:
     last = of.shapes[0][-1]
     head = last if isinstance(last, int) else last.value
     return code_attention(head, scale_of(of.attr("scale"), head), tile, of.dtype)
@@ -188,10 +142,9 @@ def _source(of: Problem | Call, tile: CodeTile) -> KernelSource:
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     head = call.shapes[0][-1].value
     for way in tuned(device).attention.codes.get(head, ()):
-        tile = _tile(way)
-        make = value_codes if tile.exact_scores else attention_codes
-        yield make(head, tile.keys, call.dtype)
-        yield _source(call, tile)
+        if way.tile is not None:
+            yield value_codes(head, way.tile.keys, call.dtype)
+            yield _source(call, way.tile)
 
 
 ROW = Kernel(NAME, ("attention",), supports, cost_us, launch, forms)

@@ -1,17 +1,14 @@
-"""Compute attention by e4m3 codes in PTX: twice the rate of products of halves, and no exponentials
-from the unit that has an eighth of the others' rate.
+"""Compute attention whose weights and values are e4m3 codes, in PTX: by products at twice the rate
+of halves, and without exponentials, whose unit has an eighth of the others' rate.
 
-As ``wgmma``: groups of four warps have queries of their own, one thread fetches codes of keys and
-values, and a group's next scores are computed while it weighs the values of this block. What
+As ``wgmma``, with a group's next scores computed while it weighs the values of this block. What
 differs:
 
-- Weights and values are codes, and maybe queries and keys: ``CodeTile.exact_scores``. An error of a
-  score is one of the logarithm of a weight, and grows with the score: exact scores are worth the
-  more, the larger scores are. With heads of 40 they cost little, as weights are the bottleneck.
-- Scores of codes are multiplied by the scale of their query and of their block of keys, and results
-  by that of their block of values. Results of a block are added to the others in fp32, as Hopper's
-  tensor cores keep some 14 bits of a sum of products of codes (https://arxiv.org/abs/2412.19437,
-  section 3.3.2).
+- Scores are exact. Codes of queries and keys make more of an error than all the rest, and the more,
+  the larger scores are: an error of a score is one of the logarithm of a weight.
+- Results of a block are multiplied by the scale of its values, and added to the others in fp32, as
+  Hopper's tensor cores keep some 14 bits of a sum of products of codes
+  (https://arxiv.org/abs/2412.19437, section 3.3.2).
 - The byte of an e4m3 number is its logarithm, but for chords between powers of two: as Schraudolph
   computes exponentials (https://doi.org/10.1162/089976699300016467), a weight's code is eight times
   the logarithm of the weight, rounded to a whole number. A chord is up to 6 % above the power, 3 %
@@ -36,27 +33,27 @@ from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
 from strop.kernels.attention import moves
 from strop.kernels.attention.wgmma import (
-    ALIKE,
-    SHARED_OUT,
+    WgmmaLayout,
+    begin,
+    begin_scores,
+    keys_read,
     masked,
     of_neighbours,
     of_rows,
     row_of,
-    scores,
     wait_for,
 )
-from strop.kernels.attention.wgmma_tiles import CodeTile
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.ptx import (
     CODES_DEPTH,
     HALF_HIGH,
     HIGH,
     KINDS,
+    LINE,
     LINE_BYTES,
     ROWS,
     UNIT,
     advance,
-    barriers,
-    entry,
     f32,
     listed,
     product_of_codes,
@@ -83,27 +80,8 @@ def key_at(place: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CodeLayout(moves.Laid):
-    """Lay out queries, keys and codes of values, results, barriers."""
-
-    tile: CodeTile
-
-    @property
-    def line(self) -> int:
-        """Return the bytes of a line of queries or keys: of 64 halves, or of all codes of one, with
-        zeros behind them."""
-        is_short = not self.tile.exact_scores and self.head <= LINE_BYTES // 2
-        return LINE_BYTES // 2 if is_short else LINE_BYTES
-
-    @property
-    def lines(self) -> int:
-        """Return the lines of a query or a key."""
-        return self.parts if self.tile.exact_scores else 1
-
-    @property
-    def block(self) -> int:
-        """Return the bytes of the keys of a step."""
-        return self.lines * self.tile.keys * self.line
+class CodeLayout(WgmmaLayout):
+    """Lay out queries, keys, codes of values, barriers. Results are where a warp's queries were."""
 
     @property
     def rows(self) -> int:
@@ -116,40 +94,8 @@ class CodeLayout(moves.Laid):
         return -(-self.rows * self.tile.keys // 1024) * 1024
 
     @property
-    def keys_at(self) -> int:
-        return self.lines * self.queries * self.line
-
-    @property
-    def values_at(self) -> int:
-        return self.keys_at + self.tile.stages * self.block
-
-    @property
-    def behind_values(self) -> int:
-        return self.values_at + self.tile.stages * self.of_values
-
-    @property
-    def results_at(self) -> int:
-        """Return where a warp's queries were, or, as codes take less, a place of their own."""
-        return 0 if self.tile.exact_scores else self.behind_values
-
-    @property
     def queries_full(self) -> int:
-        own = 0 if self.tile.exact_scores else self.parts * self.queries * LINE_BYTES
-        return self.behind_values + own
-
-    @property
-    def keys_full(self) -> int:
-        """Return where the first stage's barrier is; those of the others follow, each behind the
-        one that tells that the stage is free again."""
-        return self.queries_full + 8
-
-    @property
-    def values_full(self) -> int:
-        return self.keys_full + 16 * self.tile.stages
-
-    @property
-    def shared(self) -> int:
-        return self.values_full + 16 * self.tile.stages
+        return self.values_at + self.tile.stages * self.of_values
 
     @property
     def hands_over(self) -> bool:
@@ -161,110 +107,66 @@ class CodeLayout(moves.Laid):
         return 4 * self.tile.groups + (4 if self.hands_over else 1)
 
 
-def code_attention(head: int, scale: float, tile: CodeTile, dtype: torch.dtype) -> KernelSource:
+def code_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype) -> KernelSource:
     """out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j], scale > 0, of
-    what codes stand for.
+    values that codes stand for.
 
-    Params: q and k, (B, H, S, D) each, of ``dtype`` or bytes; bytes of v, (B, H, D + 8, keys),
-    whose keys are padded to whole blocks of ``tile.keys``, in the order of ``key_at``, with zeros,
-    and whose row D is ones; the result, dense as (B, S, H, D); scales in fp32, of v (B, H, blocks),
-    and before them, if they are bytes, of q (B, H, S) and of k (B, H, blocks). D: a multiple of 8.
-    Strides, in bytes, are multiples of 16. Scalars: queries, keys, H, B * H, and those of the
-    shares, if there are. NaN or +inf in a row of scores gives NaN.
+    Params: q and k, (B, H, S, D) of ``dtype``; bytes of v, (B, H, D + 8, keys), whose keys are
+    padded to whole blocks of ``tile.keys``, in the order of ``key_at``, with zeros, and whose row D
+    is ones; the result, dense as (B, S, H, D); scales of v in fp32, (B, H, blocks). D: a multiple
+    of 8. Strides, in bytes, are multiples of 16. Scalars: queries, keys, H, B * H, and those of the
+    shares, if there are. NaN or +inf in a row of scores gives NaN, and so does -inf alone in the
+    last block.
     """
     assert tile.keys in KEYS
     assert tile.stages > 1
     layout, kind = CodeLayout(head, tile), KINDS[dtype]
     factor = f32(UNIT_OF_CODES * STEPS * scale * math.log2(math.e))
-    parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
+    parts = (
+        begin(layout, NAME, _registers(layout), (_SCALES,)),
+        _fetch(layout),
+        _weigh(layout, factor, kind),
+        _store(layout, kind),
+    )
     text = "".join(piece for part in parts for piece in part)
     grid = (
         (symbol("s6"),)
         if tile.is_shared
         else ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
     )
-    given = dtype if tile.exact_scores else torch.uint8
-    across = layout.line // given.itemsize
-    scales = _POINTERS[2:] if tile.exact_scores else _POINTERS
     boxes = (
-        (1, 1, layout.queries, across),
-        (1, 1, tile.keys, across),
+        *((1, 1, rows, LINE) for rows in (layout.queries, tile.keys)),
         (1, 1, layout.rows, tile.keys),
         moves.RESULT,
+        (),
     )
     return KernelSource(
         NAME,
         "ptx",
         text,
-        (given, given, torch.uint8, dtype, *(torch.float32,) * len(scales)),
+        (dtype, dtype, torch.uint8, dtype, torch.float32),
         (1,) * (7 if tile.is_shared else 4),
         grid,
         constants=(("SHARED", layout.shared), ("EARLY", 1)),
         num_warps=layout.num_warps,
-        boxes=(*boxes, *((),) * len(scales)),
+        boxes=boxes,
     )
 
 
-_POINTERS = ("of_queries", "of_keys", "of_values")  # scales
-_BEGIN = """\
+_SCALES = "of_values"
+
+
+def _registers(layout: CodeLayout) -> str:
+    return f"""\
     .reg .pred %p, %any, %is_first, %yes, %no;
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
-    .reg .b32 %active, %readers, %of_head;
+    .reg .b32 %active, %readers;
     .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
     .reg .b32 %phase_k, %read, %step, %left, %low, %low_a, %low_b, %low_q, %low_k, %low_v;
-    .reg .b32 %high, %high_v, %x<4>, %w<{weights}>, %y<{pairs}>;
-    .reg .b64 %map<4>, %a, %b, %wide, %of_keys, %of_values;
-    .reg .f32 %s<{scores}>, %r<{sums}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>;
-    .reg .f32 %f<2>, %g<2>, %q<2>, %d<2>, %scale_k, %scale_v, %next_v, %far_v;
-
-    griddepcontrol.wait;
-    griddepcontrol.launch_dependents;
-    ld.param.u32 %queries, [s0];
-    ld.param.u32 %keys, [s1];
-    ld.param.u32 %heads, [s2];
-    mov.u32 %thread, %tid.x;
-    and.b32 %lane, %thread, 31;
-    shr.u32 %warp, %thread, 5;
-    shfl.sync.idx.b32 %warp, %warp, 0, 31, -1;
-    mov.u32 %base, memory;
-{place}    mov.u32 %of_head, %x0;
-    div.u32 %batch, %x0, %heads;
-    mul.lo.u32 %h, %batch, %heads;
-    sub.u32 %h, %x0, %h;
-    shl.b32 %readers, %active, 2;
-    add.u32 %steps, %keys, {step} - 1;
-    div.u32 %steps, %steps, {step};
-{barriers}"""
-
-
-def _begin(layout: CodeLayout) -> Iterator[str]:
-    tile = layout.tile
-    counts: dict[int, int | str] = {layout.queries_full: 1}
-    for n in range(2 * tile.stages):
-        at = layout.keys_full + 16 * n
-        counts |= {at: 1, at + 8: "%readers"}
-    params = dict.fromkeys(("q", "k", "v", "result"), 4)
-    place = SHARED_OUT if tile.is_shared else ALIKE
-    scalars, pointers = 7 if tile.is_shared else 4, _POINTERS[2 * tile.exact_scores :]
-    yield entry(NAME, params, pointers, scalars, 32 * layout.num_warps, programs=tile.programs)
-    yield _BEGIN.format(
-        place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS),
-        step=tile.keys,
-        scores=tile.keys // 2,
-        sums=layout.rows // 2,
-        results=layout.columns // 2,
-        weights=tile.keys // 8,
-        pairs=tile.keys // 4,
-        barriers=barriers(counts),
-    )
-
-
-def _box(tensor: int, to: str, corner: str, size: int, barrier: str) -> str:
-    """Fetch a box of bytes; the barrier counts them."""
-    return f"""\
-    mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], {size};
-    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[{to}], [%map{tensor}, {{{corner}, %h, %batch}}], [{barrier}];
+    .reg .b32 %high, %high_v, %x<4>, %w<{layout.tile.keys // 8}>, %y<{{weights}}>;
+    .reg .b64 %map<4>, %a, %b, %wide, %scales;
+    .reg .f32 %s<{{scores}}>, %r<{layout.rows // 2}>, %o<{{results}}>, %m<2>, %l<2>, %c<2>, %n<2>;
+    .reg .f32 %e<2>, %t<4>, %f<2>, %d<2>, %scale, %next_scale, %far_scale;
 """
 
 
@@ -279,12 +181,8 @@ def _fetch(layout: CodeLayout) -> Iterator[str]:
     yield f"    setp.ne.u32 %p, %thread, {first};\n    @%p bra done;\n"
     for n, name in enumerate(("q", "k", "v")):
         yield f"    mov.b64 %wide, {name};\n    cvta.param.u64 %map{n}, %wide;\n"
-    yield f"    add.u32 %bar, %base, {layout.queries_full};\n    mov.u32 %column, 0;\n"
-    is_exact = tile.exact_scores
-    if is_exact:
-        yield moves.boxed(layout, 0, "%base", layout.queries, "%start", "%bar")
-    else:
-        yield _box(0, "%base", "%column, %start", layout.queries * layout.line, "%bar")
+    yield f"    add.u32 %bar, %base, {layout.queries_full};\n"
+    yield moves.boxed(layout, 0, "%base", layout.queries, "%start", "%bar")
     yield f"""\
     mov.u32 %step, 0;
     mov.u32 %stage_k, 0;
@@ -301,35 +199,17 @@ fetch:
     add.u32 %x1, %x1, {layout.values_at};
 """
     yield wait("keys_are_free", "%bar_k+8", "%phase_k")
-    if is_exact:
-        yield moves.boxed(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
-        yield "    mov.u32 %column, 0;\n"
-    else:
-        yield _box(1, "%x0", "%column, %row", layout.block, "%bar_k")
+    yield moves.boxed(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
     yield wait("values_are_free", "%bar_v+8", "%phase_k")
-    yield _box(2, "%x1", "%row, %column", layout.rows * tile.keys, "%bar_v")
+    yield f"""\
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar_v], {layout.rows * tile.keys};
+    mov.u32 %column, 0;
+    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[%x1], [%map2, {{%row, %column, %h, %batch}}], [%bar_v];
+"""
     yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
     yield advance(tile.stages, "%stage_k", "%phase_k")
     yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
-
-
-def _scores(layout: CodeLayout, kind: str) -> Iterator[str]:
-    """Multiply this group's queries and the keys of stage %stage_k."""
-    keys = layout.tile.keys
-    yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
-    if layout.tile.exact_scores:
-        yield from scores(layout, kind, "%low")
-    else:
-        yield from _scores_of_codes(layout, keys)
-    yield "    wgmma.commit_group.sync.aligned;\n"
-
-
-def _scores_of_codes(layout: CodeLayout, keys: int) -> Iterator[str]:
-    for n in range(-(-layout.head // CODES_DEPTH)):
-        yield f"    add.u32 %low_a, %low_q, {n * CODES_DEPTH // UNIT};\n"
-        yield f"    add.u32 %low_b, %low, {n * CODES_DEPTH // UNIT};\n"
-        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
-        yield product_of_codes(keys, listed("s", keys // 2), n > 0)
 
 
 def _results(layout: CodeLayout) -> Iterator[str]:
@@ -346,44 +226,40 @@ def _results(layout: CodeLayout) -> Iterator[str]:
 def _weigh(layout: CodeLayout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
     keys = layout.tile.keys
-    yield from _ready(layout, factor)
+    yield from _ready(layout)
     yield wait("queries_are_there", "%bar", "0")
     yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout, kind)
-    yield from _scales_of_block(layout, "%scale_v")
-    yield from _scaled(layout)
-    yield from _scales_of_block(layout, "%next_v")
+    yield from begin_scores(layout, kind)
+    yield _scale_of_block("%scale") + _scale_of_block("%next_scale")
     yield "    wgmma.wait_group.sync.aligned 0;\n"
-    yield _keys_read(layout)
+    yield keys_read(layout)
     yield from masked(keys)
-    yield from _maxima(keys)
+    yield from _maxima(keys, factor)
     yield from (f"    mov.f32 %m{row}, %c{row};\n" for row in (0, 1))
-    yield from _logarithms(keys)
+    yield from _logarithms(keys, factor)
     yield from _weights(keys)
     yield "    setp.ne.u32 %any, 0, 0;\n"
     yield wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
-    yield from _loop(layout, kind)
+    yield from _loop(layout, factor, kind)
     yield "last:\n    wgmma.fence.sync.aligned;\n"
     yield from _results(layout)
     yield "    wgmma.wait_group.sync.aligned 0;\n"
     yield from _added(layout, "end")
 
 
-def _ready(layout: CodeLayout, factor: str) -> Iterator[str]:
-    """Make descriptors, and read what is scaled by; %left: blocks whose scales have not been
-    read."""
+def _ready(layout: CodeLayout) -> Iterator[str]:
+    """Make descriptors. %left: blocks whose scales, at %scales, have not been read."""
     yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
     if layout.tile.is_shared:
         yield "    setp.ge.u32 %p, %group, %active;\n    @%p bra done;\n"
     if layout.hands_over:
         yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING[layout.tile.groups]};\n"
-    lines = {LINE_BYTES: HIGH, LINE_BYTES // 2: HALF_HIGH}
     yield f"""\
     setp.eq.u32 %yes, 0, 0;
     setp.ne.u32 %no, 0, 0;
     setp.eq.u32 %is_first, %lane, 0;
-    mad.lo.u32 %x0, %group, {ROWS * layout.line}, %base;
+    mad.lo.u32 %x0, %group, {ROWS * LINE_BYTES}, %base;
     shr.u32 %low_q, %x0, 4;
     or.b32 %low_q, %low_q, {1 << 16};
     add.u32 %x0, %base, {layout.keys_at};
@@ -392,8 +268,8 @@ def _ready(layout: CodeLayout, factor: str) -> Iterator[str]:
     add.u32 %x0, %base, {layout.values_at};
     shr.u32 %low_v, %x0, 4;
     or.b32 %low_v, %low_v, {1 << 16};
-    mov.u32 %high, {lines[layout.line]};
-    mov.u32 %high_v, {lines[layout.tile.keys]};
+    mov.u32 %high, {HIGH};
+    mov.u32 %high_v, {HIGH if layout.tile.keys == LINE_BYTES else HALF_HIGH};
     mov.u32 %step, 1;
     mov.u32 %stage_k, 0;
     mov.u32 %phase_k, 0;
@@ -401,68 +277,29 @@ def _ready(layout: CodeLayout, factor: str) -> Iterator[str]:
     mov.u32 %phase_v, 0;
     add.u32 %bar, %base, {layout.queries_full};
     mov.u32 %left, %steps;
-    mul.lo.u32 %x0, %of_head, %steps;
-    ld.param.u64 %of_values, [of_values];
+    mad.lo.u32 %x0, %batch, %heads, %h;
+    mul.lo.u32 %x0, %x0, %steps;
+    ld.param.u64 %scales, [{_SCALES}];
     mul.wide.u32 %wide, %x0, 4;
-    add.u64 %of_values, %of_values, %wide;
+    add.u64 %scales, %scales, %wide;
 """
     yield from (f"    mov.f32 %l{row}, {f32(0)};\n" for row in (0, 1))
     yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
-    if layout.tile.exact_scores:
-        yield from (f"    mov.f32 %g{row}, {factor};\n" for row in (0, 1))
-    else:
-        yield from _scales_of_queries(factor)
 
 
-def _scales_of_queries(factor: str) -> Iterator[str]:
-    """Read %q, the scales of this thread's two queries. Rows behind the last one have its own."""
-    yield f"""\
-    ld.param.u64 %of_keys, [of_keys];
-    add.u64 %of_keys, %of_keys, %wide;
-    and.b32 %x1, %warp, 3;
-    shl.b32 %x1, %x1, 4;
-    mad.lo.u32 %x1, %group, {ROWS}, %x1;
-    shr.u32 %x2, %lane, 2;
-    add.u32 %x1, %x1, %x2;
-    add.u32 %x1, %x1, %start;
-    sub.u32 %x3, %queries, 1;
-"""
-    for row in (0, 1):
-        yield f"""\
-    add.u32 %x0, %x1, {8 * row};
-    min.u32 %x0, %x0, %x3;
-    mad.lo.u32 %x0, %of_head, %queries, %x0;
-    ld.param.u64 %a, [of_queries];
-    mul.wide.u32 %wide, %x0, 4;
-    add.u64 %a, %a, %wide;
-    ld.global.f32 %q{row}, [%a];
-    mul.f32 %q{row}, %q{row}, {factor};
-"""
-
-
-def _scales_of_block(layout: CodeLayout, of_values: str) -> Iterator[str]:
-    """Read the scales of the next block, while others are multiplied; behind the first block, its
+def _scale_of_block(into: str) -> str:
+    """Read the scale of the next block, while others are multiplied; behind the first block, its
     own again, which nothing reads."""
-    yield "    max.u32 %left, %left, 1;\n    sub.u32 %left, %left, 1;\n"
-    yield "    mul.wide.u32 %wide, %left, 4;\n"
-    own = [] if layout.tile.exact_scores else [("%scale_k", "%of_keys")]
-    for into, base in (*own, (of_values, "%of_values")):
-        yield f"    add.u64 %a, {base}, %wide;\n    ld.global.f32 {into}, [%a];\n"
+    return f"""\
+    max.u32 %left, %left, 1;
+    sub.u32 %left, %left, 1;
+    mul.wide.u32 %wide, %left, 4;
+    add.u64 %wide, %scales, %wide;
+    ld.global.f32 {into}, [%wide];
+"""
 
 
-def _keys_read(layout: CodeLayout) -> str:
-    free = release(layout.keys_full, "%stage_k", "%x0")
-    return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
-
-
-def _scaled(layout: CodeLayout) -> Iterator[str]:
-    """Compute %g, by which scores of this thread's queries and of a block of keys are to be
-    multiplied, where these are codes."""
-    if not layout.tile.exact_scores:
-        yield from (f"    mul.f32 %g{row}, %q{row}, %scale_k;\n" for row in (0, 1))
-
-
-def _loop(layout: CodeLayout, kind: str) -> Iterator[str]:
+def _loop(layout: CodeLayout, factor: str, kind: str) -> Iterator[str]:
     """The next block's scores and this one's results are begun together. The assembler moves a wait
     for results in front of what follows the scores, unless a jump stands between: a wait for
     values."""
@@ -470,20 +307,19 @@ def _loop(layout: CodeLayout, kind: str) -> Iterator[str]:
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
     yield wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout, kind)
+    yield from begin_scores(layout, kind)
     yield from _results(layout)
-    yield from _scaled(layout)
-    yield from _scales_of_block(layout, "%far_v")
+    yield _scale_of_block("%far_scale")
     yield "    wgmma.wait_group.sync.aligned 1;\n"
-    yield _keys_read(layout)
-    yield from _maxima(keys)
+    yield keys_read(layout)
+    yield from _maxima(keys, factor)
     for row in (0, 1):
         yield f"""\
     max.NaN.f32 %c{row}, %c{row}, %m{row};
     sub.f32 %d{row}, %m{row}, %c{row};
     mov.f32 %m{row}, %c{row};
 """
-    yield from _logarithms(keys)
+    yield from _logarithms(keys, factor)
     yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
     yield wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
     yield "    wgmma.wait_group.sync.aligned 0;\n"
@@ -491,25 +327,24 @@ def _loop(layout: CodeLayout, kind: str) -> Iterator[str]:
     yield from _added(layout, "level")
     yield from _weights(keys)
     yield from _grown()
-    yield "    mov.f32 %scale_v, %next_v;\n    mov.f32 %next_v, %far_v;\n"
+    yield "    mov.f32 %scale, %next_scale;\n    mov.f32 %next_scale, %far_scale;\n"
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
 
 
-def _maxima(keys: int) -> Iterator[str]:
+def _maxima(keys: int, factor: str) -> Iterator[str]:
     """Compute in %c the maxima of rows, as logarithms in units of codes."""
     yield from of_rows(keys, "max.NaN.f32", 4)
     yield from of_neighbours("c", "max.NaN.f32")
-    yield from (f"    mul.f32 %c{row}, %c{row}, %g{row};\n" for row in (0, 1))
+    yield from (f"    mul.f32 %c{row}, %c{row}, {factor};\n" for row in (0, 1))
 
 
-def _logarithms(keys: int) -> Iterator[str]:
+def _logarithms(keys: int, factor: str) -> Iterator[str]:
     """Make pairs of halves %y of all scores, whose low bytes are the codes of weights: 0 where the
     logarithm is too low for one."""
     yield from (f"    sub.f32 %n{row}, {f32(TOP * UNIT_OF_CODES)}, %m{row};\n" for row in (0, 1))
     for n in range(keys // 4):
         for own in (2 * n, 2 * n + 1):
-            row = row_of(own)
-            yield f"    fma.rn.f32 %s{own}, %s{own}, %g{row}, %n{row};\n"
+            yield f"    fma.rn.f32 %s{own}, %s{own}, {factor}, %n{row_of(own)};\n"
         yield f"    cvt.rn.relu.f16x2.f32 %y{n}, %s{2 * n + 1}, %s{2 * n};\n"
 
 
@@ -543,7 +378,7 @@ def _added(layout: CodeLayout, label: str) -> Iterator[str]:
     yield from (f"    mul.f32 %o{n}, %o{n}, %e{row_of(n)};\n" for n in range(sums))
     yield f"{label}:\n"
     yield from (f"    add.f32 %l{row}, %l{row}, %r{sums + 2 * row};\n" for row in (0, 1))
-    yield from (f"    fma.rn.f32 %o{n}, %r{n}, %scale_v, %o{n};\n" for n in range(sums))
+    yield from (f"    fma.rn.f32 %o{n}, %r{n}, %scale, %o{n};\n" for n in range(sums))
 
 
 def _store(layout: CodeLayout, kind: str) -> Iterator[str]:

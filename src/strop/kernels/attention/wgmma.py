@@ -15,7 +15,7 @@ PTX (``ptx.py``), as Triton has no group of warps that runs by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +114,12 @@ def wgmma_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype
     """
     layout, kind = WgmmaLayout(head, tile), KINDS[dtype]
     factor = f32(scale * math.log2(math.e))
-    parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
+    parts = (
+        begin(layout, NAME, _REGISTERS),
+        _fetch(layout),
+        _weigh(layout, factor, kind),
+        _store(layout, kind),
+    )
     text = "".join(piece for part in parts for piece in part)
     boxes = tuple((1, 1, rows, LINE) for rows in (layout.queries, tile.keys, tile.keys))
     grid = (
@@ -136,7 +141,7 @@ def wgmma_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype
 
 
 NAME = "wgmma_attention"
-_BEGIN = """\
+_REGISTERS = """\
     .reg .pred %p, %any, %is_first, %yes, %no;
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
     .reg .b32 %active, %readers;
@@ -145,6 +150,8 @@ _BEGIN = """\
     .reg .b32 %x<8>, %q<4>, %w<{weights}>;
     .reg .b64 %map<4>, %a, %b, %wide;
     .reg .f32 %s<{scores}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>, %f<2>;
+"""
+_START = """\
 
     griddepcontrol.wait;
     griddepcontrol.launch_dependents;
@@ -165,13 +172,13 @@ _BEGIN = """\
 {barriers}"""
 
 # %start: the first query; %active: groups that have some; %x0: batch and head.
-ALIKE = """\
+_ALIKE = """\
     mov.u32 %active, {groups};
     mov.u32 %x0, %ctaid.x;
     mul.lo.u32 %start, %x0, {rows};
     mov.u32 %x0, %ctaid.y;
 """
-SHARED_OUT = """\
+_SHARED_OUT = """\
     ld.param.u32 %x1, [s4];
     mov.u32 %active, {groups};
     mov.u32 %x0, %ctaid.x;
@@ -200,17 +207,21 @@ placed:
 """
 
 
-def _begin(layout: WgmmaLayout) -> Iterator[str]:
+def begin(
+    layout: WgmmaLayout, name: str, registers: str, pointers: Sequence[str] = ()
+) -> Iterator[str]:
+    """The entry of a kernel, and what all of its warps begin with. ``registers`` of that many
+    sums."""
     tile = layout.tile
     counts: dict[int, int | str] = {layout.queries_full: 1}
     for n in range(2 * tile.stages):
         at = layout.keys_full + 16 * n
         counts |= {at: 1, at + 8: "%readers"}
     params = dict.fromkeys(("q", "k", "v", "result"), 4)
-    place = SHARED_OUT if tile.is_shared else ALIKE
+    place = _SHARED_OUT if tile.is_shared else _ALIKE
     scalars = 7 if tile.is_shared else 4
-    yield entry(NAME, params, (), scalars, 32 * layout.num_warps, programs=tile.programs)
-    yield _BEGIN.format(
+    yield entry(name, params, pointers, scalars, 32 * layout.num_warps, programs=tile.programs)
+    yield (registers + _START).format(
         place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS),
         step=tile.keys,
         scores=tile.keys // 2,
@@ -267,7 +278,7 @@ fetch:
         yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
 
 
-def _scores(layout: WgmmaLayout, kind: str) -> Iterator[str]:
+def begin_scores(layout: WgmmaLayout, kind: str) -> Iterator[str]:
     """Multiply this group's queries and the keys of stage %stage_k."""
     yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
     yield from scores(layout, kind, "%low")
@@ -308,7 +319,7 @@ def _results_read(layout: WgmmaLayout, stage: str) -> str:
     return "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, stage, "%x0")
 
 
-def _keys_read(layout: WgmmaLayout) -> str:
+def keys_read(layout: WgmmaLayout) -> str:
     free = release(layout.keys_full, "%stage_k", "%x0")
     return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
 
@@ -346,9 +357,9 @@ def _weigh(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     yield wait("queries_are_there", "%bar", "0")
     yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout, kind)
+    yield from begin_scores(layout, kind)
     yield "    wgmma.wait_group.sync.aligned 0;\n"
-    yield _keys_read(layout)
+    yield keys_read(layout)
     yield from masked(layout.tile.keys)
     yield from maxima(layout.tile.keys, factor)
     yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
@@ -369,7 +380,7 @@ def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
     yield wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout, kind)
+    yield from begin_scores(layout, kind)
     yield from _results(layout, kind)
     early = layout.tile.early
     yield _results_read(layout, "%stage_v") if early else "    wgmma.wait_group.sync.aligned 1;\n"
@@ -387,7 +398,7 @@ def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     if early:
         yield "rescaled:\n"
         yield from rounded(layout.tile.keys, kind)
-    yield "small:\n" + _keys_read(layout)
+    yield "small:\n" + keys_read(layout)
     yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
     yield wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
     if not early:

@@ -48,14 +48,6 @@ class WgmmaTile:
 
 
 @dataclass(frozen=True, slots=True)
-class CodeTile(WgmmaTile):
-    """A tile of attention whose weights and values are e4m3 codes. ``exact_scores``: queries and
-    keys are halves; else they are codes as well."""
-
-    exact_scores: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Shares:
     """``whole`` programs, all of whose groups have queries; in the others, which come last, so many
     ``groups`` have; ``programs`` in all. ``rounds`` of them, and how long their steps take, in
