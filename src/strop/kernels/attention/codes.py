@@ -36,10 +36,12 @@ from strop.kernels.attention.wgmma import (
     WgmmaLayout,
     begin,
     begin_scores,
+    fetch,
     keys_read,
     masked,
     of_neighbours,
     of_rows,
+    ready,
     row_of,
     wait_for,
 )
@@ -51,7 +53,6 @@ from strop.kernels.ptx import (
     KINDS,
     LINE,
     LINE_BYTES,
-    ROWS,
     UNIT,
     advance,
     f32,
@@ -67,9 +68,9 @@ KEYS = (64, 128)  # of a block: lines of values have as many bytes
 ONES = 8  # more columns of values, of which the first is ones
 TOP = 126  # the code of the greatest weight
 STEPS = 8  # of codes, between two powers of two
-# Registers of a thread that weighs, by the number of groups, and of one that fetches, where a
-# program has a processor for itself.
-WEIGHING, FETCHING = {2: 240, 3: 160, 4: 112}, 24
+# Registers of a thread that weighs, by the number of groups, where a program has a processor for
+# itself.
+WEIGHING = {2: 240, 3: 160, 4: 112}
 UNIT_OF_CODES = 2.0**-24  # the least subnormal half
 
 
@@ -124,7 +125,7 @@ def code_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype)
     factor = f32(UNIT_OF_CODES * STEPS * scale * math.log2(math.e))
     parts = (
         begin(layout, NAME, _registers(layout), (_SCALES,)),
-        _fetch(layout),
+        fetch(layout, _values(layout)),
         _weigh(layout, factor, kind),
         _store(layout, kind),
     )
@@ -170,46 +171,16 @@ def _registers(layout: CodeLayout) -> str:
 """
 
 
-def _fetch(layout: CodeLayout) -> Iterator[str]:
-    """Fetch by one thread: the queries, then keys and values, the last block first, as stages are
-    free."""
-    tile = layout.tile
-    first = 128 * tile.groups
-    yield f"    setp.lt.u32 %p, %thread, {first};\n    @%p bra weigh;\n"
-    if layout.hands_over:
-        yield f"    setmaxnreg.dec.sync.aligned.u32 {FETCHING};\n"
-    yield f"    setp.ne.u32 %p, %thread, {first};\n    @%p bra done;\n"
-    for n, name in enumerate(("q", "k", "v")):
-        yield f"    mov.b64 %wide, {name};\n    cvta.param.u64 %map{n}, %wide;\n"
-    yield f"    add.u32 %bar, %base, {layout.queries_full};\n"
-    yield moves.boxed(layout, 0, "%base", layout.queries, "%start", "%bar")
-    yield f"""\
-    mov.u32 %step, 0;
-    mov.u32 %stage_k, 0;
-    mov.u32 %phase_k, 1;
-    sub.u32 %row, %steps, 1;
-    mul.lo.u32 %row, %row, {tile.keys};
-fetch:
-    mad.lo.u32 %x0, %stage_k, 16, %base;
-    add.u32 %bar_k, %x0, {layout.keys_full};
-    add.u32 %bar_v, %x0, {layout.values_full};
-    mad.lo.u32 %x0, %stage_k, {layout.block}, %base;
-    add.u32 %x0, %x0, {layout.keys_at};
+def _values(layout: CodeLayout) -> str:
+    """Fetch codes of a block's values."""
+    return f"""\
     mad.lo.u32 %x1, %stage_k, {layout.of_values}, %base;
     add.u32 %x1, %x1, {layout.values_at};
-"""
-    yield wait("keys_are_free", "%bar_k+8", "%phase_k")
-    yield moves.boxed(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
-    yield wait("values_are_free", "%bar_v+8", "%phase_k")
-    yield f"""\
-    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar_v], {layout.rows * tile.keys};
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar_v], {layout.rows * layout.tile.keys};
     mov.u32 %column, 0;
     cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
 [%x1], [%map2, {{%row, %column, %h, %batch}}], [%bar_v];
 """
-    yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
-    yield advance(tile.stages, "%stage_k", "%phase_k")
-    yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
 
 
 def _results(layout: CodeLayout) -> Iterator[str]:
@@ -226,7 +197,8 @@ def _results(layout: CodeLayout) -> Iterator[str]:
 def _weigh(layout: CodeLayout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
     keys = layout.tile.keys
-    yield from _ready(layout)
+    yield from ready(layout, WEIGHING.get(layout.tile.groups, 0), 1)
+    yield _scales(layout)
     yield wait("queries_are_there", "%bar", "0")
     yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
     yield "    wgmma.fence.sync.aligned;\n"
@@ -248,43 +220,19 @@ def _weigh(layout: CodeLayout, factor: str, kind: str) -> Iterator[str]:
     yield from _added(layout, "end")
 
 
-def _ready(layout: CodeLayout) -> Iterator[str]:
-    """Make descriptors. %left: blocks whose scales, at %scales, have not been read."""
-    yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
-    if layout.tile.is_shared:
-        yield "    setp.ge.u32 %p, %group, %active;\n    @%p bra done;\n"
-    if layout.hands_over:
-        yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING[layout.tile.groups]};\n"
-    yield f"""\
-    setp.eq.u32 %yes, 0, 0;
-    setp.ne.u32 %no, 0, 0;
-    setp.eq.u32 %is_first, %lane, 0;
-    mad.lo.u32 %x0, %group, {ROWS * LINE_BYTES}, %base;
-    shr.u32 %low_q, %x0, 4;
-    or.b32 %low_q, %low_q, {1 << 16};
-    add.u32 %x0, %base, {layout.keys_at};
-    shr.u32 %low_k, %x0, 4;
-    or.b32 %low_k, %low_k, {1 << 16};
-    add.u32 %x0, %base, {layout.values_at};
-    shr.u32 %low_v, %x0, 4;
-    or.b32 %low_v, %low_v, {1 << 16};
-    mov.u32 %high, {HIGH};
+def _scales(layout: CodeLayout) -> str:
+    """Find the scales of values. %left: blocks whose scales, at %scales, have not been read."""
+    return f"""\
     mov.u32 %high_v, {HIGH if layout.tile.keys == LINE_BYTES else HALF_HIGH};
-    mov.u32 %step, 1;
-    mov.u32 %stage_k, 0;
-    mov.u32 %phase_k, 0;
-    mov.u32 %stage_v, 0;
-    mov.u32 %phase_v, 0;
-    add.u32 %bar, %base, {layout.queries_full};
     mov.u32 %left, %steps;
     mad.lo.u32 %x0, %batch, %heads, %h;
     mul.lo.u32 %x0, %x0, %steps;
     ld.param.u64 %scales, [{_SCALES}];
     mul.wide.u32 %wide, %x0, 4;
     add.u64 %scales, %scales, %wide;
+    mov.f32 %l0, {f32(0)};
+    mov.f32 %l1, {f32(0)};
 """
-    yield from (f"    mov.f32 %l{row}, {f32(0)};\n" for row in (0, 1))
-    yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
 
 
 def _scale_of_block(into: str) -> str:

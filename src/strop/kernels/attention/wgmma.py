@@ -116,7 +116,7 @@ def wgmma_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype
     factor = f32(scale * math.log2(math.e))
     parts = (
         begin(layout, NAME, _REGISTERS),
-        _fetch(layout),
+        fetch(layout, moves.boxed(layout, 2, "%x1", tile.keys, "%row", "%bar_v")),
         _weigh(layout, factor, kind),
         _store(layout, kind),
     )
@@ -238,9 +238,9 @@ def wait_for(label: str, first: int, stage: str, phase: str) -> str:
     )
 
 
-def _fetch(layout: WgmmaLayout) -> Iterator[str]:
+def fetch(layout: WgmmaLayout, values: str) -> Iterator[str]:
     """Fetch by one thread: the queries, then keys and values, the last block first, as stages are
-    free."""
+    free. ``values`` fetches those of a block, to %x1 if they take as much as its keys."""
     tile = layout.tile
     first, others = 128 * tile.groups, "done"
     if layout.is_single:
@@ -271,7 +271,7 @@ fetch:
     yield wait("keys_are_free", "%bar_k+8", "%phase_k")
     yield moves.boxed(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
     yield wait("values_are_free", "%bar_v+8", "%phase_k")
-    yield moves.boxed(layout, 2, "%x1", tile.keys, "%row", "%bar_v")
+    yield values
     if not layout.is_single:
         yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
         yield advance(tile.stages, "%stage_k", "%phase_k")
@@ -326,12 +326,36 @@ def keys_read(layout: WgmmaLayout) -> str:
 
 def _weigh(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
+    apart = layout.tile.keys * LINE_BYTES // UNIT  # columns of values, where there are more
+    yield from ready(layout, WEIGHING, apart)
+    yield wait("queries_are_there", "%bar", "0")
+    yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
+    yield "    wgmma.fence.sync.aligned;\n"
+    yield from begin_scores(layout, kind)
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+    yield keys_read(layout)
+    yield from masked(layout.tile.keys)
+    yield from maxima(layout.tile.keys, factor)
+    yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
+    yield from powers(layout.tile.keys, factor)
+    yield "    mov.f32 %l0, %c0;\n    mov.f32 %l1, %c1;\n"
+    yield from rounded(layout.tile.keys, kind)
+    yield wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
+    if not layout.is_single:
+        yield from _loop(layout, factor, kind)
+    yield "last:\n    wgmma.fence.sync.aligned;\n"
+    yield from _results(layout, kind)
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+
+
+def ready(layout: WgmmaLayout, weighing: int, apart: int) -> Iterator[str]:
+    """Make descriptors, and results of zeros. ``weighing``: registers of a thread that weighs;
+    ``apart``: columns of values that do not follow each other, in units."""
     yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
     if layout.tile.is_shared:
         yield "    setp.ge.u32 %p, %group, %active;\n    @%p bra done;\n"
     if layout.hands_over:
-        yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING};\n"
-    apart = layout.tile.keys * LINE_BYTES // UNIT  # columns of values, where there are more
+        yield f"    setmaxnreg.inc.sync.aligned.u32 {weighing};\n"
     yield f"""\
     setp.eq.u32 %yes, 0, 0;
     setp.ne.u32 %no, 0, 0;
@@ -354,24 +378,6 @@ def _weigh(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     add.u32 %bar, %base, {layout.queries_full};
 """
     yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
-    yield wait("queries_are_there", "%bar", "0")
-    yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
-    yield "    wgmma.fence.sync.aligned;\n"
-    yield from begin_scores(layout, kind)
-    yield "    wgmma.wait_group.sync.aligned 0;\n"
-    yield keys_read(layout)
-    yield from masked(layout.tile.keys)
-    yield from maxima(layout.tile.keys, factor)
-    yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
-    yield from powers(layout.tile.keys, factor)
-    yield "    mov.f32 %l0, %c0;\n    mov.f32 %l1, %c1;\n"
-    yield from rounded(layout.tile.keys, kind)
-    yield wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
-    if not layout.is_single:
-        yield from _loop(layout, factor, kind)
-    yield "last:\n    wgmma.fence.sync.aligned;\n"
-    yield from _results(layout, kind)
-    yield "    wgmma.wait_group.sync.aligned 0;\n"
 
 
 def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
