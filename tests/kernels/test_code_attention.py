@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from strop.passes.eight_bit_attention import IS_MEASURED
 from strop.runtime.build.loader import kernel_loader
 from tests.codegen.test_triton_compile import TOOLS, compiled, resources
 from tests.gpus import H100
-from tests.kernels.interpreted import Interpreted
+from tests.kernels.interpreted import Bound, Interpreted
 from tests.kernels.launching import attends, launched, refuse
 from tests.kernels.ptx_machine import launch
 from tests.kernels.ptx_products import fragment
@@ -242,38 +242,21 @@ def test_what_makes_codes_compiles(head: int, tmp_path: Path) -> None:
     assert resources(found, tmp_path)[1] == 0
 
 
+class OfMachine(Bound):
+    def __call__(self) -> None:
+        params = zip(self.pointers, self.source.params, strict=True)
+        tensors = [self._library.at(pointer, dtype) for pointer, dtype in params]
+        self._library.ran.append(self.source.name)
+        launch(self.source, tensors, self.scalars, views=self.views)
+
+
 class Both(Interpreted):
     """Runs kernels in Triton by its interpreter, and those in PTX by the machine."""
 
-    def bind(
-        self,
-        source: KernelSource,
-        pointers: Sequence[int],
-        scalars: Sequence[int],
-        stream: int,
-        early: bool = False,
-        views: Sequence[Any] = (),
-    ) -> Any:
-        if source.language != "ptx":
-            return super().bind(source, pointers, scalars, stream, early, views)
-        assert source in self.built
-        return _OfMachine(self, source, scalars, views)
-
-
-class _OfMachine:
-    def __init__(self, library: Both, source: KernelSource, scalars: Any, views: Any) -> None:
-        self._library, self._source = library, source
-        self._scalars, self._views = scalars, views
-        self._pointers = [0] * len(source.params)
-
-    def set_pointer(self, place: int, pointer: int) -> None:
-        self._pointers[place] = pointer
-
-    def __call__(self) -> None:
-        params = zip(self._pointers, self._source.params, strict=True)
-        tensors = [self._library.at(pointer, dtype) for pointer, dtype in params]
-        self._library.ran.append(self._source.name)
-        launch(self._source, tensors, self._scalars, views=self._views)
+    def bind(self, source: KernelSource, *given: Any, views: Any = (), **more: Any) -> Bound:
+        if source.language == "ptx":
+            return OfMachine(self, source, given[1], views)
+        return super().bind(source, *given, views=views, **more)
 
 
 def marked(problem: Problem, **attrs: Any) -> Problem:
