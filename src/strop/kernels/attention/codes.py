@@ -29,7 +29,6 @@ from dataclasses import dataclass
 
 import torch
 
-from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
 from strop.kernels.attention import moves
 from strop.kernels.attention.wgmma import (
@@ -37,6 +36,7 @@ from strop.kernels.attention.wgmma import (
     begin,
     begin_scores,
     fetch,
+    grid_of,
     keys_read,
     masked,
     of_neighbours,
@@ -130,11 +130,6 @@ def code_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype)
         _store(layout, kind),
     )
     text = "".join(piece for part in parts for piece in part)
-    grid = (
-        (symbol("s6"),)
-        if tile.is_shared
-        else ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
-    )
     boxes = (
         *((1, 1, rows, LINE) for rows in (layout.queries, tile.keys)),
         (1, 1, layout.rows, tile.keys),
@@ -147,7 +142,7 @@ def code_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype)
         text,
         (dtype, dtype, torch.uint8, dtype, torch.float32),
         (1,) * (7 if tile.is_shared else 4),
-        grid,
+        grid_of(layout),
         constants=(("SHARED", layout.shared), ("EARLY", 1)),
         num_warps=layout.num_warps,
         boxes=boxes,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strop.ir.dims import symbol
+from strop.ir.dims import Expr, symbol
 from strop.ir.source import KernelSource
 from strop.kernels.attention import moves
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -122,18 +122,13 @@ def wgmma_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype
     )
     text = "".join(piece for part in parts for piece in part)
     boxes = tuple((1, 1, rows, LINE) for rows in (layout.queries, tile.keys, tile.keys))
-    grid = (
-        (symbol("s6"),)
-        if tile.is_shared
-        else ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
-    )
     return KernelSource(
         NAME,
         "ptx",
         text,
         (dtype,) * 4,
         (1,) * (7 if tile.is_shared else 4),
-        grid,
+        grid_of(layout),
         constants=(("SHARED", layout.shared), ("EARLY", 1)),
         num_warps=layout.num_warps,
         boxes=(*boxes, moves.RESULT),
@@ -205,6 +200,12 @@ placed:
     setp.ge.u32 %p, %start, %queries;
     @%p bra done;
 """
+
+
+def grid_of(layout: WgmmaLayout) -> tuple[Expr, ...]:
+    if layout.tile.is_shared:
+        return (symbol("s6"),)
+    return (symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3")
 
 
 def begin(
