@@ -20,6 +20,7 @@ from types import ModuleType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fitting import (
+    attn_codes,
     attn_libraries,
     attn_tma,
     attn_wgmma,
@@ -38,6 +39,7 @@ from benchmarks.fitting import (
 SWEEPS: Mapping[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (
+        attn_codes,
         attn_libraries,
         attn_tma,
         attn_wgmma,

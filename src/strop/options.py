@@ -28,6 +28,7 @@ TRAINED_WITHOUT = (
     "activated_linear",
     "aligned_linear",
     "causal_masks",
+    "eight_bit_attention",
     "eight_bit_choice",
     "eight_bit_convs",
     "gated_codes",
@@ -42,6 +43,7 @@ STEP_CACHES = {STEP_CACHE: "balanced"} | {f"{STEP_CACHE}:{word}": word for word 
 NAMED_NUMERICS = (*EIGHT_BIT, *STEP_CACHES)  # patterns of a user's own have others
 
 WGMMA_PASSES = (
+    "eight_bit_attention",
     "eight_bit_convs",
     "gated_codes",
     "joined_calls",

@@ -24,6 +24,7 @@ from tests.kernels.ptx_instruction import (
     where,
 )
 from tests.kernels.ptx_text import (
+    Imm,
     Operand,
     Pair,
     PtxError,
@@ -362,6 +363,8 @@ def of_half(kind: str, raw: Array) -> Array:
 
 
 _HALVES = ("f16", "bf16")
+_INF = {"f16": 0x7C00, "bf16": 0x7F80}
+_NAN = np.uint16(0x7FFF)  # that conversions make
 
 
 def _cvt(maker: Maker) -> Run:
@@ -397,16 +400,40 @@ def _conversion(mods: list[str], to: str, of: str) -> Callable[[Array], Array]:
 
 
 def _cvt_pair(maker: Maker) -> Run:
-    """The first operand goes to the upper half."""
+    """The first operand goes to the upper half. ``relu``: what is negative becomes 0, and NaN stays
+    NaN (PTX ISA, section "Data Movement and Conversion Instructions: cvt")."""
     to = maker.words[-2]
-    maker.only("rn", to, "f32")
+    maker.only("rn", "relu", to, "f32")
+    least = np.float32(0 if "relu" in maker.words else -np.inf)
     into, a, b = maker.args(3)
     view, index = maker.dst(into, "b32")
     high, low, kind = maker.src(a, "f32"), maker.src(b, "f32"), to.removesuffix("x2")
 
     def run(w: Any, m: int) -> None:
-        upper = half_bits(kind, high(w)).astype(np.uint32) << np.uint32(16)
-        put(w, view, index, m, upper | half_bits(kind, low(w)))
+        parts = (half_bits(kind, np.maximum(each(w), least)) for each in (high, low))
+        upper, lower = (np.where(raw & 0x7FFF > _INF[kind], _NAN, raw) for raw in parts)
+        put(w, view, index, m, upper.astype(np.uint32) << np.uint32(16) | lower)
+
+    return run
+
+
+def _prmt(maker: Maker) -> Run:
+    """Bytes of two registers, the first one's lowest first, by a digit each (PTX ISA, section
+    "Data Movement and Conversion Instructions: prmt"). Signs are not repeated here."""
+    maker.only("b32")
+    into, a, b, chosen = maker.args(4)
+    if not isinstance(chosen, Imm) or any(chosen.value >> 4 * n & 8 for n in range(4)):
+        raise PtxError("a constant of four digits up to 7 is wanted")
+    view, index = maker.dst(into, "b32")
+    first, second, digits = maker.src(a, "b32"), maker.src(b, "b32"), int(chosen.value)
+
+    def run(w: Any, m: int) -> None:
+        both = first(w).astype(np.uint64) | second(w).astype(np.uint64) << np.uint64(32)
+        found = np.zeros(both.shape, np.uint64)
+        for n in range(4):
+            byte = both >> np.uint64(8 * (digits >> 4 * n & 7)) & np.uint64(0xFF)
+            found |= byte << np.uint64(8 * n)
+        put(w, view, index, m, found.astype(np.uint32))
 
     return run
 
@@ -432,5 +459,6 @@ MAKERS: dict[str, Callable[[Maker], Run]] = {
     "selp": _selp,
     "mov": _mov,
     "cvt": _cvt,
+    "prmt": _prmt,
     "cvta": _cvta,
 }

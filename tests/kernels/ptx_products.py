@@ -80,13 +80,26 @@ def sums_places(cols: int) -> tuple[Array, Array]:
 
 
 def fragment(raw: Array, kind: str) -> Array:
-    """(16, DEPTH) of four registers of two halves: (4, 32)."""
+    """(16, DEPTH) of four registers of two halves: (4, 32); or (16, 2 DEPTH) of four codes each, as
+    PTX's ISA lays them out (section "Register Fragments for wgmma.mma_async.m64nNk32": a lane has
+    four neighbours of a row, of the row eight below, and of both sixteen further)."""
+    if kind == "e4m3":
+        return _fragment_of_codes(raw)
     halves = np.stack((raw & np.uint32(0xFFFF), raw >> np.uint32(16)), -1).astype(np.uint16)
     found = np.empty((16, DEPTH), np.float32)
     n = np.arange(4)[:, None, None]
     rows = _ROW[None, :, None] + n % 2 * 8
     cols = _COL[None, :, None] + n // 2 * 8 + np.arange(2)
     found[rows, cols] = of_half(kind, halves)
+    return found
+
+
+def _fragment_of_codes(raw: Array) -> Array:
+    found = np.empty((16, 2 * DEPTH), np.float32)
+    n, byte = np.arange(4)[:, None, None], np.arange(4)
+    rows = np.broadcast_to(_ROW[None, :, None] + n % 2 * 8, (4, LANES, 4))
+    cols = 2 * _COL[None, :, None] + n // 2 * 16 + byte
+    found[rows, cols] = E4M3[raw[..., None] >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)]
     return found
 
 
@@ -141,9 +154,7 @@ def make_product(maker: Maker, code: Instruction) -> Run:
         raise PtxError("form of wgmma not known")
     cols, kind, args = int(found[1]), halves[0] or codes[0], maker.statement.args
     is_shared = len(args) > 1 and not isinstance(args[1], Vector)
-    if codes[0] and not is_shared:
-        raise PtxError("codes in registers are not known")
-    into, a, b, adds, *flags = maker.args((8 if is_shared else 7) - 2 * bool(codes[0]))
+    into, a, b, adds, *flags = maker.args(6 if codes[0] else 8 if is_shared else 7)
     signs = _flag(flags[0], (-1, 1)) * _flag(flags[1], (-1, 1))
     across = flags[2:]  # only halves may lie across the sum
     a_across = bool(_flag(across[0], (0, 1))) if is_shared and across else False

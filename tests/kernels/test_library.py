@@ -42,6 +42,7 @@ CALLS = (
     call("attention", *[HEADS[0]] * 3, causal=True, scale=None),
     call("attention", *[HEADS[0]] * 4, **ATTENTION),
     call("attention", HEADS[0], ("n", 40), ("n", 40), **ATTENTION),
+    *(call("attention", *[shape] * 3, **ATTENTION, format="fp8") for shape in HEADS),
     *(
         call("conv2d", ("b", ins, "h", "w"), (outs, ins, 3, 3), **attrs)
         for ins, outs in ((4, 320), (320, 4), (320, 320), (640, 1280), (96, 192))

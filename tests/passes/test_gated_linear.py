@@ -159,6 +159,7 @@ def test_where_kernels_of_ours_can_do_it() -> None:
     assert not found_in(traced(Gated(), kernels_off=("wgmma_gemm",)))
     assert not found_in(traced(Gated(), disable=("gated_linear",)))
     assert Options().on(has_wgmma=False).disable == (
+        "eight_bit_attention",
         "eight_bit_convs",
         "gated_codes",
         "joined_calls",

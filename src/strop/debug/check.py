@@ -26,6 +26,7 @@ from strop.debug.steps import Planned, planned_steps
 from strop.fusion.plan import Group
 from strop.ir.affine import base_of
 from strop.ir.dims import Expr
+from strop.ir.eight_bit import MARK
 from strop.ir.graph import Node
 from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.patterns.pattern import EXACT
@@ -249,6 +250,7 @@ def _sizes(shape: Sequence[Expr], env: Mapping[str, int]) -> list[int]:
 
 def _has_judge(node: Node) -> bool:
     is_exact = node.attrs.get("numerics", EXACT) == EXACT  # else a pattern's, opted in by name
+    is_exact = is_exact and MARK not in node.attrs  # of an attention, that may be by codes
     is_alone = node.op != "exchange"  # other processes take part in, which may not be checking
     return has_reference(node.op) and not is_random(node) and is_exact and is_alone
 

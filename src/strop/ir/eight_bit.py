@@ -20,6 +20,7 @@ from torch import Tensor
 # The least largest number of a row that has a scale: rows of zeros have codes of 0.
 LEAST = 2.0**-100
 NAMED = "Options.exact_layers names it"  # why a linear is exact that could be in 8 bits
+MARK = "format"  # the attribute of a call that is to be computed in 8 bits: in which
 CODES, SCALES = "codes", "scales"  # what an argument that is made of weights holds
 
 

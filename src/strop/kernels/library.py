@@ -15,7 +15,7 @@ from strop.ir.device import Device
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels import libraries
-from strop.kernels.attention import cpu, short_rows, wide
+from strop.kernels.attention import code_rows, cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
 from strop.kernels.conv import code_conv, folded_taps, narrow
 from strop.kernels.gemm import (
@@ -37,6 +37,7 @@ from strop.kernels.packed import rows as packed
 KERNELS: tuple[Kernel, ...] = (
     skinny.ROW,
     gemm.ROW,
+    code_rows.ROW,
     attention.WGMMA,
     attention.CROSS,
     attention.TMA,

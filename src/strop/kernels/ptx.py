@@ -116,10 +116,10 @@ def product(columns: int, kind: str, into: str, a: str, is_added: bool) -> str:
     return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, {flags};\n"
 
 
-def product_of_codes(columns: int, into: str, is_added: bool) -> str:
-    """%a @ %b of e4m3 codes in shared memory, added to what is there or not."""
+def product_of_codes(columns: int, into: str, is_added: bool, a: str = "%a") -> str:
+    """a @ %b of e4m3 codes, added to what is there or not. Lines of %b are along the sum."""
     op = f"wgmma.mma_async.sync.aligned.m64n{columns}k{CODES_DEPTH}.f32.e4m3.e4m3"
-    return f"    {op} {into}, %a, %b, {'%yes' if is_added else '%no'}, 1, 1;\n"
+    return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, 1, 1;\n"
 
 
 def unpacked(kind: str, into: int, word: str = "%n0", name: str = "f") -> str:

@@ -21,6 +21,7 @@ from strop.passes.code_sums import code_sums
 from strop.passes.dequantised_linear import dequantised_linear, left_in_floats
 from strop.passes.dot_merge import dot_merge
 from strop.passes.eight_bit import eight_bit_choice, eight_bit_products, left_exact
+from strop.passes.eight_bit_attention import eight_bit_attention
 from strop.passes.eight_bit_convs import eight_bit_convs
 from strop.passes.gated_codes import gated_codes
 from strop.passes.gated_linear import gated_linear
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
     eight_bit_convs,  # convolutions in 8 bits, by codes with a scale for each pixel
+    eight_bit_attention,  # attention that may be so, where a kernel for it is faster
     eight_bit_choice,  # which linears are computed in 8 bits, where that is allowed
     dot_merge,  # GEMMs of one input as one GEMM
     eight_bit_products,  # the linears in 8 bits, by codes
@@ -79,6 +81,7 @@ ONLY_ON = {
     "aligned_linear": "cuda",
     "code_sums": "cpu",
     "dequantised_linear": "cpu",
+    "eight_bit_attention": "cuda",
     "eight_bit_convs": "cuda",
     "pooled_operands": "cuda",
     "gated_codes": "cuda",

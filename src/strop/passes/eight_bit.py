@@ -21,7 +21,7 @@ import torch
 from strop.ir.contractions import NHWC
 from strop.ir.dims import product
 from strop.ir.e4m3 import encoded
-from strop.ir.eight_bit import CODES, FORMATS, LEAST, SCALES, Format
+from strop.ir.eight_bit import CODES, FORMATS, LEAST, MARK, SCALES, Format
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import OPS
 from strop.options import Options
@@ -29,7 +29,6 @@ from strop.passes.eight_bit_rules import reasons
 from strop.passes.scaled_products import scaled_product
 
 log = logging.getLogger("strop")
-MARK = "format"  # the attribute of a linear that is to be computed in 8 bits: in which
 _F32 = torch.float32
 
 
@@ -46,7 +45,7 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
         return graph
     found = reasons(graph, own, options.exact_layers)
     able = {node for node, reason in found.items() if not reason}
-    layers = [*found, *(_convolutions(graph) if own.dtype.is_floating_point else ())]
+    layers = [*found, *(_others(graph) if own.dtype.is_floating_point else ())]
     _warn_of_others(options.exact_layers, [layer.origin for layer in layers])
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
@@ -57,10 +56,12 @@ def eight_bit_choice(graph: Graph, options: Options) -> Graph:
     return rewrite(graph, rule) if able else graph
 
 
-def _convolutions(graph: Graph) -> list[Node]:
-    """Return the convolutions, exact ones and those in fp8 (``passes.eight_bit_convs``)."""
+def _others(graph: Graph) -> list[Node]:
+    """Return convolutions and attention, exact ones and those in fp8 (``passes.eight_bit_convs``,
+    ``passes.eight_bit_attention``)."""
+    kinds = "convolution", "attention"
     anchors = ((node, OPS[node.op].anchor) for node in graph.nodes)
-    return [node for node, anchor in anchors if anchor and anchor.category == "convolution"]
+    return [node for node, anchor in anchors if anchor and anchor.category in kinds]
 
 
 def _warn_of_others(exact_layers: Sequence[str], origins: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""This recognises GELU where a model's code spells it out, by the error function or by tanh.
+"""Make one operator of GELU that a model's code spells out, by the error function or by tanh.
 
 GPT-2's own (``NewGELUActivation`` of transformers) is ``0.5 x (1 + tanh(k (x + 0.044715 x^3)))``
 with k = sqrt(2 / pi), other code has the factors in another order, and BERT's first had

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.tma import TmaTile
@@ -49,13 +49,15 @@ class Rounds:
 class AttentionTimes:
     """Hold the rules by the size of a head. ``few`` holds for up to ``few_keys`` keys and ``many``
     beyond: the first rule that holds. Where none does, the least of ``in_rounds``.
-    ``least_queries``: fewer have not been measured, and heads that it lacks neither."""
+    ``least_queries``: fewer have not been measured, and heads that it lacks neither. ``codes``: of
+    the kernel of e4m3 codes, without what makes these."""
 
     few_keys: int
     few: Mapping[int, tuple[TileRule, ...]]
     many: Mapping[int, tuple[TileRule, ...]]
     in_rounds: Mapping[int, tuple[Rounds, ...]]
     least_queries: Mapping[int, int]
+    codes: Mapping[int, tuple[Rounds, ...]] = field(default_factory=dict)
 
     def rule(self, head: int, scores: int, keys: int) -> TileRule | None:
         rules = (self.few if keys <= self.few_keys else self.many).get(head, ())

@@ -15,12 +15,12 @@ PTX (``ptx.py``), as Triton has no group of warps that runs by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from strop.ir.dims import symbol
+from strop.ir.dims import Expr, symbol
 from strop.ir.source import KernelSource
 from strop.kernels.attention import moves
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -114,21 +114,21 @@ def wgmma_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype
     """
     layout, kind = WgmmaLayout(head, tile), KINDS[dtype]
     factor = f32(scale * math.log2(math.e))
-    parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
+    parts = (
+        begin(layout, NAME, _REGISTERS),
+        fetch(layout, moves.boxed(layout, 2, "%x1", tile.keys, "%row", "%bar_v")),
+        _weigh(layout, factor, kind),
+        _store(layout, kind),
+    )
     text = "".join(piece for part in parts for piece in part)
     boxes = tuple((1, 1, rows, LINE) for rows in (layout.queries, tile.keys, tile.keys))
-    grid = (
-        (symbol("s6"),)
-        if tile.is_shared
-        else ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
-    )
     return KernelSource(
         NAME,
         "ptx",
         text,
         (dtype,) * 4,
         (1,) * (7 if tile.is_shared else 4),
-        grid,
+        grid_of(layout),
         constants=(("SHARED", layout.shared), ("EARLY", 1)),
         num_warps=layout.num_warps,
         boxes=(*boxes, moves.RESULT),
@@ -136,7 +136,7 @@ def wgmma_attention(head: int, scale: float, tile: WgmmaTile, dtype: torch.dtype
 
 
 NAME = "wgmma_attention"
-_BEGIN = """\
+_REGISTERS = """\
     .reg .pred %p, %any, %is_first, %yes, %no;
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
     .reg .b32 %active, %readers;
@@ -145,6 +145,8 @@ _BEGIN = """\
     .reg .b32 %x<8>, %q<4>, %w<{weights}>;
     .reg .b64 %map<4>, %a, %b, %wide;
     .reg .f32 %s<{scores}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>, %f<2>;
+"""
+_START = """\
 
     griddepcontrol.wait;
     griddepcontrol.launch_dependents;
@@ -200,7 +202,17 @@ placed:
 """
 
 
-def _begin(layout: WgmmaLayout) -> Iterator[str]:
+def grid_of(layout: WgmmaLayout) -> tuple[Expr, ...]:
+    if layout.tile.is_shared:
+        return (symbol("s6"),)
+    return (symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3")
+
+
+def begin(
+    layout: WgmmaLayout, name: str, registers: str, pointers: Sequence[str] = ()
+) -> Iterator[str]:
+    """The entry of a kernel, and what all of its warps begin with. ``registers`` of that many
+    sums."""
     tile = layout.tile
     counts: dict[int, int | str] = {layout.queries_full: 1}
     for n in range(2 * tile.stages):
@@ -209,8 +221,8 @@ def _begin(layout: WgmmaLayout) -> Iterator[str]:
     params = dict.fromkeys(("q", "k", "v", "result"), 4)
     place = _SHARED_OUT if tile.is_shared else _ALIKE
     scalars = 7 if tile.is_shared else 4
-    yield entry(NAME, params, (), scalars, 32 * layout.num_warps, programs=tile.programs)
-    yield _BEGIN.format(
+    yield entry(name, params, pointers, scalars, 32 * layout.num_warps, programs=tile.programs)
+    yield (registers + _START).format(
         place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS),
         step=tile.keys,
         scores=tile.keys // 2,
@@ -220,16 +232,16 @@ def _begin(layout: WgmmaLayout) -> Iterator[str]:
     )
 
 
-def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
+def wait_for(label: str, first: int, stage: str, phase: str) -> str:
     """Wait for a stage, by the place of the first stage's barrier."""
     return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + wait(
         label, "%bar", phase
     )
 
 
-def _fetch(layout: WgmmaLayout) -> Iterator[str]:
+def fetch(layout: WgmmaLayout, values: str) -> Iterator[str]:
     """Fetch by one thread: the queries, then keys and values, the last block first, as stages are
-    free."""
+    free. ``values`` fetches those of a block, to %x1 if they take as much as its keys."""
     tile = layout.tile
     first, others = 128 * tile.groups, "done"
     if layout.is_single:
@@ -260,14 +272,14 @@ fetch:
     yield wait("keys_are_free", "%bar_k+8", "%phase_k")
     yield moves.boxed(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
     yield wait("values_are_free", "%bar_v+8", "%phase_k")
-    yield moves.boxed(layout, 2, "%x1", tile.keys, "%row", "%bar_v")
+    yield values
     if not layout.is_single:
         yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
         yield advance(tile.stages, "%stage_k", "%phase_k")
         yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
 
 
-def _scores(layout: WgmmaLayout, kind: str) -> Iterator[str]:
+def begin_scores(layout: WgmmaLayout, kind: str) -> Iterator[str]:
     """Multiply this group's queries and the keys of stage %stage_k."""
     yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
     yield from scores(layout, kind, "%low")
@@ -308,19 +320,43 @@ def _results_read(layout: WgmmaLayout, stage: str) -> str:
     return "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, stage, "%x0")
 
 
-def _keys_read(layout: WgmmaLayout) -> str:
+def keys_read(layout: WgmmaLayout) -> str:
     free = release(layout.keys_full, "%stage_k", "%x0")
     return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
 
 
 def _weigh(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
+    apart = layout.tile.keys * LINE_BYTES // UNIT  # columns of values, where there are more
+    yield from ready(layout, WEIGHING, apart)
+    yield wait("queries_are_there", "%bar", "0")
+    yield wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
+    yield "    wgmma.fence.sync.aligned;\n"
+    yield from begin_scores(layout, kind)
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+    yield keys_read(layout)
+    yield from masked(layout.tile.keys)
+    yield from maxima(layout.tile.keys, factor)
+    yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
+    yield from powers(layout.tile.keys, factor)
+    yield "    mov.f32 %l0, %c0;\n    mov.f32 %l1, %c1;\n"
+    yield from rounded(layout.tile.keys, kind)
+    yield wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
+    if not layout.is_single:
+        yield from _loop(layout, factor, kind)
+    yield "last:\n    wgmma.fence.sync.aligned;\n"
+    yield from _results(layout, kind)
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+
+
+def ready(layout: WgmmaLayout, weighing: int, apart: int) -> Iterator[str]:
+    """Make descriptors, and results of zeros. ``weighing``: registers of a thread that weighs;
+    ``apart``: columns of values that do not follow each other, in units."""
     yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
     if layout.tile.is_shared:
         yield "    setp.ge.u32 %p, %group, %active;\n    @%p bra done;\n"
     if layout.hands_over:
-        yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING};\n"
-    apart = layout.tile.keys * LINE_BYTES // UNIT  # columns of values, where there are more
+        yield f"    setmaxnreg.inc.sync.aligned.u32 {weighing};\n"
     yield f"""\
     setp.eq.u32 %yes, 0, 0;
     setp.ne.u32 %no, 0, 0;
@@ -343,33 +379,15 @@ def _weigh(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     add.u32 %bar, %base, {layout.queries_full};
 """
     yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
-    yield wait("queries_are_there", "%bar", "0")
-    yield _wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
-    yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout, kind)
-    yield "    wgmma.wait_group.sync.aligned 0;\n"
-    yield _keys_read(layout)
-    yield from _mask(layout)
-    yield from maxima(layout.tile.keys, factor)
-    yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
-    yield from powers(layout.tile.keys, factor)
-    yield "    mov.f32 %l0, %c0;\n    mov.f32 %l1, %c1;\n"
-    yield from rounded(layout.tile.keys, kind)
-    yield _wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
-    if not layout.is_single:
-        yield from _loop(layout, factor, kind)
-    yield "last:\n    wgmma.fence.sync.aligned;\n"
-    yield from _results(layout, kind)
-    yield "    wgmma.wait_group.sync.aligned 0;\n"
 
 
 def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     """The next block's scores and this one's results are begun together. The assembler moves a wait
     for results in front of the exponentials, unless a jump stands between: a wait for values."""
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
-    yield _wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
+    yield wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _scores(layout, kind)
+    yield from begin_scores(layout, kind)
     yield from _results(layout, kind)
     early = layout.tile.early
     yield _results_read(layout, "%stage_v") if early else "    wgmma.wait_group.sync.aligned 1;\n"
@@ -387,43 +405,43 @@ def _loop(layout: WgmmaLayout, factor: str, kind: str) -> Iterator[str]:
     if early:
         yield "rescaled:\n"
         yield from rounded(layout.tile.keys, kind)
-    yield "small:\n" + _keys_read(layout)
+    yield "small:\n" + keys_read(layout)
     yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
-    yield _wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
+    yield wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
     if not early:
         yield _results_read(layout, "%read")
     yield "    @!%any bra level;\n"
     yield from (f"    mul.f32 %l{row}, %l{row}, %e{row};\n" for row in (0, 1))
-    yield from (f"    mul.f32 %o{n}, %o{n}, %e{_row(n)};\n" for n in range(layout.columns // 2))
+    yield from (f"    mul.f32 %o{n}, %o{n}, %e{row_of(n)};\n" for n in range(layout.columns // 2))
     yield "level:\n    add.f32 %l0, %l0, %c0;\n    add.f32 %l1, %l1, %c1;\n"
     if not early:
         yield from rounded(layout.tile.keys, kind)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
 
 
-def _row(number: int) -> int:
+def row_of(number: int) -> int:
     """A thread has two neighbours of each eight columns, of two rows that are eight apart."""
     return number // 2 % 2
 
 
-def _mask(layout: WgmmaLayout) -> Iterator[str]:
+def masked(keys: int) -> Iterator[str]:
     """Minus infinity for what is behind the last key."""
     yield f"""\
     sub.u32 %x1, %steps, 1;
-    mad.lo.s32 %x1, %x1, -{layout.tile.keys}, %keys;
+    mad.lo.s32 %x1, %x1, -{keys}, %keys;
     and.b32 %x2, %lane, 3;
     shl.b32 %x2, %x2, 1;
     sub.s32 %x1, %x1, %x2;
 """
-    for n in range(layout.tile.keys // 2):
+    for n in range(keys // 2):
         yield f"    setp.gt.s32 %p, %x1, {n // 4 * 8 + n % 2};\n"
         yield f"    selp.f32 %s{n}, %s{n}, {f32(-math.inf)}, %p;\n"
 
 
-def _of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
+def of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
     """%c = all scores of a row that this thread has, by ``op``, in some chains side by side."""
     for row in (0, 1):
-        scores = [f"%s{n}" for n in range(keys // 2) if _row(n) == row]
+        scores = [f"%s{n}" for n in range(keys // 2) if row_of(n) == row]
         for n in range(chains):
             yield f"    {op} %t{n}, {scores[2 * n]}, {scores[2 * n + 1]};\n"
         for n, score in enumerate(scores[2 * chains :]):
@@ -433,7 +451,7 @@ def _of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
         yield f"    mov.f32 %c{row}, %t0;\n"
 
 
-def _of_neighbours(name: str, op: str) -> Iterator[str]:
+def of_neighbours(name: str, op: str) -> Iterator[str]:
     """Combine a row among the four threads that share it."""
     for distance in (1, 2):
         for row in (0, 1):
@@ -443,8 +461,8 @@ def _of_neighbours(name: str, op: str) -> Iterator[str]:
 
 def maxima(keys: int, factor: str) -> Iterator[str]:
     """Compute in %c the maxima of rows, scaled."""
-    yield from _of_rows(keys, "max.NaN.f32", 4)
-    yield from _of_neighbours("c", "max.NaN.f32")
+    yield from of_rows(keys, "max.NaN.f32", 4)
+    yield from of_neighbours("c", "max.NaN.f32")
     yield from (f"    mul.f32 %c{row}, %c{row}, {factor};\n" for row in (0, 1))
 
 
@@ -462,8 +480,8 @@ def _weights_scaled(layout: WgmmaLayout) -> Iterator[str]:
     """Scale so that the greatest weight of a row is 1, where it is more: %m gets by as much higher,
     %e what was weighed before is to be multiplied by, and %c the sums."""
     yield from (f"    mov.f32 %n{row}, %c{row};\n" for row in (0, 1))
-    yield from _of_rows(layout.tile.keys, "max.f32", 2)
-    yield from _of_neighbours("c", "max.f32")
+    yield from of_rows(layout.tile.keys, "max.f32", 2)
+    yield from of_neighbours("c", "max.f32")
     for row in (0, 1):
         yield f"""\
     max.f32 %c{row}, %c{row}, {f32(1)};
@@ -473,7 +491,7 @@ def _weights_scaled(layout: WgmmaLayout) -> Iterator[str]:
     ex2.approx.ftz.f32 %e{row}, %c{row};
     mul.f32 %c{row}, %n{row}, %e{row};
 """
-    yield from (f"    mul.f32 %s{n}, %s{n}, %e{_row(n)};\n" for n in range(layout.tile.keys // 2))
+    yield from (f"    mul.f32 %s{n}, %s{n}, %e{row_of(n)};\n" for n in range(layout.tile.keys // 2))
 
 
 def _grown() -> Iterator[str]:
@@ -537,9 +555,9 @@ def powers(keys: int, factor: str) -> Iterator[str]:
     %c."""
     yield from (f"    neg.f32 %n{row}, %m{row};\n" for row in (0, 1))
     for n in range(keys // 2):
-        yield f"    fma.rn.ftz.f32 %s{n}, %s{n}, {factor}, %n{_row(n)};\n"
+        yield f"    fma.rn.ftz.f32 %s{n}, %s{n}, {factor}, %n{row_of(n)};\n"
         yield f"    ex2.approx.ftz.f32 %s{n}, %s{n};\n"
-    yield from _of_rows(keys, "add.f32", 2)
+    yield from of_rows(keys, "add.f32", 2)
 
 
 def rounded(keys: int, kind: str) -> Iterator[str]:
@@ -555,7 +573,7 @@ def _store(layout: WgmmaLayout, kind: str) -> Iterator[str]:
 
 def divided(layout: moves.Laid, kind: str) -> Iterator[str]:
     """Divide by the sums of rows, on the way to the queries from %start on."""
-    yield from _of_neighbours("l", "add.f32")
+    yield from of_neighbours("l", "add.f32")
     yield from (f"    rcp.rn.f32 %l{row}, %l{row};\n" for row in (0, 1))
     yield "    mov.b64 %wide, result;\n    cvta.param.u64 %map3, %wide;\n"
     yield from moves.handed_over(layout, kind)

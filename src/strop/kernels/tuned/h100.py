@@ -293,6 +293,8 @@ IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule h
         Rounds(None, 3.26, 1.655),
     ),
 }
+# By e4m3 codes, without what makes these (attn_codes): not measured yet.
+BY_CODES: Mapping[int, tuple[Rounds, ...]] = {}
 LEAST_QUERIES = {
     40: 256,
     64: 192,
@@ -308,5 +310,6 @@ ATTENTION = AttentionTimes(
     many=MANY,
     in_rounds=IN_ROUNDS,
     least_queries=LEAST_QUERIES,
+    codes=BY_CODES,
 )
 TUNED = Tuned(DEVICE, GEMM, ATTENTION, CASES)
