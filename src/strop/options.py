@@ -166,7 +166,7 @@ class Options:
     numerics: tuple[str, ...] = _knob(
         (),
         "Allow what is less exact than torch, by name: `int8` or `fp8` computes linears in 8 bits,"
-        " `fp8` wide 3x3 convolutions, too;"
+        " `fp8` on Hopper wide 3x3 convolutions and long attention, too;"
         " `step_cache` computes a part of some steps of a pipeline's denoise loop and takes the"
         " rest from an earlier step, `step_cache:cautious` more seldom, `step_cache:fast` more"
         " often; a pattern has the name that it was declared with.",

@@ -14,13 +14,10 @@ from strop.options import Options
 from strop.passes.eight_bit_rules import is_named
 
 _FP8 = FORMATS["fp8"]
-# Whether the kernel has been measured on any GPU (``tuned.h100.BY_CODES``): until then all stay
-# exact.
-IS_MEASURED = False
 
 
 def eight_bit_attention(graph: Graph, options: Options) -> Graph:
-    if options.eight_bit != _FP8.name or not IS_MEASURED:
+    if options.eight_bit != _FP8.name:
         return graph
     able = {n for n in graph.nodes if is_able(n) and not is_named(n, options.exact_layers)}
 

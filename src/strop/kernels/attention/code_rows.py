@@ -74,9 +74,10 @@ def us_of(way: Rounds, problem: Problem, device: Device) -> float:
 def fastest(problem: Problem, device: Device) -> tuple[WgmmaTile | None, float]:
     """Return the fastest tile and its microseconds, or None and NEVER where there is none."""
     q, k, v = problem.shapes
-    if not match(q, k, v):
+    times = tuned(device).attention
+    if not match(q, k, v) or k[2] < times.least_code_keys:
         return None, NEVER
-    ways = tuned(device).attention.codes.get(q[3], ())
+    ways = times.codes.get(q[3], ())
     found = ((way.tile, us_of(way, problem, device)) for way in ways)
     return min(found, key=lambda each: each[1], default=(None, NEVER))
 

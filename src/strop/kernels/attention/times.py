@@ -50,7 +50,7 @@ class AttentionTimes:
     """Hold the rules by the size of a head. ``few`` holds for up to ``few_keys`` keys and ``many``
     beyond: the first rule that holds. Where none does, the least of ``in_rounds``.
     ``least_queries``: fewer have not been measured, and heads that it lacks neither. ``codes``: of
-    the kernel of e4m3 codes, without what makes these."""
+    the kernel of e4m3 codes, without what makes these, from ``least_code_keys`` on."""
 
     few_keys: int
     few: Mapping[int, tuple[TileRule, ...]]
@@ -58,6 +58,7 @@ class AttentionTimes:
     in_rounds: Mapping[int, tuple[Rounds, ...]]
     least_queries: Mapping[int, int]
     codes: Mapping[int, tuple[Rounds, ...]] = field(default_factory=dict)
+    least_code_keys: int = 0
 
     def rule(self, head: int, scores: int, keys: int) -> TileRule | None:
         rules = (self.few if keys <= self.few_keys else self.many).get(head, ())
