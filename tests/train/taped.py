@@ -75,6 +75,9 @@ class Recorder:
     def __init__(self) -> None:
         self.now: Tape | None = None
 
+    def make_ready(self) -> None:
+        pass
+
     @contextmanager
     def working(self) -> Iterator[None]:
         yield

@@ -172,9 +172,11 @@ class Contender:
         self, work: Callable[[], list[Tensor]], *, by_graph: bool = False
     ) -> tuple[list[Tensor], int | None]:
         """Return the results, which nobody keeps for later rows, and the peak of everything that it
-        holds meanwhile, weights included."""
+        holds meanwhile, weights and the workspaces of libraries included."""
+        timer.forget_workspaces(self.device)  # of those who ran before, and the exact result's
         before, held = timer.allocated(self.device), self.held_bytes
         results, most = timer.with_peak(work, self.device)
+        timer.forget_workspaces(self.device)
         peak = None if most is None else most + held + self.graphs_bytes * by_graph
         if most is not None:
             more = timer.allocated(self.device) - before - bytes_of(results)

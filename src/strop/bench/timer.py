@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from strop.runtime.run import growing_memory
+from strop.runtime.run.library_workspaces import library_workspaces
 
 Call = Callable[[], Any]
 T = TypeVar("T")
@@ -167,6 +168,14 @@ def _note_peak(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
 
 
+def forget_workspaces(device: torch.device) -> None:
+    """Free what cuBLAS works in, so that whoever runs next is seen to have his own, as in a process
+    of his own. Graphs are not touched: theirs stay where they are (``library_workspaces.py``)."""
+    if device.type == "cuda":
+        synchronise(device)
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -257,6 +266,7 @@ def captured(call: Call, warmup: int = 3) -> Call:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        library_workspaces(stream.device).hold()
         for _ in range(warmup):
             call()
     torch.cuda.current_stream().wait_stream(stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -102,9 +102,10 @@ class EntryRunner:
         """Say whether a CUDA graph is to run this: that is so from the second use of a shape on,
         unless the caller captures one, or is about to. None does under a budget for weights: a
         graph would read the host's memory whenever it is replayed."""
-        if self._has_budget:
-            return False
-        if entry.uses < 2 or not entry.has_graph or not self._options.cuda_graphs:
+        return entry.uses > 1 and self._may_be_captured(entry)
+
+    def _may_be_captured(self, entry: Entry) -> bool:
+        if self._has_budget or not entry.has_graph or not self._options.cuda_graphs:
             return False
         return not (torch.cuda.is_current_stream_capturing() or graph_keep_alive.are_wanted())
 
@@ -159,6 +160,9 @@ class EntryRunner:
         driver.enter_thread(entry.device.index)
         stream = torch.cuda.current_stream(entry.device).cuda_stream
         try:
+            if self._goes_before_graph(entry):
+                with suppress(cuda_graphs.NoGraphError):
+                    return self._run_before_graph(entry, tensors, checked_loop)
             return self._run_bound(entry, tensors, stream, checked_loop)
         except torch.OutOfMemoryError:
             entry.bounds.clear()  # it holds what library calls have allocated
@@ -167,9 +171,42 @@ class EntryRunner:
         self._fallbacks.note("ran out of memory: all CUDA graphs were dropped, and it ran again")
         return self._run_bound(entry, tensors, stream, checked_loop)
 
-    def _run_bound(
-        self, entry: Entry, tensors: list[Tensor], stream: int, checked_loop: int | None
+    def _goes_before_graph(self, entry: Entry) -> bool:
+        """Say whether this is a first run, and the next one will be captured."""
+        is_first = entry.uses == 1 and not self._options.check
+        return (
+            is_first
+            and entry.device.type in cuda_graphs.DEVICES
+            and self._may_be_captured(entry)
+            and cuda_graphs.pool_of(entry.device).has_one_caller()
+        )
+
+    def _run_before_graph(
+        self, entry: Entry, tensors: list[Tensor], checked_loop: int | None
     ) -> Any:
+        """Run step by step where the graph will be captured. Raises NoGraphError where none will
+        be."""
+
+        def make(workspace: Workspace, stream: int) -> Bound:
+            bound = self._bound(entry, workspace, stream)
+            if not bound.against_graph:
+                entry.bounds[stream] = bound
+            return bound
+
+        def run(stream: int, caller: torch.cuda.Stream) -> Any:
+            return self._run_bound(entry, tensors, stream, checked_loop, caller)
+
+        return cuda_graphs.pool_of(entry.device).run_before(make, run)
+
+    def _run_bound(
+        self,
+        entry: Entry,
+        tensors: list[Tensor],
+        stream: int,
+        checked_loop: int | None,
+        caller: torch.cuda.Stream | None = None,
+    ) -> Any:
+        """Run step by step on a stream. Results are for ``caller``, where he is on another one."""
         inputs = as_specified(tensors, entry.variant.specs)
         is_first, compiled = entry.uses == 1, entry.variant.compiled
         if is_first:
@@ -181,6 +218,10 @@ class EntryRunner:
             results = self._run_checked(bound, compiled, inputs)
         else:
             results = bound.run(inputs, *self._where(entry, tensors, checked_loop))
+        if caller is not None:
+            for result in results:
+                if isinstance(result, Tensor):
+                    result.record_stream(caller)
         if is_first:  # to put those for other sizes in an order takes this interpreter a second
             entry.variant.later.start()
         self._counters.launches = bound.num_launches

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from strop.dispatch.gc_pause import collection_paused
 from strop.errors import UnsupportedError
+from strop.runtime.run.library_workspaces import library_workspaces
 
 _ASKED = "is_cuda_stream_capturing"  # what transformers asks
 Body = Callable[[], Tensor]
@@ -38,6 +39,11 @@ class Recorder(Protocol):
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Run everything in here in order with what the caller does before and after."""
+        ...
+
+    def make_ready(self) -> None:
+        """Make ready for a step that is run, and may then be recorded. To be called while
+        ``working``."""
         ...
 
     def record(self, body: Body, generators: Sequence[torch.Generator]) -> Recording:
@@ -66,6 +72,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._libraries = library_workspaces(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._one = torch.zeros(1, device=device)
 
@@ -83,6 +90,9 @@ class CudaRecorder:
                 yield
         finally:
             outer.wait_stream(self._stream)
+
+    def make_ready(self) -> None:
+        self._libraries.hold_for_training()
 
     def record(self, body: Body, generators: Sequence[torch.Generator]) -> Recording:
         graph = torch.cuda.CUDAGraph()

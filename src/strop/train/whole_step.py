@@ -229,6 +229,7 @@ class WholeStep:
             bucket.drop()
             self._counts.stale += 1
         bucket.uses += 1
+        recorder.make_ready()
         loss = self._run_kept(call, leaves, is_last)
         if bucket.uses >= WARM_UPS:
             bucket.after = self._static_gradients.settle(leaves)

@@ -27,6 +27,7 @@ from strop.ir.tensor_spec import TensorSpec
 from strop.runtime.loop.hoisting import Moment, Stamp, written
 from strop.runtime.run import group_shutdowns
 from strop.runtime.run.executor import Bound
+from strop.runtime.run.library_workspaces import library_workspaces
 from strop.runtime.run.workspace import Workspace, workspace_of
 from strop.wording import counted
 
@@ -208,10 +209,12 @@ class GraphPool:
         self._wander = set[Hashable]()  # graphs whose inputs come from elsewhere each time
         self._renew_pool()
         self._stream = torch.cuda.Stream(device)
+        self._libraries = library_workspaces(device)
         self._workspace: Workspace | None = None  # of the first call's stream
         self._home = 0  # this stream
         self._done = torch.cuda.Event()
-        self._one = torch.zeros(1, device=device)  # for captures that need no memory
+        with torch.inference_mode(False):
+            self._one = torch.zeros(1, device=device)  # for captures that need no memory
         self._latest: torch.cuda.Stream | None = None  # that replayed
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
@@ -235,10 +238,7 @@ class GraphPool:
         ``repeated`` places lie where they lay in the call before.
         """
         with self._lock:
-            stream = self._current_stream()
-            if stream is not self._latest:  # work of one stream is in order anyway
-                stream.wait_event(self._done)
-                self._latest = stream
+            stream = self._caller_in_order()
             try:
                 # nobody moves the memory from here on, or runs in it while a graph is captured
                 with self._workspace_for(stream).lock:
@@ -249,6 +249,38 @@ class GraphPool:
                 raise NoGraphError(f"out of memory, with {dropped} dropped") from error
             self._done.record(stream)
             return found
+
+    def run_before(self, make: MakeBound, run: Callable[[int, torch.cuda.Stream], T]) -> T:
+        """Run what will be captured at its next use, step by step, on the stream of captures and in
+        the memory of graphs: behind what the caller has launched, before what he launches next.
+
+        Libraries have a workspace for each stream, so the first run of a shape and its graph share
+        one. ``run`` gets the number of that stream and the caller's, for which it must record what
+        it returns (``Tensor.record_stream``). Nobody replays meanwhile. Raises NoGraphError where
+        no graph will come.
+        """
+        with self._lock:
+            caller = self._caller_in_order()
+            workspace, stream = self._workspace_for(caller), self._stream
+            bound = make(workspace, stream.cuda_stream)
+            if bound.against_graph:
+                raise NoGraphError(bound.against_graph)
+            with workspace.lock:
+                stream.wait_stream(caller)
+                try:
+                    with torch.cuda.stream(stream):
+                        self._libraries.hold()
+                        return run(stream.cuda_stream, caller)
+                finally:
+                    caller.wait_stream(stream)
+                    self._done.record(caller)
+
+    def has_one_caller(self) -> bool:
+        """Tell whether nobody has called from another stream than this caller's. Those who call
+        from several do not wait for each other, unless they replay."""
+        with self._lock:
+            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+            return self._workspace is None or self._home == handle
 
     def has(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -308,6 +340,14 @@ class GraphPool:
         self._graphs[key] = captured  # the latest used
         return captured
 
+    def _caller_in_order(self) -> torch.cuda.Stream:
+        """Return the caller's stream, which waits for the latest replay."""
+        stream = self._current_stream()
+        if stream is not self._latest:  # work of one stream is in order anyway
+            stream.wait_event(self._done)
+            self._latest = stream
+        return stream
+
     def _current_stream(self) -> torch.cuda.Stream:
         """Return the caller's stream: the same object for the same stream, at a tenth of the
         cost."""
@@ -345,6 +385,7 @@ class GraphPool:
         assert self._workspace is not None
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
+            self._libraries.hold()
             bound = make(self._workspace, stream.cuda_stream)
             if bound.against_graph:
                 caller.wait_stream(stream)
