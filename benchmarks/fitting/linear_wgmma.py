@@ -172,6 +172,7 @@ FEED_FORWARD = tuple(
         (666, 6144, 1536),
     )
 )
+MULTICAST = tuple((2, *each, 1, True, False, True) for each in ((128, 5), (160, 5), (256, 3)))
 TILES = tuple(
     dict.fromkeys(
         (
@@ -186,6 +187,7 @@ TILES = tuple(
                     (2, 256, 4),
                     (3, 160, 3, 1, True),
                     *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
+                    *MULTICAST,
                 )
             ),
         )
@@ -202,6 +204,7 @@ GATED_TILES = (
             (2, 64, 7, 1, True),
             (2, 80, 7, 1, True),
             *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 4))),
+            *MULTICAST,
         )
     ),
 )
@@ -218,6 +221,7 @@ SUM_TILES = tuple(
                     (2, 256, 3, 1, True),
                     (2, 80, 6, 1, True),
                     *((2, *each, 1, True, True) for each in ((160, 4), (128, 5))),
+                    *MULTICAST,
                 )
             ),
         )

@@ -22,6 +22,9 @@ UNIT, HIGH = 16, 64 | 1 << 30
 HALF = 32  # elements in a line of half the bytes, mixed in units of 64: eight are 512 bytes apart
 HALF_HIGH = 32 | 2 << 30
 
+# where all threads of a program meet, or of the programs of a cluster
+BEGUN = "    bar.sync 0;\n"
+MEETING = "    barrier.cluster.arrive;\n    barrier.cluster.wait;\n"
 _HEAD = """\
 .version 8.3
 .target sm_90a
@@ -63,8 +66,9 @@ def entry(
     )
 
 
-def barriers(counts: Mapping[int, int | str]) -> str:
-    """Make barriers by one thread, for all: how many arrive at each, by its place behind %base."""
+def barriers(counts: Mapping[int, int | str], *, of_cluster: bool = False) -> str:
+    """Make barriers by one thread, for all, or for all programs of a cluster: how many arrive at
+    each, by its place behind %base."""
     made = "".join(
         f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
         for at, count in counts.items()
@@ -74,14 +78,15 @@ def barriers(counts: Mapping[int, int | str]) -> str:
     @%p bra begun;
 {made}    fence.mbarrier_init.release.cluster;
 begun:
-    bar.sync 0;
-"""
+{MEETING if of_cluster else BEGUN}"""
 
 
-def wait(label: str, barrier: str, phase: str) -> str:
+def wait(label: str, barrier: str, phase: str, programs: int = 1) -> str:
+    """Wait until those of so many ``programs`` have arrived."""
+    seen = ".acquire.cluster" if programs > 1 else ""
     return f"""\
 {label}:
-    mbarrier.try_wait.parity.shared::cta.b64 %p, [{barrier}], {phase};
+    mbarrier.try_wait.parity{seen}.shared::cta.b64 %p, [{barrier}], {phase};
     @!%p bra {label};
 """
 

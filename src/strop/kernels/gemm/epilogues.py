@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from strop.ir.contractions import GELU, GELU_TANH, SILU
-from strop.kernels.gemm import scaled_codes
+from strop.kernels.gemm import multicast, scaled_codes
 from strop.kernels.gemm.places import divided, row_of_thread, warp_of_tile
 from strop.kernels.gemm.tile import ACTIVATED, Product
-from strop.kernels.ptx import ROWS, f32, unpacked
+from strop.kernels.ptx import MEETING, ROWS, f32, unpacked
 
 NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
@@ -233,7 +233,7 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     if of.tile.keeps_on:
         yield (beyond(of) + "    add.u32 %id, %id, %stride;\n") if of.tile.apart else ""
         yield NEXT_TILE + "    @%p bra tile;\n"
-    yield (READ if of.leaves_by_boxes else "") + "done:\n    ret;\n}\n"
+    yield (READ if of.leaves_by_boxes else "") + f"done:\n{multicast.ended(of)}    ret;\n}}\n"
 
 
 def _by_boxes(of: Product) -> Iterator[str]:
@@ -325,9 +325,6 @@ def _staged(of: Product, kind: str, block: int) -> Iterator[str]:
                 yield f"    st.shared.b32 [%n1+{place}], %n2;\n"
 
 
-_TOGETHER = "    barrier.cluster.arrive;\n    barrier.cluster.wait;\n"
-
-
 def added(of: Product, kind: str) -> Iterator[str]:
     """Add up: write this program's part into its memory, then its share of all results."""
     tile = of.tile
@@ -343,7 +340,7 @@ def added(of: Product, kind: str) -> Iterator[str]:
     for n in range(0, tile.cols // 2, 2):
         place = n // 4 * 32 + n // 2 % 2 * 8 * of.part_row
         yield f"    st.shared.v2.f32 [%at+{place}], {{%o{n}, %o{n + 1}}};\n"
-    yield _TOGETHER
+    yield MEETING
     for part in range(tile.split):
         yield f"    mapa.shared::cluster.u32 %peer{part}, %base, {part};\n"
     yield f"    mul.lo.u32 %step, %rank, {share};\n"
@@ -363,7 +360,7 @@ def added(of: Product, kind: str) -> Iterator[str]:
 """
         yield from _sum_of_parts(of, kind)
         yield f"left_out{n}:\n"
-    yield f"    bra added;\ndone:\n{_TOGETHER}added:\n{_TOGETHER}    ret;\n}}\n"
+    yield f"    bra added;\ndone:\n{MEETING}added:\n{MEETING}    ret;\n}}\n"
 
 
 def _sum_of_parts(of: Product, kind: str) -> Iterator[str]:

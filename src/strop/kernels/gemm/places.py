@@ -1,4 +1,4 @@
-"""Print in PTX where a thread's rows of a tile lie, and where a row lies in a box of pixels."""
+"""Print in PTX where tiles lie, a thread's rows of one, and a row in a box of pixels."""
 
 from __future__ import annotations
 
@@ -34,4 +34,61 @@ def divided(of: Product, by_what: str, rest: str, which: int) -> str:
     mul.lo.u32 {rest}, %place, {rest};
     sub.u32 {rest}, {by_what}, {rest};
     mov.u32 %n3, %place;
+"""
+
+
+def coordinates(of: Product) -> str:
+    """Compute the coordinates of tile %id. The last columns may be some of the tile's before, too,
+    which come out the same: loads are slow where a tensor ends."""
+    windows = _OF_WINDOWS if of.has_four_windows else ""
+    return (_OF_BOXES if of.has_box else _OF_A_LINE).format(of=of, windows=windows)
+
+
+_COLUMNS = """\
+    mul.lo.u32 %col, %col, {of.width};
+    sub.u32 %n0, %outs, {of.width};
+    min.u32 %col, %col, %n0;
+"""
+# Those with the same pixels are neighbours.
+_OF_BOXES = f"""\
+    ld.param.u32 %n1, [s7];
+    ld.param.u32 %n2, [s8];
+    ld.param.u32 %n3, [s9];
+    rem.u32 %col, %id, %across;
+{_COLUMNS}\
+    div.u32 %n0, %id, %across;
+    rem.u32 %left, %n0, %right;
+    div.u32 %n0, %n0, %right;
+    mul.lo.u32 %left, %left, %n3;
+    rem.u32 %top, %n0, %down;
+    div.u32 %n0, %n0, %down;
+    mul.lo.u32 %top, %top, %n2;
+{{windows}}\
+    mul.lo.u32 %picture, %n0, %n1;
+"""
+# All boxes of a window come before the next one's: programs at work read the same weights.
+_OF_WINDOWS = """\
+    ld.param.u32 %n4, [s3];
+    div.u32 %window, %n0, %n4;
+    rem.u32 %n0, %n0, %n4;
+"""
+# Those with the same columns are neighbours, up to so many rows: what all programs read at a time
+# is little of both operands then, and comes from memory once.
+_OF_A_LINE = f"""\
+    ld.param.u32 %n1, [s7];
+    mul.lo.u32 %n2, %n1, %across;
+    div.u32 %n3, %id, %n2;
+    mul.lo.u32 %n2, %n3, %n2;
+    sub.u32 %n2, %id, %n2;
+    mul.lo.u32 %n3, %n3, %n1;
+    sub.u32 %n4, %right, %n3;
+    min.u32 %n1, %n1, %n4;
+    div.u32 %col, %n2, %n1;
+    mul.lo.u32 %n4, %col, %n1;
+    sub.u32 %n4, %n2, %n4;
+    add.u32 %left, %n3, %n4;
+{_COLUMNS}\
+    mul.lo.u32 %left, %left, {{of.rows}};
+    mov.u32 %top, 0;
+    mov.u32 %picture, 0;
 """

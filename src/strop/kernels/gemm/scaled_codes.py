@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from strop.kernels.gemm import multicast
 from strop.kernels.gemm.places import divided, row_of_thread
 from strop.kernels.gemm.tile import Product
 from strop.kernels.ptx import (
@@ -189,6 +190,7 @@ def summed_up(of: Product) -> Iterator[str]:
         yield f"    wgmma.wait_group.sync.aligned {left};\n"
         if not left:
             yield release(of.barriers, "%stage", "%n0")
+            yield multicast.release(of, "%stage", "%n0")
         for n in range(half):
             own = block * half + n
             if of.scales_pixels:

@@ -28,7 +28,8 @@ class GemmTile:
     """Describe a tile: ``groups`` of 64 rows, ``cols`` of the product, ``stages`` of 64 channels on
     the way. The sum is in ``split`` parts; or programs ``keep_on``, one a processor, whose groups,
     two, may be ``apart``: each has all rows of every second tile, and writes its results while the
-    other multiplies."""
+    other multiplies. Programs that keep on may be pairs, to which each brings half of what both
+    read (``multicast``)."""
 
     groups: int
     cols: int
@@ -36,6 +37,11 @@ class GemmTile:
     split: int = 1
     keeps_on: bool = False
     apart: bool = False
+    multicast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.multicast and (self.split > 1 or self.apart or not self.keeps_on):
+            raise ValueError(f"programs of {self} are no pairs: they keep on, with whole sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,8 @@ class Product:
     @property
     def moves_registers(self) -> bool:
         """Tell whether those that fetch leave registers to two groups that multiply."""
-        is_large = self.scales_pixels or (self.codes and self.tile.cols > MOST_SUMMED)
+        most = MOST_SUMMED - self.tile.multicast  # who needs some to know the neighbour
+        is_large = self.scales_pixels or (self.codes and self.tile.cols > most)
         return self.tile.apart or (is_large and self.tile.groups > 1)
 
     @property
@@ -139,6 +146,11 @@ class Product:
     def has_parts(self) -> bool:
         """Tell whether programs share a sum."""
         return self.tile.split > 1
+
+    @property
+    def cluster(self) -> int:
+        """Count the programs of a cluster."""
+        return 2 if self.tile.multicast else self.tile.split
 
     @property
     def leaves_by_boxes(self) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import scaled_codes
+from strop.kernels.gemm import multicast, scaled_codes
 from strop.kernels.gemm.epilogues import (
     NEXT_TILE,
     READ,
@@ -31,6 +31,7 @@ from strop.kernels.gemm.epilogues import (
     met,
     stored,
 )
+from strop.kernels.gemm.places import coordinates
 from strop.kernels.gemm.tile import Product
 from strop.kernels.ptx import (
     DEPTH,
@@ -155,18 +156,19 @@ _BEGIN = """\
     min.u32 %first, %first, %n0;
     sub.u32 %steps, %n0, %first;
     min.u32 %steps, %steps, %n1;
-{halves}{barriers}"""
+{halves}{barriers}{begun}"""
 
 
 def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
-    counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
+    readers = of.team * (multicast.PROGRAMS if tile.multicast else 1)
+    counts = {of.barriers + 8 * n: (1, readers)[n % 2] for n in range(2 * tile.stages)}
     rank = 5 if of.has_four_windows else 4
     params = {"x": 4, "w": 2} | ({"further": 4, "v": 2} if of.paired else {})
     params |= {"result": rank} if of.leaves_by_boxes else {}
     pointers = (*scaled_codes.POINTERS * of.codes, "more")
     pointers = pointers if of.leaves_by_boxes else ("result", *pointers)
-    yield entry(name_of(of), params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
+    yield entry(name_of(of), params, pointers, _scalars(of), 32 * of.num_warps, cluster=of.cluster)
     yield _BEGIN.format(
         split=tile.split,
         results=of.blocks * tile.cols // 2,
@@ -179,7 +181,8 @@ def _begin(of: Product) -> Iterator[str]:
         shares=_shares(of),
         windows=_WINDOWS if of.has_four_windows else "",
         window=_more_registers(of),
-        barriers=barriers(counts),
+        barriers=barriers(counts, of_cluster=tile.multicast),
+        begun=multicast.begun(of),
     )
 
 
@@ -202,11 +205,12 @@ _HALVES = "    sub.u32 %halved, %halved, %first;\n"
 
 
 def _more_registers(of: Product) -> str:
+    more = multicast.registers(of)
     if of.has_four_windows:
-        return "    .reg .b32 %window;\n"
+        return more + "    .reg .b32 %window;\n"
     if of.codes:
-        return scaled_codes.registers(of)
-    return _PAIR if of.paired else ""
+        return more + scaled_codes.registers(of)
+    return more + (_PAIR if of.paired else "")
 
 
 _WINDOWS = "    shl.b32 %total, %total, 2;\n"
@@ -223,63 +227,6 @@ def _shortened(of: Product) -> Iterator[str]:
     for size in ("%lines", "%columns") if of.stride > 1 else ():
         yield f"    add.u32 {size}, {size}, {of.stride - 1};\n"
         yield f"    div.u32 {size}, {size}, {of.stride};\n"
-
-
-def _coordinates(of: Product) -> str:
-    """Compute the coordinates of tile %id. The last columns may be some of the tile's before, too,
-    which come out the same: loads are slow where a tensor ends."""
-    windows = _OF_WINDOWS if of.has_four_windows else ""
-    return (_OF_BOXES if of.has_box else _OF_A_LINE).format(of=of, windows=windows)
-
-
-_COLUMNS = """\
-    mul.lo.u32 %col, %col, {of.width};
-    sub.u32 %n0, %outs, {of.width};
-    min.u32 %col, %col, %n0;
-"""
-# Those with the same pixels are neighbours.
-_OF_BOXES = f"""\
-    ld.param.u32 %n1, [s7];
-    ld.param.u32 %n2, [s8];
-    ld.param.u32 %n3, [s9];
-    rem.u32 %col, %id, %across;
-{_COLUMNS}\
-    div.u32 %n0, %id, %across;
-    rem.u32 %left, %n0, %right;
-    div.u32 %n0, %n0, %right;
-    mul.lo.u32 %left, %left, %n3;
-    rem.u32 %top, %n0, %down;
-    div.u32 %n0, %n0, %down;
-    mul.lo.u32 %top, %top, %n2;
-{{windows}}\
-    mul.lo.u32 %picture, %n0, %n1;
-"""
-# All boxes of a window come before the next one's: programs at work read the same weights.
-_OF_WINDOWS = """\
-    ld.param.u32 %n4, [s3];
-    div.u32 %window, %n0, %n4;
-    rem.u32 %n0, %n0, %n4;
-"""
-# Those with the same columns are neighbours, up to so many rows: what all programs read at a time
-# is little of both operands then, and comes from memory once.
-_OF_A_LINE = f"""\
-    ld.param.u32 %n1, [s7];
-    mul.lo.u32 %n2, %n1, %across;
-    div.u32 %n3, %id, %n2;
-    mul.lo.u32 %n2, %n3, %n2;
-    sub.u32 %n2, %id, %n2;
-    mul.lo.u32 %n3, %n3, %n1;
-    sub.u32 %n4, %right, %n3;
-    min.u32 %n1, %n1, %n4;
-    div.u32 %col, %n2, %n1;
-    mul.lo.u32 %n4, %col, %n1;
-    sub.u32 %n4, %n2, %n4;
-    add.u32 %left, %n3, %n4;
-{_COLUMNS}\
-    mul.lo.u32 %left, %left, {{of.rows}};
-    mov.u32 %top, 0;
-    mov.u32 %picture, 0;
-"""
 
 
 def _first_place(of: Product) -> str:
@@ -339,7 +286,7 @@ def _at_stage(of: Product) -> str:
     mad.lo.u32 %at, %stage, {of.stage}, %base;
     mad.lo.u32 %bar, %stage, 16, %base;
     add.u32 %bar, %bar, {of.barriers};
-"""
+{multicast.turn(of)}"""
 
 
 def _behind(place: str, first: int) -> str:
@@ -391,16 +338,11 @@ def _weights(of: Product) -> Iterator[str]:
             yield f"    @%is_further add.u32 %to, %at, {lines + behind * HALF // LINE};\n"
         share = "%window" if of.has_four_windows else n
         yield f"    mad.lo.u32 %n5, %outs, {share}, %col;\n"
-        yield f"""\
-    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[%to], [{place}], [%bar];
-"""
+        yield multicast.load(of, 2, "%to", place, is_shared=not of.has_box)
     yield _onward(of, "%k")
 
 
-_PIXELS = """\
-    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[%at], [%map0, {{%channel, %x, %y, %picture}}], [%bar];
+_NEXT_PIXELS = """\
     add.u32 %channel, %channel, {line};
     setp.ge.u32 %p, %channel, %ins;
     @%p mov.u32 %channel, 0;
@@ -414,12 +356,12 @@ _PIXELS = """\
 def _pixels(of: Product) -> str:
     """Fetch the box of this step's pixels, or the rows of either pair."""
     if not of.paired:
-        return _PIXELS.format(line=of.line)
-    return f"""\
-{_behind("%channel", 0)}\
-    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[%at], [%which, {{%depth, %left, %top, %picture}}], [%bar];
-{_onward(of, "%channel")}"""
+        place = "%map0, {%channel, %x, %y, %picture}"
+        box = multicast.load(of, 4, "%at", place, is_shared=of.has_box)
+        return box + _NEXT_PIXELS.format(line=of.line)
+    place = "%which, {%depth, %left, %top, %picture}"
+    box = multicast.load(of, 4, "%at", place, is_shared=False)
+    return _behind("%channel", 0) + box + _onward(of, "%channel")
 
 
 _MAPS_OF_PAIRS = """\
@@ -449,7 +391,7 @@ def _fetch(of: Product) -> Iterator[str]:
     mov.b64 %wide, w;
     cvta.param.u64 %map1, %wide;
 {_MAPS_OF_PAIRS if of.paired else ""}"""
-    yield _coordinates(of) + (_stage_bytes(of) if of.has_box else "") + _first_place(of)
+    yield coordinates(of) + (_stage_bytes(of) if of.has_box else "") + _first_place(of)
     # what does not depend on the kernel before this one: weights for all stages
     yield """\
     ld.param.u32 %n0, [s6];
@@ -465,13 +407,13 @@ steady:
     yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + pixels + onward)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
-    yield wait("free", "%bar+8", "%phase")
+    yield wait("free", "%bar+8", "%phase", multicast.PROGRAMS if of.tile.multicast else 1)
     yield expect + pixels + weights + onward
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n"
     yield "fetched:\n"
     if of.tile.keeps_on:
         yield NEXT_TILE + "    @!%p bra done;\n"
-        yield _coordinates(of) + _first_place(of) + "    mov.u32 %step, 0;\n    bra fetch;\n"
+        yield coordinates(of) + _first_place(of) + "    mov.u32 %step, 0;\n    bra fetch;\n"
     else:
         yield "    bra done;\n"
 
@@ -549,7 +491,7 @@ def _turned(of: Product) -> str:
 def _multiply(of: Product, kind: str) -> Iterator[str]:
     """A stage is free when the products of the next one are on their way."""
     out = handing(of) if of.leaves_by_boxes else "    ld.param.u64 %out, [result];\n"
-    released = release(of.barriers, "%last", "%n0")
+    released = release(of.barriers, "%last", "%n0") + multicast.release(of, "%last", "%n0")
     yield f"""\
 multiply:
 {_registers(of, "inc", MULTIPLYING)}\
@@ -563,7 +505,7 @@ multiply:
     mov.u32 %phase, 0;
 {_apart(of)}tile:
 {_turn(of)}"""
-    yield from begun(of, kind, _coordinates(of))
+    yield from begun(of, kind, coordinates(of))
     yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
     yield wait("come", "%bar", "%phase")
     yield f"""\
@@ -577,7 +519,7 @@ multiply:
     if of.scales_pixels:
         yield scaled_codes.scales_of_place(of)
     elif not of.begins_with_biases:  # where results go is worked out while the first products are
-        yield f"    @%goes_on bra onward;\n{_coordinates(of)}onward:\n"
+        yield f"    @%goes_on bra onward;\n{coordinates(of)}onward:\n"
     if of.codes:
         yield from scaled_codes.summed_up(of)
     else:
