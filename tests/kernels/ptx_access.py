@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.kernels import ptx_copies
 from tests.kernels.ptx_history import learn, tell
 from tests.kernels.ptx_instruction import FULL, Array, Maker, Run, lanes, merge, put
 from tests.kernels.ptx_memory import WINDOW, Barrier, SharedMemory, TensorMap
@@ -356,8 +357,12 @@ def _cp(maker: Maker) -> Run:
     words = maker.words
     if words[1:5] == ("reduce", "async", "bulk", "tensor"):
         return _bulk_store(maker)
+    if words[1:3] == ("async", "ca"):
+        return ptx_copies.begin(maker, shared_address, _global_address)
+    if words[1:3] == ("async", "wait_all"):
+        return ptx_copies.wait(maker)
     if words[1:3] != ("async", "bulk"):
-        raise PtxError("copies other than bulk ones are not known")
+        raise PtxError("copies other than these and bulk ones are not known")
     if words[3] in ("commit_group", "wait_group"):
         return _bulk_group(maker)
     if words[3] == "prefetch":

@@ -120,6 +120,7 @@ class Warp:
         self.ids = (cta.number * entry.threads + threads + 1).astype(np.int32)
         self.owners = (cta.rank * entry.threads + threads + 1).astype(np.uint16)
         self.written, self.inits, self.stores = list[Any](), dict[int, Any](), dict[int, Any]()
+        self.copies = list[Any]()
         self.epoch, self.issued, self.uses = 0, 0, dict[int, int]()  # of products
         self.open, self.committed = list[Any](), list[list[Any]]()
         self.group: ptx_products.WarpGroup | None = None

@@ -131,7 +131,8 @@ def test_linears_of_clusters(tile: cluster_linear.Tile, shape: tuple[int, int, i
 
 
 ORDERS = re.compile(
-    r"    (@!?%\w+ )?(mbarrier|fence|bar\.|barrier|wgmma\.(fence|commit|wait)|setmaxnreg)"
+    r"    (@!?%\w+ )?"
+    r"(mbarrier|fence|bar\.|barrier|wgmma\.(fence|commit|wait)|setmaxnreg|cp\.async\.wait_all)"
 )
 
 

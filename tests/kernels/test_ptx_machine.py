@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strop.ir.source import KernelSource
 from tests.kernels.ptx_kernel import (
     BF16,
     F16,
@@ -24,6 +25,7 @@ from tests.kernels.ptx_kernel import (
     run,
     words,
 )
+from tests.kernels.ptx_text import PtxError
 
 LOADED = """
     ld.param.u64 %in, [p0];
@@ -279,3 +281,33 @@ WRONG = {
 def test_what_is_wrong_is_said(match: str) -> None:
     source = kernel(WRONG[match], threads=64, shared=4096)
     refused(source, words(128), match=match)
+
+
+COPIED = """
+    ld.param.u64 %in, [p0];
+    add.u64 %in, %in, %wide;
+    shl.b32 %x1, %t, 2;
+    add.u32 %x1, %x1, %base;
+    cp.async.ca.shared.global [%x1], [%in], 4;
+    cp.async.wait_all;
+    bar.warp.sync 0xffffffff;
+    xor.b32 %x2, %x1, 4;
+    ld.shared.b32 %x0, [%x2];
+"""
+
+
+def test_copies_are_there_when_their_threads_have_waited() -> None:
+    given, seeds = torch.arange(32, dtype=I32), range(8)
+    whole = kernel(COPIED + STORED, shared=128, params=(I32,))
+    swapped = given.view(-1, 2).flip(1).flatten()
+    assert all(torch.equal(run(whole, words(), given, seed=seed), swapped) for seed in seeds)
+    for left_out in ("    cp.async.wait_all;\n", "    bar.warp.sync 0xffffffff;\n"):
+        source = replace(whole, text=whole.text.replace(left_out, ""))
+        assert any(not _is_swapped(source, given, swapped, seed) for seed in seeds), left_out
+
+
+def _is_swapped(source: KernelSource, given: Tensor, swapped: Tensor, seed: int) -> bool:
+    try:
+        return torch.equal(run(source, words(), given, seed=seed), swapped)
+    except PtxError:
+        return False

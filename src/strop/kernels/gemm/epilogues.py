@@ -137,7 +137,7 @@ def begun(of: Product, kind: str, coordinates: str) -> Iterator[str]:
     """Set what sums begin with: zeros, or biases, the same in all rows."""
     half = of.tile.cols // 2
     if of.scales_pixels:
-        yield coordinates + "".join(scaled_codes.pixels(of))
+        yield coordinates + "".join((*scaled_codes.pixels(of), *scaled_codes.brought(of)))
     if not of.begins_with_biases:
         name = scaled_codes.SUMS if of.codes else "o"
         yield from (f"    mov.f32 %{name}{n}, 0f00000000;\n" for n in range(of.blocks * half))

@@ -48,7 +48,7 @@ def registers(of: Product) -> str:
     .reg .b64 %scales;
 """
     return f"""\
-    .reg .pred %no;
+    .reg .pred %no, %behind;
     .reg .f32 %{SUMS}<{count}>, %r<{rows}>;
 {of_pixels if of.scales_pixels else ""}"""
 
@@ -200,28 +200,83 @@ def summed_up(of: Product) -> Iterator[str]:
                 yield f"    add.f32 %{SUMS}{own}, %{SUMS}{own}, %o{own};\n"
 
 
-def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
-    """Multiply sums of a block by their scales, and add the biases. Those of a second half of
+def brought(of: Product) -> Iterator[str]:
+    """Have the scales and biases of this tile copied to shared memory while it is multiplied, by
+    all who do so: 4 bytes each at a time, which nobody waits for here. Those of a second half of
     columns, as of gates, lie behind all of the first."""
-    first = block * of.tile.cols // 2
-    if not of.scales_pixels:
-        yield from _scales_of_rows(of, block)
+    threads = 32 * of.team
     yield f"""\
+    rem.u32 %n0, %thread, {threads};
+    mul.lo.u32 %n1, %group, {of.scales_apart};
+    add.u32 %n1, %n1, %base;
+    mad.lo.u32 %n1, %n0, 4, %n1;
+"""
+    place = of.scales_at
+    for what, size in of.scales.items():
+        for first in range(0, size // 4, threads):
+            yield from _numbers(of, what, first, size // 4)
+            yield f"""\
+    add.u32 %n3, %n1, {place + 4 * first};
+    @%p cp.async.ca.shared.global [%n3], [%far], 4;
+"""
+        place += size
+
+
+def _numbers(of: Product, what: str, first: int, count: int) -> Iterator[str]:
+    """Compute where number %n0 + ``first`` lies, %far, and whether there is one, %p. Biases count
+    two columns. Rows behind the last one have its scale: what comes of them leaves nothing."""
+    yield f"    add.u32 %n2, %n0, {first};\n    setp.lt.u32 %p, %n2, {count};\n"
+    if what == "rows":
+        yield f"""\
+    add.u32 %n2, %n2, %left;
+    sub.u32 %n3, %columns, 1;
+    min.u32 %n2, %n2, %n3;
+    ld.param.u64 %far, [{POINTERS[0]}];
+"""
+    else:
+        each = 2 if what == "biases" else 1
+        yield f"    mad.lo.u32 %n2, %n2, {each}, %col;\n" + _of_halves(of, each)
+        yield f"    ld.param.u64 %far, [{POINTERS[1]}];\n" if each == 1 else _OF_BIASES
+    yield "    mul.wide.u32 %wide, %n2, 4;\n    add.u64 %far, %far, %wide;\n"
+
+
+_OF_BIASES = "    shr.u32 %n2, %n2, 1;\n    mov.u64 %far, %other;\n"
+
+
+def _of_halves(of: Product, each: int) -> str:
+    """Go on from this tile's columns to those of the columns' other half."""
+    if not of.gated:
+        return ""
+    return f"""\
+    add.u32 %n3, %col, {of.width};
+    setp.ge.u32 %behind, %n2, %n3;
+    sub.u32 %n3, %outs, {of.width};
+    @%behind add.u32 %n2, %n2, %n3;
+"""
+
+
+COME = "    cp.async.wait_all;\n"  # a barrier of all who multiply is behind it
+
+
+def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
+    """Multiply sums of a block by their scales, and add the biases."""
+    first, place = block * of.tile.cols // 2, of.scales_at
+    biases = place + of.scales["columns"]
+    yield f"""\
+    mul.lo.u32 %n4, %group, {of.scales_apart};
+    add.u32 %n4, %n4, %base;
+"""
+    if not of.scales_pixels:
+        yield from _scales_of_rows(of, block, biases + of.scales["biases"])
+    yield """\
     and.b32 %n1, %lane, 3;
-    shl.b32 %n1, %n1, 1;
-    add.u32 %n1, %n1, %col;
-    ld.param.u64 %far, [{POINTERS[1]}];
-    mul.wide.u32 %wide, %n1, 4;
-    add.u64 %far, %far, %wide;
-    mul.wide.u32 %wide, %n1, 2;
-    add.u64 %wide, %other, %wide;
+    mad.lo.u32 %n3, %n1, 4, %n4;
+    mad.lo.u32 %n1, %n1, 8, %n4;
 """
     for n in range(of.tile.cols // 8):
-        if 8 * n == of.width:
-            yield _second_half(of)
-        yield f"    ld.global.v2.f32 {{%f0, %f1}}, [%far+{32 * n}];\n"
+        yield f"    ld.shared.v2.f32 {{%f0, %f1}}, [%n1+{place + 32 * n}];\n"
         if of.has_biases:
-            yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + unpacked(kind, 2)
+            yield f"    ld.shared.b32 %n0, [%n3+{biases + 16 * n}];\n" + unpacked(kind, 2)
         for m in range(4):
             own, scale = first + 4 * n + m, f"%f{m % 2}"
             if not of.scales_pixels:
@@ -233,32 +288,11 @@ def scaled(of: Product, kind: str, block: int) -> Iterator[str]:
                 yield f"    mul.f32 %o{own}, %{SUMS}{own}, {scale};\n"
 
 
-def _second_half(of: Product) -> str:
-    """Go on from scales and biases of this tile's columns to those of the columns' other half."""
-    return f"""\
-    sub.u32 %n1, %outs, {of.width};
-    mul.wide.u32 %b, %n1, 4;
-    add.u64 %far, %far, %b;
-    mul.wide.u32 %b, %n1, 2;
-    add.u64 %wide, %wide, %b;
-"""
-
-
-def _scales_of_rows(of: Product, block: int) -> Iterator[str]:
-    """Read the scales of a block's rows. Rows behind the last one have its scale: what comes of
-    them leaves nothing."""
+def _scales_of_rows(of: Product, block: int, place: int) -> Iterator[str]:
+    """Read the scales of this thread's two rows of a block."""
     yield f"""\
 {row_of_thread(of, "%n1")}\
-    add.u32 %n1, %n1, {block * ROWS};
-    add.u32 %n1, %n1, %left;
-    sub.u32 %n2, %columns, 1;
-    ld.param.u64 %far, [{POINTERS[0]}];
+    mad.lo.u32 %n1, %n1, 4, %n4;
 """
-    for n in range(2):
-        yield f"""\
-    min.u32 %n0, %n1, %n2;
-    mul.wide.u32 %wide, %n0, 4;
-    add.u64 %wide, %far, %wide;
-    ld.global.f32 %r{n}, [%wide];
-    add.u32 %n1, %n1, 8;
-"""
+    for n, apart in enumerate(_ROWS_APART):
+        yield f"    ld.shared.f32 %r{n}, [%n1+{place + 4 * (block * ROWS + apart)}];\n"

@@ -10,7 +10,7 @@ from strop.kernels.ptx import LINE, LINE_BYTES, ROWS
 
 GEGLU = Gate()
 MOST_SHARED = 227 * 1024  # of a program
-MOST_SUMMED = 160  # columns of codes whose sums leave registers for all else
+MOST_SUMMED = 152  # columns of codes whose sums leave registers for all else
 MIXED = 1024  # bytes after which lines of shared memory are mixed as before
 # What becomes of the sums: they are the results; values times the activation of gates, biases
 # added; they and biases are added, rounded, to what lies where the results go.
@@ -123,8 +123,7 @@ class Product:
     @property
     def moves_registers(self) -> bool:
         """Tell whether those that fetch leave registers to two groups that multiply."""
-        most = MOST_SUMMED - self.tile.multicast  # who needs some to know the neighbour
-        is_large = self.scales_pixels or (self.codes and self.tile.cols > most)
+        is_large = self.scales_pixels or (self.codes and self.tile.cols > MOST_SUMMED)
         return self.tile.apart or (is_large and self.tile.groups > 1)
 
     @property
@@ -180,6 +179,25 @@ class Product:
         return self.rows * 2 * self.width if self.tile.apart else 0
 
     @property
-    def shared(self) -> int:
+    def scales_at(self) -> int:
+        """Return where scales and biases of codes lie, behind all else."""
         staged = self.rows * (self.part_row if self.has_parts else 2 * self.width * self.blocks)
         return max(self.barriers + 16 * self.tile.stages, self.results_at + staged)
+
+    @property
+    def scales(self) -> dict[str, int]:
+        """Return how many bytes the scales of a tile's columns take, its biases and the scales of
+        its rows, where they lie in shared memory, in their order."""
+        columns, rows = 4 * self.tile.cols, 4 * self.rows
+        sizes = {"columns": columns, "biases": columns // 2 * self.has_biases}
+        sizes |= {"rows": rows * (not self.scales_pixels)}
+        return sizes if self.codes else {}
+
+    @property
+    def scales_apart(self) -> int:
+        """Return the bytes between those of two tiles at work."""
+        return sum(self.scales.values()) if self.tile.apart else 0
+
+    @property
+    def shared(self) -> int:
+        return self.scales_at + sum(self.scales.values()) * self.blocks

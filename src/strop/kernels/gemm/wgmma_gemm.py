@@ -519,7 +519,8 @@ multiply:
     if of.scales_pixels:
         yield scaled_codes.scales_of_place(of)
     elif not of.begins_with_biases:  # where results go is worked out while the first products are
-        yield f"    @%goes_on bra onward;\n{coordinates(of)}onward:\n"
+        brought = "".join(scaled_codes.brought(of)) if of.codes else ""
+        yield f"    @%goes_on bra onward;\n{coordinates(of)}{brought}onward:\n"
     if of.codes:
         yield from scaled_codes.summed_up(of)
     else:
@@ -532,5 +533,6 @@ multiply:
         yield "    wgmma.wait_group.sync.aligned 0;\n" + released * of.tile.keeps_on
     if of.tile.keeps_on and of.leaves_by_boxes:  # results of the tile before have left
         yield READ
+    yield scaled_codes.COME if of.codes else ""
     # results go where the operands of all groups were, or those of the tile before
     yield met(of)
