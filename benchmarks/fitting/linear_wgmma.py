@@ -172,7 +172,10 @@ FEED_FORWARD = tuple(
         (666, 6144, 1536),
     )
 )
-MULTICAST = tuple((2, *each, 1, True, False, True) for each in ((128, 5), (160, 5), (256, 3)))
+MULTICAST = (
+    *((2, *each, 1, True, False, True) for each in ((128, 5), (160, 5), (256, 3))),
+    *((2, *each, 1, True, True, True) for each in ((128, 5), (160, 4), (192, 3))),
+)
 TILES = tuple(
     dict.fromkeys(
         (

@@ -68,6 +68,8 @@ CASES = (
     Case(PAIR, 300, 1040, 160, BF16, has_biases=False),  # an odd number of tiles of rows
     Case(replace(PAIR, groups=1, stages=4), 50, 144, 200),  # a single one; columns of two tiles
     Case(PAIR, 520, 208, 160, gate=Gate()),
+    Case(replace(PAIR, apart=True), 700, 1040, 160, BF16),  # three turns of a pair
+    Case(replace(PAIR, apart=True), 300, 208, 80, gate=Gate(SILU)),  # a single one
 )
 
 
@@ -169,6 +171,7 @@ CONVS = (
     ConvCase(GemmTile(2, 80, 3, 1, True, True), (2, 20, 20, 64, 160), (2, 3, 10), stride=2),
     ConvCase(PAIR, (2, 9, 11, 320, 160), (1, 5, 11)),
     ConvCase(PAIR, (2, 20, 20, 64, 320), (2, 3, 10), stride=2, dtype=BF16),
+    ConvCase(replace(PAIR, apart=True), (2, 20, 20, 64, 160), (2, 3, 10), stride=2),
 )
 
 
@@ -209,13 +212,19 @@ def test_pixels_of_a_window_have_scales_of_their_own(case: ConvCase, seed: int) 
     call(source, seed)
 
 
-@pytest.mark.parametrize("is_multicast", [False, True], ids=["alone", "multicast"])
-@pytest.mark.parametrize("is_convolution", [False, True], ids=["linear", "convolution"])
-def test_all_that_orders_it_is_needed(is_convolution: bool, is_multicast: bool) -> None:
-    of_pixels = PAIR if is_multicast else GemmTile(2, 80, 3, 1, True)
-    pictures = ConvCase(of_pixels, (2, 9, 11, 320, 160), (1, 5, 11))
-    rows = Case(PAIR if is_multicast else APART, 300, 640, 160)
-    found = survivors(*(convolution(pictures) if is_convolution else prepared(rows)))
+@pytest.mark.parametrize(
+    "case",
+    [
+        ConvCase(GemmTile(2, 80, 3, 1, True), (2, 9, 11, 320, 160), (1, 5, 11)),
+        Case(APART, 300, 640, 160),
+        ConvCase(PAIR, (2, 9, 11, 320, 160), (1, 5, 11)),
+        Case(PAIR, 300, 640, 160),
+        Case(replace(PAIR, apart=True), 600, 640, 160),
+    ],
+    ids=str,
+)
+def test_all_that_orders_it_is_needed(case: Case | ConvCase) -> None:
+    found = survivors(*(convolution(case) if isinstance(case, ConvCase) else prepared(case)))
     assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
 
 
@@ -372,7 +381,7 @@ def test_programs_that_share_what_they_read_are_pairs() -> None:
     for cols, is_able in ((80, True), (112, False)):
         found = scaled_convs.form(replace(PAIR, cols=cols), shape, sms=132)
         assert has_pairs(found.product, shape) == is_able
-    for wrong in ({"keeps_on": False}, {"split": 2}, {"apart": True}):
+    for wrong in ({"keeps_on": False}, {"split": 2}):
         with pytest.raises(ValueError, match="no pairs"):
             replace(PAIR, **wrong)  # type: ignore[arg-type]
 

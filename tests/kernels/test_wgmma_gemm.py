@@ -163,6 +163,8 @@ CASES = (
     Case(PAIR, (2, 9, 11, 64, 160), (1, 5, 11)),
     Case(PAIR, (2, 20, 20, 64, 320), (2, 3, 10), stride=2, dtype=BF16),
     Case(PAIR, (3, 5, 7, 64, 160), (3, 5, 7), 2),
+    Case(replace(PAIR, apart=True), (1, 1, 700, 320, 160), (1, 1, 128), 1, SUM),
+    Case(replace(PAIR, apart=True), (2, 20, 20, 64, 160), (2, 3, 10), stride=2, dtype=BF16),
 )  # fmt: skip
 
 
@@ -300,7 +302,10 @@ TABLES = {
 }
 OF_CODES = (CODES, GATED_CODES, CODE_CONV)  # see test_scaled_codes
 GATES = {ACTIVATED: Gate(GELU_TANH)}
-MULTICAST = tuple((2, *size, 1, True, False, True) for size in ((128, 5), (160, 5), (256, 3)))
+MULTICAST = (
+    *((2, *size, 1, True, False, True) for size in ((128, 5), (160, 5), (256, 3))),
+    *((2, *size, 1, True, True, True) for size in ((128, 5), (160, 4), (192, 3))),
+)
 APART = ((2, 160, 4, 1, True, True), (2, 128, 5, 1, True, True), (2, 192, 3, 1, True, True))
 TRIED = {  # tiles that were measured, and are in no table
     "conv": (

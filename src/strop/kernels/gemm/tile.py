@@ -40,7 +40,7 @@ class GemmTile:
     multicast: bool = False
 
     def __post_init__(self) -> None:
-        if self.multicast and (self.split > 1 or self.apart or not self.keeps_on):
+        if self.multicast and (self.split > 1 or not self.keeps_on):
             raise ValueError(f"programs of {self} are no pairs: they keep on, with whole sums")
 
 
