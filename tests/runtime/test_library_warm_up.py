@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,23 @@ def test_none_is_made_when_all_kernels_are_there(called: list[str]) -> None:
     count = priming.prime(program, sizes, torch.device("cpu"), H100, lambda: answers.pop(0))
     assert called == ["attention", "attention"]
     assert count == len(called)
+
+
+def test_each_is_made_where_the_caller_says(called: list[str]) -> None:
+    """As on the stream of captures, which nobody else has meanwhile: between two calls others go
+    on."""
+    seen = list[str]()
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        before = len(called)
+        yield
+        seen.extend(called[before:])
+
+    program, sizes = program_of(PLAIN), {"b": 1, "h": 16, "w": 16}
+    priming.prime(program, sizes, torch.device("cpu"), H100, lambda: True, around)
+    assert seen == called
+    assert len(seen) == 6
 
 
 @pytest.mark.gpu

@@ -55,7 +55,7 @@ from strop.patterns import registry
 from strop.runtime.build.background import BackgroundBuild
 from strop.runtime.build.early import EarlyBuild
 from strop.runtime.build.loader import KernelLoader, kernel_loader
-from strop.runtime.run import choices, library_warm_up
+from strop.runtime.run import choices, cuda_graphs, library_warm_up
 from strop.runtime.run.shape_plan import ShapePlans
 from strop.wording import counted
 
@@ -397,8 +397,15 @@ class VariantStore:
         self.progress.begin("building kernels", len(needed), num_ready)
         seconds = dict(variant.seconds)
         if device.type == "cuda" and env is not None and self._waits_for_compilers(variant):
+            pool = cuda_graphs.pool_of(device)
+            goes_there = self.options.cuda_graphs and pool.has_one_caller()
             library_warm_up.prime(
-                program, env, device, library.device, lambda: num_ready() < len(needed)
+                program,
+                env,
+                device,
+                library.device,
+                lambda: num_ready() < len(needed),
+                pool.lending_stream if goes_there else contextlib.nullcontext,
             )
             seconds["libraries"] = time.perf_counter() - begun
         primed = time.perf_counter()

@@ -275,6 +275,14 @@ class GraphPool:
                     caller.wait_stream(stream)
                     self._done.record(caller)
 
+    @contextlib.contextmanager
+    def lending_stream(self) -> Iterator[None]:
+        """Run calls of libraries that mean nothing on the stream of captures, whose workspace is
+        there anyway. Nobody replays or captures meanwhile."""
+        with self._lock, torch.cuda.stream(self._stream):
+            self._libraries.hold()
+            yield
+
     def has_one_caller(self) -> bool:
         """Tell whether nobody has called from another stream than this caller's. Those who call
         from several do not wait for each other, unless they replay."""

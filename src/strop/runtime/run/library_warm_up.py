@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +55,13 @@ def prime(
     place: torch.device,
     device: Device,
     is_open: Callable[[], bool],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
     """Call the libraries as ``program`` does at these sizes, each form of operands once, on memory
     of no meaning, as long as ``is_open()``, and say how many calls that were.
 
-    They run on the current stream and in this thread. Calls of more than 64 MiB are left out, and
-    those that kernels of ours do on this device.
+    They run in this thread, and each within ``around()``, on the current stream. Calls of more than
+    64 MiB are left out, and those that kernels of ours do on this device.
     """
     forms = sorted(forms_of(program, env, device), key=lambda form: LONGEST_FIRST.index(form.op))
     num_calls = 0
@@ -67,7 +69,8 @@ def prime(
         for form in forms:
             if not is_open():
                 break
-            _call(form, device)
+            with around():
+                _call(form, device)
             num_calls += 1
     return num_calls
 
