@@ -6,9 +6,10 @@ picture of one line. One warp fetches, groups of four warps multiply 64 rows eac
 fewer tiles than processors the sum is cut into parts, one for each program of a cluster: each
 leaves its part, in fp32, in its own shared memory, and adds its share of the results from the parts
 of all, in their order. Where there are more, a program goes on to the next tile, whose operands
-come while the results of this one leave. Weights that no kernel before it writes are fetched
-before the wait for these. Where the sum goes on over a second pair of operands, their lines are
-half as long: a rank of 32 is a step of half the bytes.
+come while the results of this one leave; two programs may share what both read (``multicast.py``).
+Weights that no kernel before it writes are fetched before the wait for these. Where the sum goes on
+over a second pair of operands, their lines are half as long: a rank of 32 is a step of half the
+bytes.
 """
 
 from __future__ import annotations
