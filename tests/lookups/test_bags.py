@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -220,3 +221,14 @@ def test_a_sum_of_many_pieces_reads_them_where_they_are_joined(folder: str) -> N
     kernels = [step.ops for step in variant.program.kernel_steps]
     assert [ops for ops in kernels if "cat" in ops and "sum" not in ops], kernels
     assert not [ops for ops in kernels if "cat" in ops and "sum" in ops], kernels
+
+
+def test_means_of_one_bag(folder: str) -> None:
+    """A bag has no end but that of all ids where a trace knows that it is alone."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(50, 8, mode="mean").eval()
+    fast = strop.optimize(copy.deepcopy(table), options=Options(cache_dir=folder, strict=True))
+    with torch.no_grad():
+        for count in (1, 5, 1, 9):
+            given = torch.randint(0, 50, (count,)), torch.zeros(1, dtype=torch.int64)
+            torch.testing.assert_close(fast(*given), table(*given))
