@@ -56,9 +56,8 @@ def fetches(loops: Loops) -> list[Fetch]:
 
 def print_first_fetches(loops: Loops, found: Sequence[Fetch]) -> None:
     """Print the fetches of the first rows, at the begin of the first task."""
-    num_rows = loops.scalars(loops.kernel.num_rows)
     for far, some in _by_distance(found):
-        count = f"sp::min<int64_t>({far}, {num_rows})"
+        count = f"sp::min<int64_t>({far}, {loops.scalars(loops.kernel.num_rows)})"
         with loops.out.block("if (!begin)"), loops.out.loop("row", count):
             for fetch in some:
                 loops.out(fetch.text.format(f"{fetch.place}(row)"))
@@ -66,9 +65,8 @@ def print_first_fetches(loops: Loops, found: Sequence[Fetch]) -> None:
 
 def print_fetches(loops: Loops, found: Sequence[Fetch], row: str) -> None:
     """Print the fetches for a later row, if there is one."""
-    num_rows = loops.scalars(loops.kernel.num_rows)
     for far, some in _by_distance(found):
-        with loops.out.block(f"if ({row} + {far} < {num_rows})"):
+        with loops.out.block(f"if ({row} + {far} < {loops.scalars(loops.kernel.num_rows)})"):
             for fetch in some:
                 loops.out(fetch.text.format(f"{fetch.place}({row} + {far})"))
 
