@@ -26,8 +26,10 @@ HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 needs_avx = pytest.mark.skipif(not HAS_AVX, reason="has vectors of AVX")
 MEASURED = replace(CPU, isa=linear_cpu.WITH_BF16)
 TYPES = [torch.float32, torch.bfloat16]
-# rows, depth, columns: whole tiles, and what is left of each kind; sums in parts
+# rows, depth, columns: whole tiles, and what is left of each kind; sums in parts; few rows and
+# columns, at depths of less than a vector, of vectors and a rest, and of several parts
 SIZES = [(6, 64, 64), (13, 50, 17), (1, 256, 80), (97, 258, 33), (8, 1030, 150), (192, 96, 288)]
+SIZES += [(7, 14, 9), (2, 526, 5), (33, 78, 1), (5, 8200, 3), (3, 2, 130), (40, 6, 4)]
 
 
 def product(kernels: NativeKernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,10 +77,34 @@ def test_against_fp64(kernels: NativeKernels, target: str, sizes: Any, dtype: to
         for b in (bias, None):
             exact = F.linear(x.double(), w.double(), None if b is None else b.double())
             eager = F.linear(x, w, b)
-            if dtype is torch.float32 and rows < linear_cpu.FEWEST_ROWS:
-                torch.testing.assert_close(product(kernels, x, w, b), eager)
+            is_by_tiles = w is not weight and rows < linear_cpu.FEWEST_ROWS  # a weight that lies so
+            if dtype is torch.float32 and is_by_tiles:
+                torch.testing.assert_close(product(kernels, x, w, b), eager, rtol=1e-5, atol=1e-4)
             else:
                 assert_as_accurate_as_eager(product(kernels, x, w, b), eager, exact)
+
+
+@needs_avx
+def test_any_rows_in_fp32(kernels: NativeKernels) -> None:
+    """Rows may begin anywhere in fp32, and what lies beside them is not looked at."""
+    for rows, depth, columns in ((9, 13, 64), (70, 525, 33), (3, 37, 6), (50, 21, 2)):
+        wide = torch.full((rows, depth + 2), torch.nan)
+        x = wide[:, 1:-1].copy_(torch.randn(rows, depth))
+        weight = torch.full((columns, depth + 1), torch.inf)[:, :-1].copy_(
+            torch.randn(columns, depth)
+        )
+        found, exact = product(kernels, x, weight, None), F.linear(x.double(), weight.double())
+        assert_as_accurate_as_eager(found, F.linear(x, weight), exact)
+
+
+@needs_avx
+def test_few_rows_keep_what_is_not_finite(kernels: NativeKernels) -> None:
+    """A number that is summed up already counts no second time, and none is lost."""
+    for depth in (5, 16, 21, 37):
+        x, weight = torch.ones(1, depth), torch.ones(6, depth)
+        weight[0, 0], weight[1, -1], weight[2, depth // 2] = torch.inf, -torch.inf, torch.nan
+        found = product(kernels, x, weight, None)
+        torch.testing.assert_close(found, F.linear(x, weight), rtol=0, atol=0, equal_nan=True)
 
 
 @needs_avx
@@ -93,7 +119,9 @@ def test_rows_and_threads_do_not_count(kernels: NativeKernels) -> None:
     finally:
         torch.set_num_threads(full)
     assert torch.equal(*found)
-    assert torch.equal(found[0][50:57], product(kernels, x[50:57], weight, None))
+    assert torch.equal(found[0][50:59], product(kernels, x[50:59], weight, None))
+    few = product(kernels, x[:7], weight, None)
+    assert torch.equal(few[3:5], product(kernels, x[3:5], weight, None))
 
 
 class Layers(nn.Module):
@@ -144,7 +172,9 @@ def test_choices() -> None:
         assert chosen(768, 64, 64, dtype) == linear_cpu.NAME
         assert chosen(8, 1280, 1280, dtype) != linear_cpu.NAME  # it waits for the weight
         assert chosen(768, 64, 64, dtype, "avx2") != linear_cpu.NAME  # was not measured
-    assert chosen(2, 64, 64, torch.float32) != linear_cpu.NAME
+    for rows in (1, 2, 7):
+        assert chosen(rows, 64, 64, torch.float32) == linear_cpu.NAME
+        assert chosen(rows, 1280, 1280, torch.float32) == linear_cpu.NAME
     assert chosen(2, 64, 64, torch.bfloat16) == linear_cpu.NAME
     assert chosen(768, 65, 64, torch.bfloat16) != linear_cpu.NAME
     assert chosen(768, 64, 64, torch.float16) != linear_cpu.NAME

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import strop
 from strop.ir.device import CPU
 from strop.kernels.gemm import small_cpu
-from strop.kernels.kernel import NEVER, Problem
+from strop.kernels.kernel import FASTEST, NEVER, Problem
 from strop.options import Options
 from strop.testing import assert_as_accurate_as_eager
 
@@ -83,6 +83,8 @@ def test_when_it_runs() -> None:
     assert "fp32" in small_cpu.supports(replace(problem, dtype=torch.float64).call, device)
     large = replace(problem, shapes=((8, 65, 32), (8, 32, 33)))
     assert "64" in small_cpu.supports(large.call, device)
-    few = replace(problem, shapes=((3, 33, 32), (3, 32, 33)))
-    assert small_cpu.cost_us(few, device) == NEVER
-    assert small_cpu.launch(few, device) is None
+    one = replace(problem, shapes=((1, 33, 32), (1, 32, 33)))
+    assert small_cpu.cost_us(one, device) == FASTEST
+    none = replace(problem, shapes=((0, 33, 32), (0, 32, 33)))
+    assert small_cpu.cost_us(none, device) == NEVER
+    assert small_cpu.launch(none, device) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -220,3 +221,23 @@ def test_a_sum_of_many_pieces_reads_them_where_they_are_joined(folder: str) -> N
     kernels = [step.ops for step in variant.program.kernel_steps]
     assert [ops for ops in kernels if "cat" in ops and "sum" not in ops], kernels
     assert not [ops for ops in kernels if "cat" in ops and "sum" in ops], kernels
+
+
+class OfOneBag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(50, 8, mode="mean")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.table(ids * 7 % 50, torch.zeros(1, dtype=torch.int64))
+        return found
+
+
+def test_means_of_one_bag(folder: str) -> None:
+    """A trace knows that the bag is alone, so that no other one begins where it ends."""
+    module = OfOneBag().eval()
+    fast = strop.optimize(copy.deepcopy(module), options=Options(cache_dir=folder, strict=True))
+    with torch.no_grad():
+        for count in (1, 5):
+            ids = torch.randint(0, 50, (count,))
+            torch.testing.assert_close(fast(ids), module(ids))

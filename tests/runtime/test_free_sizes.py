@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import strop
 from strop.errors import OutOfRangeError
 from strop.options import Options
+from strop.runtime.build.processors import processor
 from strop.runtime.run.free_sizes import free_sizes
 
 ROWS = 40
@@ -112,7 +113,7 @@ class Rows(nn.Module):
 
 
 def test_short_ways_of_several_lengths_share_kernels(tmp_path: Any) -> None:
-    """A program of kernels alone has a short way for each shape: no other length may leave its size
+    """A program of kernels alone has one short way for all lengths: no other one may leave its size
     behind in the kernels."""
     module: Any = Rows().eval()
     strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
@@ -128,3 +129,63 @@ def test_short_ways_of_several_lengths_share_kernels(tmp_path: Any) -> None:
     assert free_sizes(variant.program)
     assert not variant.program.call_steps
     assert len({id(entry) for entry in module.forward.shapes.entries}) == 1
+
+
+class WithLayers(nn.Module):
+    """Has calls of kernels of ours between those that are generated, at a width that is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(ROWS, 13, mode="sum")
+        self.layers = nn.Sequential(nn.Linear(13, 19), nn.ReLU(), nn.Linear(19, 1))
+
+    def forward(self, ids: Tensor, starts: Tensor) -> Tensor:
+        found: Tensor = self.layers(self.table(ids * 31 % ROWS, starts)).sigmoid()
+        return found
+
+
+def takes_short(module: Any, call: tuple[Tensor, ...]) -> bool:
+    """Tell whether the short way serves a call, whose result has to be eager's."""
+    result = module.forward.short(call)
+    if result is None:
+        return False
+    torch.testing.assert_close(result, module.forward.eager(*call))
+    return True
+
+
+@pytest.mark.skipif(not processor().has_bf16, reason="the linear of ours was measured with BF16")
+def test_new_lengths_take_the_short_way(tmp_path: Any) -> None:
+    module: Any = WithLayers().eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    with torch.no_grad():
+        for batch in (12, 1):
+            module(*call_of(batch, 0)[3:])
+            module(*call_of(batch, 1)[3:])
+            assert all(takes_short(module, call_of(batch, number)[3:]) for number in range(2, 9))
+        ids, starts = call_of(12, 3)[3:]
+        assert not takes_short(module, (ids, starts)), "it was prepared for one row"
+        torch.testing.assert_close(module(ids, starts), module.forward.eager(ids, starts))
+        assert takes_short(module, (ids, starts))
+
+
+@pytest.mark.skipif(not processor().has_bf16, reason="the linear of ours was measured with BF16")
+def test_what_looks_otherwise_takes_no_short_way(tmp_path: Any) -> None:
+    module: Any = WithLayers().eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    ids, starts = call_of(12, 0)[3:]
+    none = torch.zeros(0, dtype=torch.int64)
+    others = (ids[::2], starts // 2), (ids.int(), starts.int()), (ids, starts[:5])
+    with torch.no_grad():
+        for _ in range(3):
+            module(ids, starts)
+        assert takes_short(module, (ids, starts))
+        for other in (*others, (none, torch.zeros_like(starts)), (ids[None], starts)):
+            assert not takes_short(module, other)
+        for other in others:
+            torch.testing.assert_close(module(*other), module.forward.eager(*other))
+        module(ids, starts)
+        next(module.parameters()).data.add_(1.0)
+        assert takes_short(module, (ids, starts)), "weights are read where they are"
+        module.table.weight = nn.Parameter(torch.randn(ROWS, 13))
+        assert not takes_short(module, (ids, starts))
+        torch.testing.assert_close(module(ids, starts), module.forward.eager(ids, starts))

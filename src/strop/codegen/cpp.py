@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from strop.codegen import cpp_panels, nest, pieces
-from strop.codegen.cpp_fetches import fetches, print_fetches
+from strop.codegen import cpp_bags, cpp_panels, nest, pieces
+from strop.codegen.cpp_fetches import fetches, print_fetches, print_first_fetches
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_panel_sweeps import PanelSweeps
 from strop.codegen.cpp_parts import PartPrinter
@@ -152,6 +152,8 @@ def _print_pointwise(loops: Loops) -> None:
         print_places(loops)
         cpp_panels.multiply(loops)
         later = fetches(loops)
+        print_first_fetches(loops, later)
+        cpp_bags.print_first_fetches(loops)
         with loops.rows():
             print_fetches(loops, later, "row")
             loops.row_values(loops.kernel.body)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strop.codegen import nest
-from strop.codegen.cpp_bags import AHEAD, MOST_FETCHED
+from strop.codegen.cpp_bags import MOST_FETCHED, ahead
 from strop.ir.dims import product
 from strop.ir.loops import Apply, CheckIndex, Literal, Load, Position, Stmt, args_of, outs_of
 
@@ -17,13 +18,22 @@ FEWEST = 8  # elements of a row, below which a fetch costs as much as it saves
 MOST_STATEMENTS = 12  # that find a place, as they run twice
 
 
-def fetches(loops: Loops) -> list[tuple[str, str]]:
-    """Print what says where a later row will look, and return what fetches it: for each lookup a
-    pair of the place's function and the text of the fetch."""
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Hold what fetches a row of a table, ``ahead`` rows before it is read: the name of the
+    function of its place, and the text with a gap for that."""
+
+    place: str
+    text: str
+    ahead: int
+
+
+def fetches(loops: Loops) -> list[Fetch]:
+    """Print what says where a later row will look, and return what fetches it, for each lookup."""
     kernel = loops.kernel
     if loops.num_outer or not kernel.rows:
         return []
-    found = []
+    found = list[Fetch]()
     for number, (load, check) in enumerate(_lookups(loops)):
         name = f"place{number}_of"
         stmts = nest.closure(kernel.body, [check.value], frozenset(loops.printed))
@@ -38,17 +48,32 @@ def fetches(loops: Loops) -> list[tuple[str, str]]:
         (_, stride), *_ = load.lookups
         widths = [axis.size for axis in kernel.cols if axis.name in load.index.axes]
         width = f"sp::min<int64_t>({MOST_FETCHED}, {loops.scalars(product(widths))})"
-        found.append((name, f"sp::prefetch({base}, {{}}, {loops.scalars(stride)}, {width});"))
+        text = f"sp::prefetch({base}, {{}}, {loops.scalars(stride)}, {width});"
+        far = ahead(product(widths), kernel.params[load.param].dtype.itemsize)
+        found.append(Fetch(name, text, far))
     return found
 
 
-def print_fetches(loops: Loops, found: list[tuple[str, str]], row: str) -> None:
+def print_first_fetches(loops: Loops, found: Sequence[Fetch]) -> None:
+    """Print the fetches of the first rows, at the begin of the first task."""
+    for far, some in _by_distance(found):
+        count = f"sp::min<int64_t>({far}, {loops.scalars(loops.kernel.num_rows)})"
+        with loops.out.block("if (!begin)"), loops.out.loop("row", count):
+            for fetch in some:
+                loops.out(fetch.text.format(f"{fetch.place}(row)"))
+
+
+def print_fetches(loops: Loops, found: Sequence[Fetch], row: str) -> None:
     """Print the fetches for a later row, if there is one."""
-    if not found:
-        return
-    with loops.out.block(f"if ({row} + {AHEAD} < {loops.scalars(loops.kernel.num_rows)})"):
-        for name, text in found:
-            loops.out(text.format(f"{name}({row} + {AHEAD})"))
+    for far, some in _by_distance(found):
+        with loops.out.block(f"if ({row} + {far} < {loops.scalars(loops.kernel.num_rows)})"):
+            for fetch in some:
+                loops.out(fetch.text.format(f"{fetch.place}({row} + {far})"))
+
+
+def _by_distance(found: Sequence[Fetch]) -> Iterator[tuple[int, list[Fetch]]]:
+    for far in dict.fromkeys(fetch.ahead for fetch in found):
+        yield far, [fetch for fetch in found if fetch.ahead == far]
 
 
 def _lookups(loops: Loops) -> Iterator[tuple[Load, CheckIndex]]:

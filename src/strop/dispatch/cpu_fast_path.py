@@ -7,7 +7,7 @@ where ``nn.Module.__call__`` would only look for hooks, an entrance does so in h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from operator import is_
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
 )
 
 from strop.dispatch.arguments import as_specified
+from strop.runtime.run.limits import INDEX_LIMIT
 
 if TYPE_CHECKING:
     from strop.dispatch.counters import Counters
@@ -76,7 +77,7 @@ def prepared(
 ) -> Short:
     """Prepare the fast path for calls that look like this one. ``drop`` is called when ``run`` is
     of no use any more."""
-    fits = _looks_like(tensors, at_begin=entry.variant.asks_begin)
+    fits = _looks_like(tensors, entry.free, at_begin=entry.variant.asks_begin)
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
     is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 
@@ -106,27 +107,45 @@ def prepared(
     return short
 
 
-def _looks_like(tensors: Sequence[Tensor], *, at_begin: bool) -> Callable[..., bool]:
+def _looks_like(
+    tensors: Sequence[Tensor], free: Collection[int], *, at_begin: bool
+) -> Callable[..., bool]:
     """Tell whether so many tensors have the class, shape, strides, dtype and device of these, and
     need gradients as they do; and whether inference mode, autocast for their device,
     torch.jit.trace and the transforms of torch.func are on or off as now. Dispatch modes are
-    another question. ``at_begin``: whether each lies at the beginning of its memory, too."""
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    check: Callable[..., bool] = guards.check
+    another question. Those at the places of ``free`` have one dim, of any length that a program
+    for all lengths serves. ``at_begin``: whether each lies at the beginning of its memory, too."""
+    check: Callable[..., bool] = _guards(tensors, free).check
+    longest, places = INDEX_LIMIT - 1, sorted(free)
+
+    def are_served(*args: Tensor) -> bool:
+        return check(*args) and all(0 < args[place].numel() < longest for place in places)
+
+    fits = are_served if free else check
     if not at_begin:
-        return check
-    return lambda *args: check(*args) and not any(map(_OFFSET, args))
+        return fits
+    return lambda *args: fits(*args) and not any(map(_OFFSET, args))
 
 
-def plain_key(args: tuple[Any, ...]) -> Hashable:
-    """Return how a call of plain dense tensors looks, with their strides; None for any other
-    call."""
+def _guards(tensors: Sequence[Tensor], free: Collection[int]) -> TensorGuards:
+    if not free:
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    # lists of lists, whatever torch's stub says
+    sizes: Any = [[None] if n in free else [*tensor.shape] for n, tensor in enumerate(tensors)]
+    strides: Any = [[*tensor.stride()] for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def plain_key(args: tuple[Any, ...], free: Collection[int] = ()) -> Hashable:
+    """Return how a call of plain dense tensors looks, with their strides, but for the lengths of
+    those at the places of ``free``; None for any other call."""
     key: tuple[Any, ...] = ()
     try:
-        for arg in args:
+        for place, arg in enumerate(args):
             if type(arg) is not Tensor:
                 return None
-            key += (arg.shape, arg.stride(), arg.dtype, arg.device)
+            shape = arg.dim() if place in free else arg.shape
+            key += (shape, arg.stride(), arg.dtype, arg.device)
     except RuntimeError:  # a sparse tensor has no strides
         return None
     return key

@@ -143,7 +143,7 @@ class Dispatcher(ForwardStandIn):
 
     def _other_short(self, args: tuple[Any, ...]) -> Any:
         """Take the short way of another prepared call if there is one like this, or return None."""
-        short = self._prepared.get(cpu_fast_path.plain_key(args), cpu_fast_path.untaken)
+        short = self._prepared.of(args)
         if short is cpu_fast_path.untaken or short is self.short:
             return None
         self.short = short

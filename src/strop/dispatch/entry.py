@@ -34,8 +34,7 @@ class Entry:
     piece: str = ""  # of a step that a step cache divides
     is_pure: bool = False  # see ``Program``
     has_exchanges: bool = False  # see ``Program``
-    has_free: bool = False  # it serves all lengths of some arguments (``free_places``)
-    has_short: bool = True  # it may be nothing but kernels, which have a short way
+    free: frozenset[int] = frozenset()  # places of arguments that it serves at any length
 
     def let_go(self) -> None:
         """Keep nothing that refers to weights."""

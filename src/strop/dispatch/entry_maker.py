@@ -72,7 +72,7 @@ class EntryMaker:
         for cause in variant.program.foreign_causes:
             self._fallbacks.note(f"{cause}: torch runs it")
         steady = self._steady(call)
-        has_free = self.free.note(call, variant.program, is_kept=bool(steady))
+        free = self.free.note(call, variant.program, is_kept=bool(steady))
         entry = Entry(
             next(_NUMBERS),
             variant,
@@ -85,8 +85,7 @@ class EntryMaker:
             is_pure=variant.program.is_pure,
             has_exchanges=variant.program.has_exchanges,
             has_graph=not call.beside.generators,
-            has_free=has_free,
-            has_short=not variant.program.call_steps,
+            free=free,
         )
         return entry, call
 

@@ -296,7 +296,7 @@ class EntryRunner:
             plans=entry.variant.plans,
             streaming=streaming,
             packed=self._state.packed,
-            has_free=entry.has_free,
+            has_free=bool(entry.free),
         )
         if self.budget is not None:
             self.budget.working_bytes = max(self.budget.working_bytes, bound.working_bytes)
@@ -328,7 +328,7 @@ class EntryRunner:
         """Return the order in which the entry's program runs."""
         library, shares = library_for(entry.device, self._options), not self._options.check
         plans = entry.variant.plans
-        program, env, has_free = entry.variant.program, entry.env, entry.has_free
+        program, env, has_free = entry.variant.program, entry.env, bool(entry.free)
         found = plans.plan(program, env, library, None, None, shares=shares, has_free=has_free)
         return found.order
 

@@ -33,9 +33,9 @@ class FreePlaces:
                 return fewer
         return looks
 
-    def note(self, call: GivenCall, program: Program, *, is_kept: bool) -> bool:
-        """Learn from the program that an entry for a call runs, and say whether it serves all
-        lengths of an argument. ``is_kept``: what comes of it outlives a run."""
+    def note(self, call: GivenCall, program: Program, *, is_kept: bool) -> frozenset[int]:
+        """Learn from the program that an entry for a call runs, and return the places of arguments
+        that it serves at any length. ``is_kept``: what comes of it outlives a run."""
         free = NOWHERE if is_kept else frozenset(free_sizes(program).roots.values())
         looks = _looks(call)
         kind = _kind(looks)
@@ -46,7 +46,7 @@ class FreePlaces:
             served = self._served.setdefault(call.skeleton, set())
             change = served.add if free >= most else served.discard
             change(_without(looks, most))
-        return bool(free)
+        return free
 
 
 def _looks(call: GivenCall) -> Looks:

@@ -7,6 +7,7 @@ them, and what else the code reads (``global_guards``). It takes the host some 0
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import repeat
 from operator import itemgetter
 from typing import Any
 
@@ -51,7 +52,7 @@ from strop.options import Options
 from strop.runtime.derived.packed_weights import PackedWeights
 from strop.runtime.derived.sources import KnownMemory
 
-_DATA_PTR = Tensor.data_ptr
+_DATA_PTR, _SIZE = Tensor.data_ptr, Tensor.size
 _DEFAULTS = Options()
 _TRAINING = itemgetter("training")
 MOVED = (
@@ -130,7 +131,7 @@ class ModuleState:
         tables = {*table_names(self.parts)}
         self.tables = [name for name in self.names if name in tables]
         self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in tables]
-        self.rows = tuple(map(len, self._tables))
+        self.rows = rows_of(self._tables)
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         self._owned += moving_hooks.registered(self.modules)
         # optimize is about to set ``forward``
@@ -239,7 +240,7 @@ class ModuleState:
                     or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
                     or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
-                    or (tables and tuple(map(len, tables)) != rows)
+                    or (tables and rows_of(tables) != rows)
                     or (hooks and any(hooks))
                     or self.global_guards.have_changed()
                 )
@@ -347,7 +348,7 @@ class ModuleState:
     def has_moved(self) -> bool:
         """Say whether the memory of a Parameter that was there at the last scan is another, or
         gone, or a table has other rows."""
-        if tuple(map(len, self._tables)) != self.rows:
+        if rows_of(self._tables) != self.rows:
             return True
         return self._memory.differs()
 
@@ -430,3 +431,8 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     # what was None and then a module is kept elsewhere when it is None again
     gone = (k for k, part in module._modules.items() if part is None)
     return found | {k: None for k in gone if not is_left_over(module, k)}
+
+
+def rows_of(tables: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return how many rows tables have, in half of the time that ``len`` takes for each."""
+    return tuple(map(_SIZE, tables, repeat(0)))

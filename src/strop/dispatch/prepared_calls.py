@@ -21,27 +21,26 @@ MOST_READY = 1024  # calls kept prepared, of one module
 class PreparedCalls(dict[Hashable, Short]):
     """This maps the ``plain_key`` of a call to its short way, or to ``untaken`` where there can be
     none: such calls are not looked at again. It is a dict, as it is asked at each call of a few
-    microseconds."""
+    microseconds. Calls whose lengths one entry serves all have one short way."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen = set[Hashable]()
+        self._free: tuple[frozenset[int], ...] = ()  # places of lengths that some entry serves all
 
-    def _note(self, key: Hashable) -> None:
-        if len(self._seen) >= MOST_READY:
-            self._seen.clear()
-        self._seen.add(key)
+    def of(self, args: tuple[Any, ...]) -> Short:
+        """Return the short way of calls that look like this one, or ``untaken``."""
+        short = self.get(cpu_fast_path.plain_key(args), untaken)
+        for free in self._free:
+            if short is not untaken:
+                break
+            short = self.get((free, cpu_fast_path.plain_key(args, free)), untaken)
+        return short
 
     def is_due(self, state: ModuleState, entry: Entry, args: tuple[Any, ...]) -> bool:
         """Say whether nobody has looked yet for a short way for such a call."""
         if entry.device.type != "cpu" or state.turned.names:
             return False
-        if entry.has_free and not entry.has_short:
-            return False
-        key = cpu_fast_path.plain_key(args)
-        if entry.has_free and key not in self._seen:  # a length that may never come again
-            self._note(key)
-            return False
+        key = _key(entry, args)
         return bool(key) and key not in self and not torch._C._len_torch_dispatch_stack()
 
     def prepare(
@@ -56,9 +55,11 @@ class PreparedCalls(dict[Hashable, Short]):
         just served with these ``tensors``."""
         if not self.is_due(state, entry, args):
             return
-        key = cpu_fast_path.plain_key(args)
+        key = _key(entry, args)
         if len(self) >= MOST_READY:
             self.clear()
+        if entry.free and entry.free not in self._free:
+            self._free += (entry.free,)
         self[key] = untaken
         if not cpu_fast_path.takes(entry, args, tensors):
             return
@@ -69,3 +70,10 @@ class PreparedCalls(dict[Hashable, Short]):
             short = cpu_fast_path.prepared(served, entry, tensors, run, is_unchanged, drop)
             served.short = self[key] = short
             cpu_fast_path.open_entrance(served)
+
+
+def _key(entry: Entry, args: tuple[Any, ...]) -> Hashable:
+    """Return what calls have in common that the entry serves, as ``PreparedCalls`` keeps it; None
+    for a call that is not one of plain dense tensors."""
+    key = cpu_fast_path.plain_key(args, entry.free)
+    return (entry.free, key) if entry.free and key else key

@@ -156,9 +156,11 @@ def _slow_in_eager(table: torch.Tensor) -> bool:
 def _mean(b: Builder, total: Node, offsets: Node, ids: Node) -> Node:
     """Divide sums by how many ids each bag has; of none they are 0."""
     end = b.reshape(b.constant(ids.numel, torch.int64), (1,))
-    ends = b.cast(b.slice(offsets, 0, const(1), offsets.shape[0] - const(1)), torch.int64)
     shape = (offsets.shape[0],)
-    after = b.make("cat", [ends, end], shape, torch.int64, dim=0)
+    after = end
+    if shape != (const(1),):  # a cat has no piece without elements
+        ends = b.cast(b.slice(offsets, 0, const(1), shape[0] - const(1)), torch.int64)
+        after = b.make("cat", [ends, end], shape, torch.int64, dim=0)
     counts = b.pointwise("sub", after, b.cast(offsets, torch.int64), dtype=torch.int64, alpha=1)
     counts = b.pointwise("maximum", counts, b.constant(1, torch.int64), dtype=torch.int64)
     divisor = b.reshape(b.cast(counts, total.dtype), (*shape, const(1)))

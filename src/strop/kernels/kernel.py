@@ -100,13 +100,14 @@ class Problem:
 
 
 class Lies(Enum):
-    """An operand must lie in memory in one of these ways. All kinds but the last two want an
+    """An operand must lie in memory in one of these ways. All kinds but the last three want an
     address that is a multiple of 16 bytes, and all fewer than 2^31 elements."""
 
     DENSE = "dense in the order of its dims"
     ROWS = "its last dim is dense, and other strides are multiples of 16 bytes"
     ANYHOW = "any strides"
     LINES = "its last dim is dense, and other strides are even, at any address"
+    RUNS = "its last dim is dense, and other strides are any, at any address"
     UNALIGNED = "any strides, at any address"
 
 

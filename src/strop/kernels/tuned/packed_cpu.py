@@ -1,7 +1,7 @@
 """Hold what products take on CPUs, with weights as they lie, packed, and by ours, on one thread.
 
 `python benchmarks/cpu_packed.py --table FILE...` writes this file from its own sweeps:
-`cpu-packed_cpu_2026-11-28.json`.
+`cpu-packed_cpu_2026-11-29.json`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ CASES = (
         "avx512_bf16",
         F32,
         "linear",
-        Line(11.8, 90627.0, 27243.0),
-        Line(27.6, 101283.0, 40110.0),
-        31280,
-        Line(2.9, 97087.0, 14541.0),
+        Line(5.1, 104887.0, 54748.0),
+        Line(16.6, 234486.0, 77365.0),
+        36183,
+        Line(1.6, 228451.0, 21979.0),
     ),
     PackedCase(
         "avx512_bf16",
         BF16,
         "linear",
-        Line(36.0, 195006.0, 32212.0),
-        Line(29.7, 208188.0, 64282.0),
-        31280,
-        Line(4.1, 200087.0, 16292.0),
+        Line(21.1, 460422.0, 41103.0),
+        Line(16.5, 490618.0, 65572.0),
+        36183,
+        Line(2.2, 467089.0, 25883.0),
     ),
     PackedCase(
         "avx512_bf16",
         F32,
         "conv2d",
-        Line(48.0, 119146.0, 3953.0),
-        Line(48.0, 119146.0, 1000000000.0),
-        31280,
+        Line(25.1, 269863.0, 5229.0),
+        Line(25.1, 269863.0, 1000000000.0),
+        36183,
     ),
     PackedCase(
         "avx512_bf16",
         BF16,
         "conv2d",
-        Line(54.4, 241142.0, 3719.0),
-        Line(45.0, 241142.0, 1000000000.0),
-        31280,
+        Line(31.7, 543708.0, 3629.0),
+        Line(24.6, 543708.0, 1000000000.0),
+        36183,
     ),
 )

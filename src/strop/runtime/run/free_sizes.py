@@ -45,8 +45,12 @@ class ToldSizes:
     """Remember which sizes kernels have been told, and tell them others."""
 
     def __init__(self, free: FreeSizes, env: Mapping[str, int], told: Sequence[Told]) -> None:
-        self._free, self._env, self._told = free, dict(env), told
+        self._free, self._env = free, dict(env)
         self._now = {name: env[name] for name in free.roots}
+        # most scalars are a size as it is, and need no evaluation
+        plain = [(kernel.scalars, n, size) for kernel, n, size in told if _is_root(size)]
+        self._plain = [(scalars, n, next(iter(size.roots))) for scalars, n, size in plain]
+        self._others = [each for each in told if not _is_root(each[2])]
 
     def tell(self, inputs: Sequence[Tensor]) -> Mapping[str, int]:
         """Tell kernels the sizes of a run, and return them."""
@@ -54,7 +58,9 @@ class ToldSizes:
         if now != self._now:
             self._now = now
             self._env.update(now)
-            for kernel, place, size in self._told:
+            for scalars, place, name in self._plain:
+                scalars[place] = now[name]
+            for kernel, place, size in self._others:
                 kernel.set_scalar(place, size.eval(self._env))
         return now
 

@@ -29,7 +29,8 @@ from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.memory import aligned
 
 ALIGNMENT, LIMIT = 16, 2**31  # bytes of an address, elements of a tensor
-ANYWHERE = (Lies.LINES, Lies.UNALIGNED)  # at any address
+LINES = {Lies.LINES: 2, Lies.RUNS: 1}  # what strides of rows are multiples of
+ANYWHERE = (*LINES, Lies.UNALIGNED)  # at any address
 WIDE = 16  # what a scalar is a multiple of, where a kernel is told so
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Call = Callable[[Sequence[Tensor]], Tensor]
@@ -203,7 +204,7 @@ def _lies(operand: Operand, tensor: Tensor) -> bool:
         return False
     if operand.lies not in ANYWHERE and tensor.data_ptr() % ALIGNMENT:
         return False
-    if operand.lies is Lies.LINES and not has_lines(tensor.shape, tensor.stride()):
+    if (unit := LINES.get(operand.lies)) and not has_lines(tensor.shape, tensor.stride(), unit):
         return False
     if operand.lies is Lies.DENSE:
         return tensor.is_contiguous()
@@ -213,10 +214,10 @@ def _lies(operand: Operand, tensor: Tensor) -> bool:
     return operand.view is not None or reach < LIMIT  # TMA counts in coordinates
 
 
-def has_lines(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether the last dim is dense, and rows begin at pairs of elements."""
+def has_lines(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:
+    """Tell whether the last dim is dense, and rows begin at multiples of ``unit`` elements."""
     *rows, last = [step if size > 1 else 0 for size, step in zip(shape, strides, strict=True)]
-    return last in (0, 1) and not any(step % 2 for step in rows)
+    return last in (0, 1) and not any(step % unit for step in rows)
 
 
 def _has_rows(tensor: Tensor, *, is_mapped: bool) -> bool:

@@ -296,7 +296,7 @@ def _native_call(
     """Bind a call that is one kernel on a CPU; None for other calls, and where operands lie
     otherwise. Where it ``allocates``, its result is yet to come."""
     choice, kernels = at.plan.choices.get(position), at.resources.kernels
-    if choice is None or choice.launches is None or kernels.device.arch or at.plan.free:
+    if choice is None or choice.launches is None or kernels.device.arch:
         return None
     if (launch := only_launch(choice.launches)) is None:
         return None

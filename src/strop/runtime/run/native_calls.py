@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from strop.kernels.kernel import Late, Launch, Launches, Lies, Operand, Stride
-from strop.runtime.run.launched_calls import ALIGNMENT, LIMIT, WIDE, has_lines
+from strop.runtime.run.launched_calls import ALIGNMENT, ANYWHERE, LIMIT, LINES, WIDE, has_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ def _scalar(scalar: int | Stride | Late, places: Sequence[OperandPlace]) -> int:
 def _lies(operand: Operand, place: OperandPlace) -> bool:
     if not 0 < math.prod(place.shape) < LIMIT:
         return False
-    if operand.lies is Lies.LINES and not has_lines(place.shape, place.strides):
+    if (unit := LINES.get(operand.lies)) and not has_lines(place.shape, place.strides, unit):
         return False
-    if operand.lies not in (Lies.LINES, Lies.UNALIGNED):
+    if operand.lies not in ANYWHERE:
         is_aligned = place.pointer and place.pointer % ALIGNMENT == 0
         return bool(is_aligned) and operand.lies is Lies.DENSE and _is_dense(place)
     reach = sum((n - 1) * step for n, step in zip(place.shape, place.strides, strict=True))
