@@ -226,10 +226,30 @@ class Copied(Net):
         return dict(vars(self))
 
 
+class Told(Copied):
+    """Its text shows all of its attributes, as that of ``nn.EmbeddingBag`` does."""
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+
+
+def test_a_text_that_shows_all_attributes_ends() -> None:
+    args = arguments()
+    net = strop.optimize(Told().eval(), options=tiny.options(strict=True))
+    with torch.no_grad():
+        net(*args)
+    assert takes_prepared(net, *args)
+    assert "the entrance of compiled code" in repr(net)
+    bag = strop.optimize(nn.EmbeddingBag(10, 4).eval(), options=tiny.options())
+    with torch.no_grad():
+        bag(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))
+    assert repr(bag) == "EmbeddingBag(10, 4, mode='mean')"
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
-@pytest.mark.parametrize("kind", [Net, Copied])
+@pytest.mark.parametrize("kind", [Net, Copied, Told])
 def test_a_copy_has_a_way_of_its_own(kind: type[Net], copied: Callable[[Any], Any]):
     args = arguments()
     net = strop.optimize(kind().eval(), options=tiny.options(strict=True))

@@ -8,6 +8,7 @@ where ``nn.Module.__call__`` would only look for hooks, an entrance does so in h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
 from operator import is_
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -181,7 +182,24 @@ def _entrance(served: Served) -> Callable[..., Any]:
                 return result
         return module._call_impl(*args, **kwargs)
 
-    return MethodType(_call_impl, ours)
+    return (MethodType if _is_told_briefly(ours) else _Entrance)(_call_impl, ours)
+
+
+def _is_told_briefly(module: nn.Module) -> bool:
+    """Tell whether the text of a module shows none of its attributes but parts."""
+    kind = type(module)
+    return kind.extra_repr is nn.Module.extra_repr and kind.__repr__ is nn.Module.__repr__
+
+
+class _Entrance(partial[Any]):
+    """This is an entrance whose text does not show its module, for one whose own text may show all
+    attributes, as ``EmbeddingBag``'s does. A method takes 30 ns less."""
+
+    def __repr__(self) -> str:
+        return "<the entrance of compiled code>"
+
+    def __reduce__(self) -> Any:  # as a method is copied and pickled
+        return getattr, (self.args[0], self.func.__name__)
 
 
 _PLACE = "_compiled_call_impl"
