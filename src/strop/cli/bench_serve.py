@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ EXAMPLES = """[bold]Examples[/]
 $ strop bench serve --device cpu
 $ strop bench serve --clients 8 --pictures 16 --steps 2 --rounds 1   # tries it
 $ strop bench serve -o benchmarks/results
+$ strop bench serve --soak 5000 --steps 4   # is its memory flat?
 """
 
 
@@ -30,6 +32,14 @@ def serve(
     max_batch: Annotated[
         int, typer.Option(min=1, help="Draw up to this many pictures together.")
     ] = 4,
+    soak: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Ask 'strop serve' itself for this many pictures instead, in ten rounds, while"
+            " some clients hang up and, from the middle on, no file can be written; 0 does not.",
+        ),
+    ] = 0,
     out: OutOption = None,
     device: DeviceOption = DeviceName.auto,
 ) -> None:
@@ -42,6 +52,8 @@ def serve(
 
     Below it stand the musts, each with "holds" or "misses": the server's throughput beside the
     offline one, requests that got no picture, and pictures that are not those of their seeds.
+    With --soak they are requests that got no picture, pictures that change from round to round, the
+    growth of the server's memory, and how the server ends.
     """
     require_diffusion()
     require_serve()
@@ -51,19 +63,24 @@ def serve(
     import torch
 
     from strop.bench import serve as bench_serve
+    from strop.bench import serve_soak
     from strop.bench.load_report import verdicts
     from strop.cli.models import quieten
     from strop.cli.stages import only_errors, progress_bar
 
-    plan = bench_serve.ServePlan(clients, pictures, steps, rounds, max_batch)
+    measure: ModuleType = bench_serve
+    plan: Any = bench_serve.ServePlan(clients, pictures, steps, rounds, max_batch)
+    if soak:
+        measure = serve_soak
+        plan = serve_soak.SoakPlan(soak, clients, steps, max_batch=max_batch)
     quieten()
     with only_errors(), progress_bar() as bar:
         task = bar.add_task("measuring", total=None, note="")
-        result = bench_serve.run(
+        result = measure.run(
             plan, torch.device(where), step=lambda note: bar.update(task, note=note)
         )
     if out is not None:
-        result["file"] = str(bench_serve.written(result, out, torch.device(where)))
-    header, *rows = bench_serve.rows_of(result)
+        result["file"] = str(measure.written(result, out, torch.device(where)))
+    header, *rows = measure.rows_of(result)
     show(header, rows, result)
     print("\n".join(verdicts(result)))
