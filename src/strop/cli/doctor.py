@@ -81,9 +81,23 @@ def _print(finding: Diagnosis) -> None:
 
 
 def examine(options: Options) -> Iterator[Diagnosis]:
-    """Yield a finding for each thing that is looked at, as soon as it is known."""
+    """Yield a finding for each thing that is looked at, as soon as it is known. Where the system is
+    another one than Linux, nothing else is looked at."""
+    if found := [*_system(options)]:
+        yield from found
+        return
     for check in CHECKS:
         yield from check(options)
+
+
+def _system(options: Options) -> Iterator[Diagnosis]:
+    from strop.runtime.build.processors import check_system
+
+    try:
+        check_system()
+    except StropError as error:
+        what, _, how = str(error).partition(": ")
+        yield Diagnosis("system", FAULT, what, how)
 
 
 def _torch(options: Options) -> Iterator[Diagnosis]:
