@@ -66,7 +66,7 @@ def check_system() -> None:
         shown = {"Darwin": "macOS", "": "unknown"}.get(name, name)
         raise UnsupportedError(
             f"Strop compiles models on Linux only, and this system is {shown}: run the model"
-            " without strop.optimize here, or on Linux (Windows: in WSL 2; macOS: by the Dockerfile)"
+            " without strop.optimize here, or on Linux (Windows: WSL 2; macOS: the Dockerfile)"
         )
 
 
