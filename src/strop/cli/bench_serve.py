@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -60,27 +61,32 @@ def serve(
     where = arguments.chosen_device(device)
     arguments.make_folder(out)
 
-    import torch
-
     from strop.bench import serve as bench_serve
     from strop.bench import serve_soak
+
+    if soak:
+        soaked = serve_soak.SoakPlan(soak, clients, steps, max_batch=max_batch)
+        _measure(serve_soak, soaked, where, out)
+    else:
+        plan = bench_serve.ServePlan(clients, pictures, steps, rounds, max_batch)
+        _measure(bench_serve, plan, where, out)
+
+
+def _measure(kind: ModuleType, plan: Any, where: str, out: Path | None) -> None:
+    """Run a plan by the module of its kind, and show the result."""
+    import torch
+
     from strop.bench.load_report import verdicts
     from strop.cli.models import quieten
     from strop.cli.stages import only_errors, progress_bar
 
-    measure: ModuleType = bench_serve
-    plan: Any = bench_serve.ServePlan(clients, pictures, steps, rounds, max_batch)
-    if soak:
-        measure = serve_soak
-        plan = serve_soak.SoakPlan(soak, clients, steps, max_batch=max_batch)
+    device = torch.device(where)
     quieten()
     with only_errors(), progress_bar() as bar:
         task = bar.add_task("measuring", total=None, note="")
-        result = measure.run(
-            plan, torch.device(where), step=lambda note: bar.update(task, note=note)
-        )
+        result = kind.run(plan, device, step=lambda note: bar.update(task, note=note))
     if out is not None:
-        result["file"] = str(measure.written(result, out, torch.device(where)))
-    header, *rows = measure.rows_of(result)
+        result["file"] = str(kind.written(result, out, device))
+    header, *rows = kind.rows_of(result)
     show(header, rows, result)
     print("\n".join(verdicts(result)))

@@ -127,6 +127,9 @@ class Dispatcher(ForwardStandIn):
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused, self._views = PreparedCalls(), RefusedCalls(), KeptViews()
+        self._make_known()
+
+    def _make_known(self) -> None:
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)
