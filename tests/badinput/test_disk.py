@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from typer.testing import CliRunner
 
+import strop
 from strop.cli import app
-from strop.errors import CodegenError
+from strop.errors import CodegenError, UnsupportedError
 from strop.runtime.build import cache
 from strop.runtime.build import loader as kernels
 
@@ -140,3 +143,51 @@ def test_a_broken_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
     with pytest.raises(CodegenError, match="bad value for -march"):
         assert_right(tmp_path / "cache")
+
+
+FSF = "Copyright (C) 2022 Free Software Foundation, Inc."
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("Apple clang version 15.0.0 (clang-1500.3.9.4)", "Apple clang version 15.0.0"),
+        (f"g++ (GCC) 10.2.1 20210110\n{FSF}", "10.2.1"),
+        ("", "does not tell its version"),
+        (f"g++ (Debian 12.2.0-14) 12.2.0\n{FSF}", ""),
+    ],
+)
+def test_another_compiler_under_the_name_is_named(
+    version: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "bin" / "g++"
+    fake.parent.mkdir()
+    fake.write_text(
+        f"#!/bin/sh\nif [ $1 = --version ]; then echo '{version}'; exit 0; fi\n"
+        "echo \"unknown argument: '-fno-thread-jumps'\" >&2\nexit 1\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
+    with pytest.raises(CodegenError, match="unknown argument") as raised:
+        assert_right(tmp_path / "cache")
+    text = str(raised.value)
+    assert ("kernels need GCC 11 or newer" in text) == bool(says)
+    assert says in text
+
+
+@pytest.mark.parametrize(("system", "name"), [("Darwin", "macOS"), ("Windows", "Windows")])
+def test_another_system_than_linux(system: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes from ``optimize``, and the module stays as it was."""
+    monkeypatch.setattr(platform, "system", lambda: system)
+    module = Net().eval()
+    torch._dynamo.reset()
+    with pytest.raises(UnsupportedError, match=f"on Linux only, and this system is {name}: run"):
+        strop.optimize(module)
+    assert "forward" not in vars(module)
+    compiled = torch.compile(Net().eval(), backend="strop")
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="on Linux only"):
+        compiled(X)
+    torch._dynamo.reset()
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert f"this system is {name}" in " ".join(result.output.split())

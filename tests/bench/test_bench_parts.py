@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -361,3 +362,20 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.plain_table(rows) == "row        ms\nlong name  2.000"
     report.print_table(rows, "times")
     assert "2.000" in capsys.readouterr().out
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = report.write_json({"a": 1}, tmp_path / "result.json")
+    assert file.stat().st_mode & 0o777 == 0o644
+
+    def dump(value: Any, target: Any, **named: Any) -> None:
+        target.write('{"a"')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report.json, "dump", dump)
+    with pytest.raises(OSError, match="No space left"):
+        report.write_json({"a": 2}, file)
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]

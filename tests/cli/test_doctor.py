@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import json
 import os
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from strop.cli import doctor
 
 from .conftest import Invoke, said
 
+ROOT = Path(__file__).parents[2]
 USAGE = shutil.disk_usage("/")
 
 
@@ -74,6 +77,40 @@ def test_packages_of_other_versions(invoke: Invoke, monkeypatch: pytest.MonkeyPa
     assert "peft" in found["diffusion"]["text"]
     assert "diffusers<0.43,>=0.42 (0.35.0 is there)" in found["diffusion"]["text"]
     assert found["diffusion"]["remedy"] == "pip install 'strop[diffusion]'"
+
+
+def test_every_extra_that_a_command_needs_is_looked_at(invoke: Invoke) -> None:
+    """So whoever adds one says what lacks it. Extras that only measure or develop are no lack."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    given = set(project["optional-dependencies"])
+    assert given - {"dev", "peers"} == set(doctor.EXTRAS)
+    assert set(doctor.EXTRAS) <= set(findings(invoke)[1])
+
+
+def test_a_server_without_its_packages(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+
+    def found_version(package: str) -> str:
+        if package == "uvicorn":
+            raise importlib.metadata.PackageNotFoundError
+        return version(package)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", found_version)
+    code, found = findings(invoke)
+    assert code == 0
+    assert found["serve"]["text"] == "strop serve: without uvicorn"
+    assert found["serve"]["remedy"] == "pip install 'strop[serve]'"
+
+
+def test_an_install_that_is_older_than_the_code(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = email.message_from_string("Provides-Extra: diffusion\n")
+    monkeypatch.setattr(doctor.importlib.metadata, "metadata", lambda name: older)
+    _, found = findings(invoke)
+    assert found["diffusion"]["state"] == "ok"
+    assert found["serve"]["state"] == "advice"
+    assert "pip install -e ." in found["serve"]["remedy"]
 
 
 @pytest.mark.parametrize("is_full", [False, True])

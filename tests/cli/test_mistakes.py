@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import typer
 
 from strop.cli import arguments
-from strop.cli.mistakes import CommandError
+from strop.cli.mistakes import CommandError, reported
 
 from .conftest import Invoke, said
 
@@ -201,3 +203,31 @@ def test_a_folder_of_results_is_made(tmp_path: Path) -> None:
         arguments.make_folder(tmp_path / "file")
     with pytest.raises(CommandError, match=r"no folder .*inside can be made"):
         arguments.make_folder(tmp_path / "file" / "inside")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "no space left on device; make room, or",
+        ),
+        (OSError(errno.ENOSPC, "No space left", "/x/out.png"), "error: /x/out.png: no space left;"),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), "/x: read-only file system; this"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "change who may: chmod, chown"),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n 4096"),
+        (OSError("a text of a library"), "error: a text of a library"),
+        (OSError(errno.ENXIO, "No such device", "/x"), "error: /x: no such device"),
+    ],
+    ids=str,
+)
+def test_what_the_system_refuses_is_answered_by_what_to_do(
+    error: OSError, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @reported
+    def command() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit):
+        command()
+    assert expected in " ".join(capsys.readouterr().err.split())

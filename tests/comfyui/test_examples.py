@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -60,6 +62,24 @@ def test_every_node_has_a_name_and_says_what_it_does(pack: ModuleType) -> None:
         assert pack.NODE_DISPLAY_NAME_MAPPINGS[key] in readme
         assert hasattr(kind, kind.FUNCTION)
         assert kind.DESCRIPTION
+
+
+def test_the_picture_of_the_readme_is_that_of_the_workflow() -> None:
+    place = PACK.parents[1] / "docs" / "workflow_picture.py"
+    spec = importlib.util.spec_from_file_location("workflow_picture", place)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    workflow = json.loads(script.WORKFLOW.read_text(encoding="utf-8"))
+    written = script.PICTURE.read_text(encoding="utf-8")
+    assert written == script.picture(workflow), "run python docs/workflow_picture.py"
+    assert f"({script.PICTURE.name})" in (PACK / "README.md").read_text()
+    drawn = ElementTree.fromstring(written)
+    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {node["type"] for node in workflow["nodes"]} <= {*texts}
+    paths = [*drawn.iter("{http://www.w3.org/2000/svg}path")]
+    assert len(paths) == len(workflow["links"])
 
 
 def test_the_registry_can_read_the_project() -> None:

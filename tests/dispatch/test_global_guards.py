@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -202,6 +203,36 @@ def test_a_cache_that_a_forward_writes_elsewhere_is_not_watched(
     assert module.forward.variants.num_captures == 1
     (line,) = [r.getMessage() for r in caplog.records if "writes" in r.getMessage()]
     assert "_SEEN" in line
+
+
+class Backend:
+    """What a library keeps for each class of tensor that it has met, as einops does."""
+
+    def doubled(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+_BACKENDS: dict[type, Backend] = {}
+
+
+def test_a_cache_that_a_trace_has_filled_is_no_other_structure(tmp_path: Path) -> None:
+    """Where modules are looked at anew, as when a LoRA loader puts other weights in their place."""
+
+    def body(self: nn.Module, x: Tensor) -> Tensor:
+        if Tensor not in _BACKENDS:
+            _BACKENDS[Tensor] = Backend()
+        return _BACKENDS[Tensor].doubled(x) * self.weight
+
+    _BACKENDS.clear()
+    module = reads(body)
+    module.weight = nn.Parameter(torch.ones(8), requires_grad=False)
+    optimized(module, tmp_path)
+    check(module)
+    for value in (2.0, 3.0):
+        module.weight = nn.Parameter(torch.full((8,), value), requires_grad=False)
+        copy.copy(_BACKENDS[Tensor])  # which notes something in the class
+        check(module)
+    assert module.forward.variants.num_captures == 1
 
 
 def test_a_trace_that_fails_is_not_tried_again_for_what_it_wrote(tmp_path: Path) -> None:

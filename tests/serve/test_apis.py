@@ -99,6 +99,50 @@ def test_a1111_draws_from_a_text_with_a_lora_in_it() -> None:
     run(scenario)
 
 
+def test_a1111_clients_learn_of_the_model_and_of_progress() -> None:
+    async def scenario() -> None:
+        painter = FakePainter()
+        painter.gate.clear()
+        async with asking(painter) as asked:
+            ask = asked.client
+            chosen = {"sd_model_checkpoint": "fake"}
+            assert (await ask.get("/sdapi/v1/options")).json() == chosen
+            assert (await ask.post("/sdapi/v1/options", json=chosen)).status_code == 200
+            assert (await ask.get("/sdapi/v1/schedulers")).json()[0]["name"] == "automatic"
+            idle = (await ask.get("/sdapi/v1/progress")).json()
+            assert (idle["progress"], idle["state"]["job_count"]) == (0, 0)
+            job = await asked.job(steps=4)
+            await asked.until("drawing", job["id"])
+            busy = (await ask.get("/sdapi/v1/progress")).json()["state"]
+            assert (busy["job_count"], busy["sampling_steps"]) == (1, 4)
+            painter.gate.set()
+            await asked.until("done", job["id"])
+            body = {"prompt": "a cat", "override_settings": chosen}
+            assert (await ask.post("/sdapi/v1/txt2img", json=body)).status_code == 200
+
+    run(scenario)
+
+
+def test_a_form_has_the_arguments_of_a_body() -> None:
+    async def scenario() -> None:
+        painter = FakePainter()
+        async with asking(painter) as asked:
+            files = {"image": ("a.png", png(), "image/png")}
+            fields = {"prompt": "x", "n": "2", "stream": "false", "loras": '{"ink": 0.5}'}
+            fields |= {"steps": "4", "guidance": "2.5", "output_compression": "100"}
+            answer = await asked.client.post(EDIT, data=fields, files=files)
+            assert answer.status_code == 200, answer.text
+            (batch,) = painter.batches
+            assert (len(batch.requests), batch.adapters) == (2, (("ink", 0.5),))
+            assert batch.requests[0].guidance == 2.5
+            for name, value in (("loras", "ink"), ("loras", "[" * 9999), ("stream", "true")):
+                wrong = await asked.client.post(EDIT, data=fields | {name: value}, files=files)
+                assert wrong.status_code == 422, wrong.text
+                assert wrong.json()["error"]["message"].startswith(f"{name}: ")
+
+    run(scenario)
+
+
 def test_a1111_draws_from_a_picture() -> None:
     async def scenario() -> None:
         painter = FakePainter()
@@ -192,11 +236,12 @@ REFUSED: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (GENERATE, {}, 422, "prompt"),
     (GENERATE, {"prompt": " "}, 400, "empty"),
     (GENERATE, {"prompt": "x" * 4001}, 400, "4000 characters"),
-    (GENERATE, {"prompt": "x", "n": 0}, 400, "count"),
-    (GENERATE, {"prompt": "x", "n": 9}, 400, "count"),
+    (GENERATE, {"prompt": "x", "n": 0}, 400, "n: 0 is not within 1 and"),
+    (GENERATE, {"prompt": "x", "n": 9}, 400, "n: 9 is not"),
     (GENERATE, {"prompt": "x", "size": "large"}, 400, "WIDTHxHEIGHT"),
     (GENERATE, {"prompt": "x", "size": "33x32"}, 400, "32 or 40"),
-    (GENERATE, {"prompt": "x", "size": "0x32"}, 400, "width"),
+    (GENERATE, {"prompt": "x", "size": "0x32"}, 400, "size: 0 is not"),
+    (GENERATE, {"prompt": "x", "negative_prompt": "x" * 4001}, 400, "negative_prompt: it has"),
     (GENERATE, {"prompt": "x", "size": "4096x4096"}, 400, "--max-pixels"),
     (GENERATE, {"prompt": "x", "steps": 0}, 400, "steps"),
     (GENERATE, {"prompt": "x", "steps": 151}, 400, "steps"),
@@ -205,15 +250,30 @@ REFUSED: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (GENERATE, {"prompt": "x", "seed": 2**53}, 400, "seed"),
     (GENERATE, {"prompt": "x", "model": "dall-e-3"}, 404, "fake"),
     (GENERATE, {"prompt": "x", "response_format": "url"}, 422, "response_format"),
-    (GENERATE, {"prompt": "x", "style": "vivid"}, 422, "style"),
+    (GENERATE, {"prompt": "x", "style": "vivid"}, 422, "style: this server does not know it"),
+    (GENERATE, {"prompt": "x", "output_compression": 50}, 422, "output_compression"),
     (GENERATE, {"prompt": "x", "loras": {"../../secret": 1}}, 400, "ink, style"),
     (GENERATE, {"prompt": "x", "loras": {"ink": 11}}, 400, "within -10 and 10"),
     (EDIT, {"prompt": "x"}, 415, "multipart"),
     ("/sdapi/v1/txt2img", {"prompt": "x", "enable_hr": True}, 422, "enable_hr"),
     ("/sdapi/v1/txt2img", {"prompt": "x", "sampler_name": "Euler a"}, 422, "sampler_name"),
+    ("/sdapi/v1/txt2img", {"prompt": "x", "send_images": False}, 422, "send_images"),
+    ("/sdapi/v1/txt2img", {"prompt": "x", "s_noise": 0}, 422, "s_noise"),
+    ("/sdapi/v1/txt2img", {"prompt": "x", "cfg_scale": 51}, 400, "cfg_scale: 51 is not"),
+    ("/sdapi/v1/txt2img", {"prompt": "x", "override_settings": {"a": 1}}, 422, "override_settings"),
+    ("/sdapi/v1/options", {"samples_format": "jpg"}, 422, "draws with fake, and has no settings"),
+    ("/sdapi/v1/options", {"sd_model_checkpoint": "x"}, 422, "sd_model_checkpoint"),
+    ("/sdapi/v1/interrupt", {}, 404, "/openapi.json"),
+    ("/sdapi/v1/progress", {}, 405, "/openapi.json"),
     ("/sdapi/v1/txt2img", {"prompt": "x <lora:ink:much>"}, 422, "LoRA"),
     ("/sdapi/v1/txt2img", {"prompt": "x <lora:/etc/passwd>"}, 400, "no LoRA of that name"),
     ("/sdapi/v1/img2img", {"prompt": "x"}, 422, "exactly one picture"),
+    (
+        "/sdapi/v1/img2img",
+        {"prompt": "x", "init_images": [encoded(png())], "denoising_strength": 2},
+        400,
+        "denoising_strength: 2 is not",
+    ),
     ("/sdapi/v1/img2img", {"prompt": "x", "init_images": ["/etc/passwd"]}, 400, "not opened"),
     ("/sdapi/v1/img2img", {"prompt": "x", "init_images": ["http://a/b.png"]}, 400, "not opened"),
     ("/sdapi/v1/img2img", {"prompt": "x", "mask": "x", "init_images": ["x"]}, 400, "base64"),
@@ -239,6 +299,11 @@ def test_what_is_wrong_is_named(path: str, body: dict[str, Any], status: int, pa
             error = answer.json()["error"]
             assert part in error["message"]
             assert answer.json()["detail"] == error["message"]
+            assert error["param"] in (None, "body") or error["param"] in {
+                *body,
+                "prompt",
+                "init_images",
+            }
         assert not painter.batches
 
     run(scenario)

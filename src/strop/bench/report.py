@@ -57,13 +57,20 @@ def _write_as(name: str, result: Mapping[str, Any], folder: Path, device: torch.
 
 
 def write_json(value: Any, path: Path) -> Path:
-    """Write so that a reader sees the old file or the new one, never a piece."""
+    """Write so that a reader sees the old file or the new one, never a piece. Raises OSError where
+    that cannot be, and leaves nothing behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(handle, "w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-    Path(part).replace(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    part = Path(name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+        part.chmod(0o644)  # mkstemp lets nobody else read
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     return path
 
 

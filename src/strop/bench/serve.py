@@ -97,7 +97,7 @@ def run(
             step(f"round {number + 1} of {plan.rounds}: {name}")
             with _serving(studio, _limits(plan, room)) as (host, port):
                 cpu = time.process_time()
-                found = _asked(plan, host, port)
+                found = asked_by_clients(bodies_of(plan), plan.clients, host, port)
                 found["cpu_s"] = time.process_time() - cpu  # of the server; the clients have theirs
             _note(rounds, found, expected, name)
     return _result(plan, rounds, environment.describe(device))
@@ -170,9 +170,9 @@ def _serving(studio: Studio, limits: ServeLimits) -> Iterator[tuple[str, int]]:
         listening.close()
 
 
-def _asked(plan: ServePlan, host: str, port: int) -> dict[str, Any]:
-    """Return what the clients got, from a process of theirs."""
-    bodies = [
+def bodies_of(plan: ServePlan) -> list[dict[str, Any]]:
+    """Return the bodies of a plan's requests, in OpenAI's interface."""
+    return [
         {
             "prompt": request.prompt,
             "size": str(request.size),
@@ -182,7 +182,14 @@ def _asked(plan: ServePlan, host: str, port: int) -> dict[str, Any]:
         }
         for request in plan.requests
     ]
-    told = {"host": host, "port": port, "clients": plan.clients, "bodies": bodies}
+
+
+def asked_by_clients(
+    bodies: Sequence[Mapping[str, Any]], clients: int, host: str, port: int
+) -> dict[str, Any]:
+    """Return what the clients got, from a process of theirs. The client of a body with
+    ``hangs_up_s`` waits so long for its answer, then hangs up."""
+    told = {"host": host, "port": port, "clients": clients, "bodies": bodies}
     told |= {"tries": 10_000, "most_wait_s": _MOST_WAIT_S}
     done = subprocess.run(
         [sys.executable, "-m", "strop.bench.serve_clients"],
@@ -213,12 +220,22 @@ def _note(
 
 def _is_wrong(png: str, expected: bytes) -> bool:
     """Tell whether a picture is another than the one that was drawn offline, in another batch."""
+    return differ(pixels_of(png), expected)
+
+
+def pixels_of(png: str) -> bytes:
+    """Return the bytes of a picture that is PNG in base64."""
     from PIL import Image
 
-    got = Image.open(io.BytesIO(base64.b64decode(png))).tobytes()
+    pixels: bytes = Image.open(io.BytesIO(base64.b64decode(png))).tobytes()
+    return pixels
+
+
+def differ(got: bytes, expected: bytes) -> bool:
+    """Tell whether two pictures differ by more than another batch changes."""
     if len(got) != len(expected):
         return True
-    return bool(max(abs(a - b) for a, b in zip(got, expected, strict=True)) > MOST_OFF)
+    return max(abs(a - b) for a, b in zip(got, expected, strict=True)) > MOST_OFF
 
 
 def _result(plan: ServePlan, rounds: ServeRounds, where: dict[str, Any]) -> dict[str, Any]:

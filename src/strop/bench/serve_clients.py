@@ -42,11 +42,17 @@ class _Clients:
     def _ask(
         self, connection: http.client.HTTPConnection, number: int, body: dict[str, Any]
     ) -> dict[str, Any]:
-        """Ask until the answer is another than 429, as often as ``tries`` allows."""
+        """Ask until the answer is another than 429, as often as ``tries`` allows. Who hangs up
+        does so ``hangs_up_s`` seconds behind the request, and has no answer."""
         start, refused = time.perf_counter(), 0
+        hangs_up_s = body.pop("hangs_up_s", None)
         headers = {"content-type": "application/json"}
         while True:
             connection.request("POST", _PATH, json.dumps(body), headers)
+            if hangs_up_s is not None:
+                time.sleep(hangs_up_s)
+                connection.close()
+                return _answer(number, start, hung_up=True)
             answer = connection.getresponse()
             content = json.loads(answer.read())
             if answer.status != 429 or refused + 1 >= self.plan["tries"]:
@@ -54,14 +60,25 @@ class _Clients:
             refused += 1
             time.sleep(min(float(answer.headers["retry-after"]), self.plan["most_wait_s"]))
         made = content["data"][0]["b64_json"] if answer.status == 200 else ""
-        seconds = time.perf_counter() - start
-        return {
-            "number": number,
-            "status": answer.status,
-            "seconds": seconds,
-            "refused": refused,
-            "png": made,
-        }
+        return _answer(number, start, answer.status, refused, made)
+
+
+def _answer(
+    number: int,
+    start: float,
+    status: int = 0,
+    refused: int = 0,
+    png: str = "",
+    hung_up: bool = False,
+) -> dict[str, Any]:
+    return {
+        "number": number,
+        "status": status,
+        "seconds": time.perf_counter() - start,
+        "refused": refused,
+        "png": png,
+        "hung_up": hung_up,
+    }
 
 
 def main() -> None:

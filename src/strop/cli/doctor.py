@@ -33,7 +33,15 @@ OK, ADVICE, FAULT = "ok", "advice", "fault"
 _MARKS = {OK: "[green]ok[/]     ", ADVICE: "[yellow]advice[/] ", FAULT: "[bold red]fault[/]  "}
 LEAST_FREE_BYTES = 1 << 30  # kernels and plans of a few models
 OLDEST_CAPABILITY = (8, 0)  # that Triton compiles for
-EXTRAS = {"diffusion": "pipelines of diffusers, strop generate", "train": "strop train"}
+EXTRAS = {  # what cannot be done without them
+    "diffusion": "pipelines of diffusers, strop generate",
+    "train": "strop train",
+    "optimizers": "strop train --optimizer of other libraries",
+    "quantised": "strop train --base_weights",
+    "serve": "strop serve",
+    "ray": "strop serve --ray",
+    "sign": "signatures of artefacts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,23 @@ def _print(finding: Diagnosis) -> None:
 
 
 def examine(options: Options) -> Iterator[Diagnosis]:
-    """Yield a finding for each thing that is looked at, as soon as it is known."""
+    """Yield a finding for each thing that is looked at, as soon as it is known. Where the system is
+    another one than Linux, nothing else is looked at."""
+    if found := [*_system(options)]:
+        yield from found
+        return
     for check in CHECKS:
         yield from check(options)
+
+
+def _system(options: Options) -> Iterator[Diagnosis]:
+    from strop.runtime.build.processors import check_system
+
+    try:
+        check_system()
+    except StropError as error:
+        what, _, how = str(error).partition(": ")
+        yield Diagnosis("system", FAULT, what, how)
 
 
 def _torch(options: Options) -> Iterator[Diagnosis]:
@@ -177,12 +199,17 @@ def _extras(options: Options) -> Iterator[Diagnosis]:
     from packaging.requirements import Requirement
 
     every = [Requirement(text) for text in importlib.metadata.requires("strop") or ()]
+    known = importlib.metadata.metadata("strop").get_all("Provides-Extra") or ()
     for extra, what in EXTRAS.items():
+        if extra not in known:
+            text = f"{what}: the installed package is older than its code, and does not name it"
+            yield Diagnosis(extra, ADVICE, text, "install Strop again: pip install -e .")
+            continue
         wanted = [each for each in every if each.marker and each.marker.evaluate({"extra": extra})]
         missing = [text for each in wanted if (text := _lack(each.name, str(each.specifier)))]
         if missing:
             how = f"pip install 'strop[{extra}]'"
-            yield Diagnosis(extra, ADVICE, f"{what} lack {', '.join(missing)}", how)
+            yield Diagnosis(extra, ADVICE, f"{what}: without {', '.join(missing)}", how)
         else:
             yield Diagnosis(extra, OK, f"{what}: all packages are there")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -33,8 +34,30 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+_REMEDIES = {
+    errno.ENOSPC: "make room, or write elsewhere: results by -o or --output_dir, kernels by"
+    " STROP_CACHE_DIR, temporary files by TMPDIR",
+    errno.EROFS: "this file system is read-only; write elsewhere",
+    errno.EACCES: "this user may not do that; write elsewhere, or change who may: chmod, chown",
+    errno.EMFILE: "this process holds too many open files; allow more: ulimit -n 4096",
+}
+_REMEDIES[errno.EDQUOT] = _REMEDIES[errno.EFBIG] = _REMEDIES[errno.ENOSPC]
+_REMEDIES[errno.EPERM] = _REMEDIES[errno.EACCES]
+
+
 def tell(error: Exception) -> None:
-    errors().print(f"[bold red]error:[/] {plain(str(error))}")
+    """Print an error, and what to do about it where the system says only what is wrong."""
+    errors().print(f"[bold red]error:[/] {plain(_told(error))}")
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, StropError) or not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{where}{error.strerror[:1].lower()}{error.strerror[1:]}" + (
+        f"; {remedy}" if remedy else ""
+    )
 
 
 def warn(text: str) -> None:

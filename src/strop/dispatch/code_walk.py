@@ -49,6 +49,8 @@ _CALLABLES = (FunctionType, BuiltinFunctionType, type)
 # configured, which their layers do not ask
 _OWN = OF_EVERY_MODULE | {"forward", "_compiled_call_impl", "peft_config"}
 _MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # of an object, which is there
+# No operator of Python's reads these; ``__slotnames__`` is written when an object is copied.
+_UNREAD = _MAKING | {"__doc__", "__module__", "__slotnames__"}
 _SPECIAL = _MAKING | {"__call__"}
 _ENTRY = frozenset({"forward", "__call__"})
 # code that may ask for any attribute
@@ -385,7 +387,7 @@ class CodeWalk:
             name
             for base in kind.__mro__
             for name in vars(base)
-            if name.startswith("__") and name not in _MAKING
+            if name.startswith("__") and name not in _UNREAD
         }
         called = special if root not in FRAMEWORKS else {"__call__"}
         self._members(kind, names | called)

@@ -53,6 +53,7 @@ from strop.frontend.moving_hooks import entered
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
+from strop.runtime.build.processors import check_system
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run.fair_turns import FairLock
 from strop.runtime.run.library_calls import drawing_by
@@ -81,6 +82,7 @@ class Dispatcher(ForwardStandIn):
     ) -> None:
         """``component`` is what the module is a part of, which hooks move as a whole. ``variants``
         are those of other modules of the same structure."""
+        check_system()
         super().__init__(module, name or type(module).__name__)
         self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
@@ -125,6 +127,9 @@ class Dispatcher(ForwardStandIn):
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused, self._views = PreparedCalls(), RefusedCalls(), KeptViews()
+        self._make_known()
+
+    def _make_known(self) -> None:
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)

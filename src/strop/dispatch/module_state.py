@@ -295,10 +295,11 @@ class ModuleState:
 
     def ignore(self, labels: Set[str]) -> None:
         """Watch these names no longer: the module's own code writes them when it is traced, as
-        caches."""
+        caches. The structure is then that without them, as it will be at the next scan."""
         if not labels <= self._ignored:
             self._ignored |= labels
             self.global_guards = self._global_guards()
+            self.structure = self._structure()
 
     def _global_guards(self) -> GlobalGuards:
         parts = int8_layers.read_by_code(self.parts)

@@ -31,6 +31,7 @@ from strop.errors import OptionError, UnsupportedError
 from strop.frontend.differentiated import levels_closed
 from strop.frontend.traced_graph import TracedGraph, traced_graph
 from strop.options import Options
+from strop.runtime.build.processors import check_system
 
 log = logging.getLogger("strop")
 # mode of torch.compile -> whether calls are replayed from CUDA graphs. None are tuned: kernels are
@@ -68,6 +69,7 @@ def serve_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -
 
 
 def _options(given: dict[str, Any]) -> Options:
+    check_system()
     mode, options = given.pop("mode", None) or "default", given.pop("options", None)
     if mode not in MODES:
         raise OptionError(f"mode={mode!r}: expected one of {', '.join(MODES)}")

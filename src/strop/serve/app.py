@@ -18,6 +18,11 @@ from strop.serve.refused import Refused
 from strop.serve.service import Service
 from strop.serve.wrong_fields import refused_for
 
+_ADVICE = {
+    404: "this server has nothing under that path; /openapi.json lists what it has",
+    405: "this path is not asked by that method; /openapi.json says by which one",
+}
+
 
 def build_app(service: Service, rules: GuardRules | None = None) -> App:
     """Return the app: the interfaces behind the guard. The service starts and stops with it."""
@@ -64,6 +69,7 @@ async def _other(_: Request, error: Exception) -> Response:
     """Answer what the router itself refuses: unknown routes, methods, and bodies that break its
     reader."""
     assert isinstance(error, HTTPException)
-    answer = _shown(Refused(error.status_code, "refused", str(error.detail)))
+    text = _ADVICE.get(error.status_code, str(error.detail))
+    answer = _shown(Refused(error.status_code, "refused", text))
     answer.headers.update(error.headers or {})
     return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -23,10 +24,16 @@ def service_of(request: Request) -> Service:
 GivenService = Annotated[Service, Depends(service_of)]
 
 
-async def drawn(request: Request, service: Service, wish: Wish) -> PictureJob:
+async def drawn(
+    request: Request, service: Service, wish: Wish, names: Mapping[str, str]
+) -> PictureJob:
     """Return the job of a wish when its pictures are done. A client that hangs up meanwhile has its
-    order cancelled. Raises Refused where there will be none."""
-    job = service.accept(wish)
+    order cancelled. Raises Refused where there will be none, in the words of the interface:
+    ``names`` has its arguments by the fields of a wish."""
+    try:
+        job = service.accept(wish)
+    except Refused as refused:
+        raise refused.in_words_of(names) from refused
     waiting = asyncio.ensure_future(job.over())
     gone = asyncio.ensure_future(_hung_up(request))
     try:

@@ -158,6 +158,10 @@ class JobStore:
     def unfinished(self) -> list[PictureJob]:
         return [job for job in self._jobs.values() if not job.state.is_over]
 
+    def oldest_drawn(self) -> PictureJob | None:
+        """Return the oldest job that is being drawn, or None."""
+        return next((job for job in self._jobs.values() if job.state is JobState.drawing), None)
+
     def tidy(self) -> None:
         """Forget jobs that are over, as far as they are too old or take too much memory."""
         over = [job for job in self._jobs.values() if job.state.is_over]

@@ -6,8 +6,10 @@ What an argument asks for and this server does not do is refused, never ignored.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from strop.serve.starts import from_bytes
 from strop.serve.wrong_fields import refused_for
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
+_NAMES = {"count": "n", "width": "size", "height": "size", "negative": "negative_prompt"}
 _MOST_FIELDS = 40
 _MOST_FIELD_BYTES = 1 << 16
 
@@ -42,6 +45,8 @@ class GenerationBody(BaseModel):
     quality: Literal["auto", "standard"] | None = None
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
+    output_compression: Literal[100] | None = None
+    partial_images: Literal[0] | None = None
     stream: Literal[False] | None = None
     user: str | None = None
 
@@ -115,7 +120,7 @@ async def edits(request: Request, service: GivenService) -> Any:
         raise Refused(400, "invalid_value", "image: send exactly one picture", field="image")
     strength = fields.pop("strength", "0.75")
     try:
-        body = GenerationBody.model_validate(fields)
+        body = GenerationBody.model_validate(_read(fields))
         share = float(strength)
     except ValidationError as error:
         raise refused_for(error.errors()) from error
@@ -127,6 +132,19 @@ async def edits(request: Request, service: GivenService) -> Any:
     start = await asyncio.to_thread(from_bytes, images[0], service.limits.most_start_pixels)
     wish = replace(body.wish(), start=start, strength=share)
     return await _answer(request, service, wish)
+
+
+def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a form, which are texts, as the types that a body in JSON has."""
+    found = dict(fields)
+    for name in ("stream", "loras", "output_compression", "partial_images"):
+        if name in found:
+            try:
+                found[name] = json.loads(found[name])
+            except (ValueError, RecursionError) as error:
+                text = f"{name}: write it as in JSON"
+                raise Refused(422, "invalid_value", text, field=name) from error
+    return found
 
 
 class _InMemory(MultiPartParser):
@@ -172,7 +190,7 @@ def _check_model(name: str | None, service: Service) -> None:
 
 
 async def _answer(request: Request, service: Service, wish: Wish) -> dict[str, Any]:
-    job = await drawn(request, service, wish)
+    job = await drawn(request, service, wish, _NAMES)
     data = [{"b64_json": in_base64(one), "seed": one.request.seed} for one in job.made]
     found = {"created": int(time.time()), "output_format": "png", "data": data}
     return found | ({"notes": [*job.order.notes]} if job.order.notes else {})

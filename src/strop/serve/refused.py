@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from strop.errors import StropError
@@ -30,6 +31,16 @@ class Refused(StropError):
         super().__init__(message)
         self.status, self.code, self.field = status, code, field
         self.retry_after_s = retry_after_s
+
+    def in_words_of(self, names: Mapping[str, str]) -> Refused:
+        """Return the same with the name that an interface has for the field: ``names`` has it by
+        Strop's own name."""
+        name = names.get(self.field or "")
+        if name is None:
+            return self
+        text = f"{name}: {str(self).removeprefix(f'{self.field}: ')}"
+        wait = self.retry_after_s
+        return Refused(self.status, self.code, text, field=name, retry_after_s=wait)
 
     @property
     def headers(self) -> dict[str, str]:

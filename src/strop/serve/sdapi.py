@@ -29,6 +29,16 @@ _LORA = re.compile(r"<lora:([^:<>]{1,200})(?::([^:<>]{1,30}))?>")
 _STRENGTH = 0.75
 # Arguments that have no effect unless another one is given, which is refused.
 _DEPENDENT = ("hr_", "mask_", "inpaint", "refiner_switch", "firstphase_")
+_NAMES = {
+    "guidance": "cfg_scale",
+    "strength": "denoising_strength",
+    "negative": "negative_prompt",
+    "loras": "prompt",
+    "count": "batch_size",
+}
+# Arguments whose false or 0 asks for something as well.
+_NEVER_EMPTY = ("send_images", "s_noise", "initial_noise_multiplier")
+_MODEL = "sd_model_checkpoint"
 # What clients send by default, besides null, false, 0, -1 and what is empty.
 _USUAL: Mapping[str, Sequence[Any]] = {
     "s_noise": (1,),
@@ -62,7 +72,7 @@ class TextBody(BaseModel):
 
     def wish(self, service: Service) -> Wish:
         """Return it in Strop's words. Raises Refused for what asks for anything else."""
-        self._check_rest()
+        self._check_rest(service.painter.card.name)
         most = service.limits.most_count
         if not (0 < self.batch_size <= most and 0 < self.n_iter <= most):
             raise _wrong(
@@ -81,9 +91,14 @@ class TextBody(BaseModel):
             loras,
         )
 
-    def _check_rest(self) -> None:
+    def _check_rest(self, model: str) -> None:
         for name, value in (self.model_extra or {}).items():
-            if value in (None, False, 0, -1, "", [], {}) or value in _USUAL.get(name, ()):
+            empty: tuple[Any, ...] = (
+                (None,) if name in _NEVER_EMPTY else (None, False, 0, -1, "", [], {})
+            )
+            if value in empty or value in _USUAL.get(name, ()):
+                continue
+            if name == "override_settings" and value == {_MODEL: model}:
                 continue
             if not name.startswith(_DEPENDENT):
                 shown = name[:60].encode("ascii", "backslashreplace").decode()
@@ -115,7 +130,7 @@ def _loras(prompt: str) -> tuple[str, dict[str, float]]:
 @router.post("/txt2img")
 async def txt2img(body: TextBody, request: Request, service: GivenService) -> Any:
     """Draw pictures from a text."""
-    return _answer(body, await drawn(request, service, body.wish(service)))
+    return _answer(body, await drawn(request, service, body.wish(service), _NAMES))
 
 
 @router.post("/img2img")
@@ -127,7 +142,7 @@ async def img2img(body: PictureBody, request: Request, service: GivenService) ->
     start = await asyncio.to_thread(from_text, body.init_images[0], most, "init_images")
     strength = _STRENGTH if body.denoising_strength is None else body.denoising_strength
     wish = replace(body.wish(service), start=start, strength=strength)
-    return _answer(body, await drawn(request, service, wish))
+    return _answer(body, await drawn(request, service, wish, _NAMES))
 
 
 def _answer(body: TextBody, job: PictureJob) -> dict[str, Any]:
@@ -161,6 +176,37 @@ async def sd_models(service: GivenService) -> Any:
 async def loras(service: GivenService) -> Any:
     """List the LoRAs of the server."""
     return [{"name": name, "alias": name, "path": name} for name in service.painter.card.loras]
+
+
+@router.get("/options")
+async def options(service: GivenService) -> Any:
+    """Name the model that is served, the one setting that there is."""
+    return {_MODEL: service.painter.card.name}
+
+
+@router.post("/options")
+async def set_options(wanted: dict[str, Any], service: GivenService) -> Any:
+    """Choose the model that is served. Anything else is refused."""
+    name = service.painter.card.name
+    other = next((key for key, value in wanted.items() if (key, value) != (_MODEL, name)), None)
+    if other is not None:
+        shown = other[:60].encode("ascii", "backslashreplace").decode()
+        raise _wrong(shown, f"this server draws with {name}, and has no settings")
+
+
+@router.get("/progress")
+async def progress(service: GivenService) -> Any:
+    """Say how far the oldest order is that is being drawn."""
+    job = service.jobs.oldest_drawn()
+    step, total = (0, 0) if job is None else (job.step, job.total)
+    state = {"sampling_step": step, "sampling_steps": total, "job_count": int(job is not None)}
+    return {"progress": step / total if total else 0.0, "state": state, "current_image": None}
+
+
+@router.get("/schedulers")
+async def schedulers() -> Any:
+    """List the one schedule: the model's own."""
+    return [{"name": "automatic", "label": "Automatic", "aliases": None}]
 
 
 @router.get("/samplers")

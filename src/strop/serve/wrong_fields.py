@@ -15,8 +15,17 @@ def refused_for(errors: Sequence[Mapping[str, Any]]) -> Refused:
     them: they are cut, and written in ASCII."""
     if any(error["type"] == "json_invalid" for error in errors):
         return Refused(400, "no_json", "the body is no JSON")
-    told = [f"{_path(error)}: {_plain(str(error['msg']))}" for error in errors[:_MOST]]
+    told = [f"{_path(error)}: {_reason(error)}" for error in errors[:_MOST]]
     return Refused(422, "invalid_value", "; ".join(told), field=_path(errors[0]))
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """Say what is wrong: in pydantic's words, but where these are about its own rules."""
+    known = {
+        "extra_forbidden": "this server does not know it; leave it out",
+        "missing": "it is missing",
+    }
+    return known.get(error["type"]) or _plain(str(error["msg"]))
 
 
 def _path(error: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -39,6 +40,7 @@ from strop.wording import counted
 log = logging.getLogger("strop")
 
 _HEADER = Path(__file__).parents[2] / "codegen" / "rt" / "vmath.h"
+_OLDEST_GCC = 11
 _INCLUDE = '#include "vmath.h"\n'
 
 # No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends, and
@@ -247,11 +249,24 @@ class NativeKernels:
             path.write_text(text)
             if error := self._run_compiler(path, output, group):
                 kept = self._keep_refused(unit, text)
-                raise CodegenError(f"the C++ compiler refused {kept}:\n{error}")
+                raise CodegenError(f"the C++ compiler refused {kept}:\n{error}{self._doubt()}")
             self._store.write("so", unit, output.read_bytes())
         with self._counting:
             self.num_built += len(group)
         return unit
+
+    def _doubt(self) -> str:
+        """Say that the compiler is none of those that kernels are written for, or nothing."""
+        done = subprocess.run(
+            [self._compiler, "--version"], capture_output=True, text=True, check=False
+        )
+        first = done.stdout.strip().partition("\n")[0] or "a program that does not tell its version"
+        version = re.search(r" (\d+)\.\d+", first)
+        is_gcc = "Free Software Foundation" in done.stdout and version is not None
+        if is_gcc and version is not None and int(version[1]) >= _OLDEST_GCC:
+            return ""
+        needed = f"kernels need GCC {_OLDEST_GCC} or newer under that name"
+        return f"\n{self._compiler} is {first}; {needed}"
 
     def _run_compiler(self, path: Path, output: Path, group: Sequence[KernelSource]) -> str:
         """Compile a file, and return what the compiler has against it. Where it has a fault of its

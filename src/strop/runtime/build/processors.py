@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from strop.errors import OptionError
+from strop.errors import OptionError, UnsupportedError
 from strop.ir.device import CPU, Device
 
 X86, ARM = "x86-64", "AArch64"
@@ -57,6 +57,17 @@ _OF_MACOS: Mapping[str, tuple[str, ...]] = {
     "FEAT_I8MM": ("i8mm",),
     "FEAT_BF16": ("bf16",),
 }
+
+
+def check_system() -> None:
+    """Raise UnsupportedError on systems for which no kernels are built: all but Linux."""
+    name = platform.system()
+    if name != "Linux":
+        shown = {"Darwin": "macOS", "": "unknown"}.get(name, name)
+        raise UnsupportedError(
+            f"Strop compiles models on Linux only, and this system is {shown}: run the model"
+            " without strop.optimize here, or on Linux (Windows: WSL 2; macOS: the Dockerfile)"
+        )
 
 
 def kind_here() -> str:
