@@ -19,6 +19,7 @@ from strop.dispatch.coded_weights import CodedWeights
 from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
+from strop.dispatch.hooks import is_untraced
 from strop.dispatch.identities import identities
 from strop.dispatch.parts_offload import parts_offload
 from strop.dispatch.placed_weights import PlacedPieces, pieces_of
@@ -212,10 +213,11 @@ class ModuleState:
         numbers = list(map(id, self.tensors))
         return self.structure, self.replaced, numbers, self.pointers, places
 
-    def comparison(self) -> Callable[[], bool] | None:
+    def comparison(self, *, is_memory_known: bool = False) -> Callable[[], bool] | None:
         """Return a function that says whether all is as scanned: no module, setting or Parameter is
         another, no memory has moved, no part is in training mode or has hooks. Its answer is quick:
         False only says that a longer look is due. It may be used until the next scan.
+        ``is_memory_known``: who asks has seen already that no memory of a weight has moved.
 
         A module with adapters gets None, and so does one with weights in 8 bits.
         """
@@ -227,8 +229,9 @@ class ModuleState:
         has_mode = not is_exported(self.module)
         num_owned = sum(map(len, owned))
         parts, is_alone = self.module._modules, len(owned) == 2
-        tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
+        tensors, pointers, own_hooks = self.tensors, self.pointers, self.hooks
         tables, rows = self._tables, self.rows
+        placed = [] if is_memory_known else tensors
 
         def is_unchanged() -> bool:
             try:
@@ -238,9 +241,9 @@ class ModuleState:
                     or (tensors and not weights.hold())
                     or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
-                    or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
+                    or (placed and [*map(_DATA_PTR, placed)] != pointers)
                     or (tables and tuple(map(len, tables)) != rows)
-                    or (hooks and any(hooks))
+                    or (own_hooks and any(own_hooks) and any(map(is_untraced, own_hooks)))
                     or self.global_guards.have_changed()
                 )
             except KeyError:

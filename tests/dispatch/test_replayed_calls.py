@@ -1,0 +1,476 @@
+"""A call that is replayed from a graph takes a short way if it is like one before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import strop
+from strop.bench.pipelines.actions_weights import (
+    copy_in_place,
+    data_assigned,
+    data_copy,
+    load_state_dict,
+    load_state_dict_assign,
+    new_parameter,
+)
+from strop.dispatch import replayed_calls
+from strop.runtime.run import graph_keep_alive
+from strop.runtime.run.cuda_graphs import NoGraphError
+from tests.diffusion.replayed import Pool, replayed_first
+from tests.e2e import tiny
+
+FACTOR = 2.0
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act, self.scale = nn.Linear(16, 16), nn.ReLU(), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x)) * self.scale * FACTOR
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(), Part()])
+
+    def forward(self, pixels: Tensor, mask: Any = None, return_dict: Any = True, how: Any = ""):
+        for part in self.parts:
+            pixels = part(pixels)
+        if mask is not None:
+            pixels = pixels * mask
+        pixels = pixels + (3 if return_dict is True else 1 if return_dict == 1 else 0)
+        return {"last": pixels, "sum": pixels.sum(-1)} if return_dict else (pixels, pixels.sum(-1))
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with replayed_first() as found:
+        yield found
+
+
+def given(shift: float = 0.0, *, rows: int = 3) -> Tensor:
+    return torch.linspace(-1, 1, 16 * rows).reshape(rows, 16) + shift
+
+
+def pair(folder: Path, module: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain = (module or Net()).eval().requires_grad_(False)
+    own = tiny.options(cache_dir=str(folder), **options)
+    return plain, strop.optimize(copy.deepcopy(plain), options=own)
+
+
+def assert_same(plain: Any, fast: Any, *args: Any, **kwargs: Any) -> Any:
+    found, expected = fast(*args, **kwargs), plain(*args, **kwargs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    return found
+
+
+def warm(plain: Any, fast: Any, *args: Any, **kwargs: Any) -> int:
+    """Call it until calls take the short way, and return how many have."""
+    counters = fast.forward.counters
+    with torch.no_grad():
+        for _ in range(5):
+            assert_same(plain, fast, *args, **kwargs)
+    assert counters.short_replays == 2  # the first two have no graph yet, the third is looked at
+    assert counters.replays == 4
+    assert counters.calls == 5
+    return counters.short_replays
+
+
+def short_of(fast: Any) -> int:
+    return fast.forward.counters.short_replays
+
+
+def test_results_are_new_ones(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    warm(plain, fast, pixels=given(), return_dict=False)
+    with torch.no_grad():
+        first = fast(pixels=given(), return_dict=False)
+        kept = [result.clone() for result in first]
+        second = assert_same(plain, fast, pixels=given(1), return_dict=False)
+    assert all(map(torch.equal, first, kept))
+    assert type(second) is tuple
+    assert short_of(fast) == 4
+    assert fast.forward.counters.launches > 0
+    assert fast.forward.latest.uses == 7
+    assert "4 replays took the short way" in str(strop.explain(fast))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_results_are_of_the_kind_that_the_long_way_gives(
+    mode: Callable[[], Any], pool: Pool, tmp_path: Path
+) -> None:
+    _, fast = pair(tmp_path)
+    with mode():
+        kinds = [fast(given())["last"].is_inference() for _ in range(5)]
+    assert short_of(fast) == 2
+    assert len({*kinds}) == 1
+
+
+def test_each_kind_of_call_has_its_own(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((given(),), {}),
+        ((), {"pixels": given()}),
+        ((given(),), {"return_dict": False}),
+        ((given(),), {"return_dict": 0}),
+        ((given(),), {"return_dict": 1}),
+        ((given(),), {"mask": given()}),
+        ((given(), given()), {"how": "other"}),
+        ((given(rows=2),), {}),
+        ((given()[:, ::1].t().contiguous().t(),), {}),
+        ((given().double().float().requires_grad_(),), {}),
+    ]
+    with torch.no_grad():
+        for _ in range(5):
+            for args, kwargs in calls:
+                assert_same(plain, fast, *args, **kwargs)
+    assert short_of(fast) > 2 * (len(calls) - 2)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "gradients": torch.enable_grad,
+    "inference": torch.inference_mode,
+    "autocast of this device": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast of another": lambda: torch.autocast("cuda", torch.float16),
+    "a dispatch mode": Watching,
+    "forward-mode AD": forward_ad.dual_level,
+    "a capture that is to come": graph_keep_alive.taken,
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_in_which_it_is_not_taken(name: str, pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    seen = warm(plain, fast, given())
+    with torch.no_grad(), MODES[name]():
+        fast(given(1))
+        assert short_of(fast) == seen
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+    assert short_of(fast) == seen + 1
+
+
+def test_nor_is_it_under_a_transform(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    seen = warm(plain, fast, given())
+    with torch.no_grad():
+        found = torch.func.vmap(lambda x: fast(x)["last"])(torch.stack([given(), given(1)]))
+        torch.testing.assert_close(found[1], plain(given(1))["last"])
+    assert short_of(fast) == seen
+
+
+def test_nor_in_a_capture_of_the_caller(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    seen = warm(plain, fast, given())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+    assert short_of(fast) == seen
+
+
+def test_nor_in_a_denoise_loop(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    seen = warm(plain, fast, given())
+    fast.forward.loop.begin()
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+    assert short_of(fast) == seen
+    fast.forward.loop.end()
+
+
+def test_nor_beside_hooks_for_all_modules(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    seen, names = warm(plain, fast, given()), list[str]()
+    handle = register_module_forward_hook(lambda m, *_: names.append(type(m).__name__))
+    with torch.no_grad():
+        fast(given(1))
+    handle.remove()
+    assert names.count("Part") == 2
+    assert short_of(fast) == seen
+
+
+def test_hooks_of_the_module_itself_run(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    seen, names = warm(plain, fast, given()), list[str]()
+    fast.register_forward_hook(lambda m, *_: names.append(type(m).__name__))
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+    assert names == ["Net"]
+    assert short_of(fast) == seen + 1
+
+
+def other_activation(net: Net) -> None:
+    net.parts[0].act = nn.Tanh()
+
+
+def other_number(net: Net) -> None:
+    net.parts[1].scale = 0.25
+
+
+def other_forward(net: Net) -> None:
+    net.parts[0].forward = lambda x: x + 5
+
+
+def own_hook(net: Net) -> None:
+    net.parts[0].register_forward_hook(lambda m, args, result: result + 5)
+
+
+def one_part_less(net: Net) -> None:
+    del net.parts[1]
+
+
+def one_part_more(net: Net) -> None:
+    net.parts.append(copy.deepcopy(net.parts[0]))
+
+
+def replaced_part(net: Net) -> None:
+    net.parts[0] = copy.deepcopy(net.parts[1])
+
+
+CHANGES: tuple[Callable[[Any], Any], ...] = (
+    load_state_dict,
+    load_state_dict_assign,
+    copy_in_place,
+    data_copy,
+    data_assigned,
+    new_parameter,
+    other_activation,
+    other_number,
+    other_forward,
+    own_hook,
+    one_part_less,
+    one_part_more,
+    replaced_part,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_the_next_call_sees_it(change: Callable[[Any], Any], pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    warm(plain, fast, given())
+    before = plain(given())["last"]
+    for net in (plain, fast):
+        change(net)
+    calls = fast.forward.counters.calls
+    with torch.no_grad():
+        for _ in range(5):
+            found = assert_same(plain, fast, given())
+    assert fast.forward.counters.calls == calls + 5
+    assert (found["last"] - before).abs().max() > 1e-3, "the change makes no difference"
+
+
+def test_it_sees_a_name_that_the_code_reads(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    warm(plain, fast, given())
+    replays = fast.forward.counters.replays
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    with torch.no_grad():
+        assert_same(plain, fast, given())
+    assert fast.forward.counters.replays == replays  # of those whose results somebody has seen
+
+
+class Dropping(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 16), nn.Dropout(0.999))
+
+
+def test_it_sees_training_mode(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path, Dropping())
+    seen = warm(plain, fast, given())
+    fast[1].train()
+    with torch.no_grad():
+        assert (fast(given()) == 0).float().mean() > 0.8
+    assert short_of(fast) == seen
+
+
+def test_a_graph_that_has_gone_is_captured_by_the_long_way(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    seen = warm(plain, fast, given())
+    pool._graphs.clear()
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+        assert (short_of(fast), pool.num_captures) == (seen, 2)
+        assert_same(plain, fast, given(1))
+    assert short_of(fast) == seen + 1
+
+
+def test_a_replay_that_fails_is_left_to_the_long_way(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    seen = warm(plain, fast, given())
+
+    def fail(*args: Any) -> Any:
+        raise NoGraphError("out of memory")
+
+    monkeypatch.setattr(fast.forward._runner, "replayed", fail)
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+    assert short_of(fast) == seen
+    assert fast.forward.counters.replays == 5
+
+
+def test_what_the_lock_was_held_for_is_seen(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    seen, short = warm(plain, fast, given()), fast.forward._replayed
+
+    class Lock(nullcontext[None]):
+        def __enter__(self) -> None:
+            short.forget()  # as whoever looks at the module anew does
+
+    monkeypatch.setattr(short, "_lock", Lock())
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+    assert short_of(fast) == seen
+
+
+def test_other_models_rest_and_offloading_is_followed(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    seen, rested = warm(plain, fast, given()), list[Any]()
+    monkeypatch.setattr(replayed_calls, "have_others_rest", rested.append)
+    with torch.no_grad():
+        assert_same(plain, fast, given(1))
+        assert rested == [fast.forward]
+        refusal = replayed_calls.model_offload.refusal
+        monkeypatch.setattr(replayed_calls.model_offload, "refusal", lambda *_: "offloaded")
+        assert_same(plain, fast, given(1))
+        monkeypatch.setattr(replayed_calls.model_offload, "refusal", refusal)
+        assert short_of(fast) == seen + 1
+        monkeypatch.setattr(replayed_calls, "is_cast_as_one", lambda module: True)
+        assert_same(plain, fast, given(1))
+    assert short_of(fast) == seen + 1
+
+
+UNFIT = {
+    "another scan": lambda d: (d.state, "num_scans", -1),
+    "a place for weights": lambda d: (d.state, "place", torch.device("cpu")),
+    "hooks that others do the work of": lambda d: (d.hosted, "taken", SimpleNamespace()),
+    "a budget": lambda d: (d.hosted, "budget", SimpleNamespace(serves=lambda: False)),
+    "adapters by row": lambda d: (d.state.effective.low_rank, "rows", SimpleNamespace()),
+    "memory that moved": lambda d: (d.state, "has_moved", lambda: True),
+    "no graphs": lambda d: (d.latest, "has_graph", False),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_each_call_asks(
+    name: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    warm(plain, fast, given())
+    short = fast.forward._replayed
+    (way,) = short._ways.values()
+    assert short._may_replay(way)
+    monkeypatch.setattr(*UNFIT[name](fast.forward))
+    assert not short._may_replay(way)
+
+
+UNFIT_ENTRIES = {
+    "aliases": lambda d: (d.latest, "aliases", (1,)),
+    "steady": lambda d: (d.latest, "steady", (0,)),
+    "piece": lambda d: (d.latest, "piece", "deep"),
+    "coded": lambda d: (d.latest, "coded", [1]),
+    "exchanges": lambda d: (d.latest, "has_exchanges", True),
+    "same": lambda d: (d.latest, "variant", SimpleNamespace(same=(1,))),
+    "processes": lambda d: (d.state, "exchanges_with", (1,)),
+    "settings": lambda d: (d.state.turned, "names", ("scale",)),
+    "classes": lambda d: (d.state, "make_ups", (1,)),
+    "effects": lambda d: (d.state, "effects", {"name"}),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_ENTRIES)
+def test_entries_that_have_none(
+    name: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    warm(plain, fast, given())
+    entry, short = fast.forward.latest, fast.forward._replayed
+    assert short._is_plain_entry(entry)
+    monkeypatch.setattr(*UNFIT_ENTRIES[name](fast.forward))
+    assert not short._is_plain_entry(entry)
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor, more: Any = None) -> Any:
+        if isinstance(more, dict):
+            more = more["scale"]
+        if isinstance(more, torch.Generator):
+            more = torch.rand(x.shape, generator=more)
+        return x * 2 if more is None else x * more, x
+
+
+@pytest.mark.parametrize("more", [None, 0.5, {"scale": 2}, torch.Generator()], ids=str)
+def test_calls_that_have_none(more: Any, pool: Pool, tmp_path: Path) -> None:
+    """The argument is among the results, beside what no program is given as it is."""
+    _, fast = pair(tmp_path, Odd())
+    x = given()
+    with torch.no_grad():
+        for _ in range(5):
+            assert fast(x, more)[1].data_ptr() == x.data_ptr()
+    assert short_of(fast) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_gpu_sees_it(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    plain, fast = (net.to("cuda") for net in pair(tmp_path))
+    with torch.no_grad():
+        for _ in range(6):
+            assert_same(plain, fast, pixels=given().to("cuda"), return_dict=False)
+        seen = short_of(fast)
+        assert seen > 0
+        for net in (plain, fast):
+            change(net)
+        for _ in range(3):
+            assert_same(plain, fast, pixels=given().to("cuda"), return_dict=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_waits_between_streams(tmp_path: Path) -> None:
+    plain, fast = (net.to("cuda") for net in pair(tmp_path))
+    x, stream = given().to("cuda"), torch.cuda.Stream()
+    with torch.no_grad():
+        for _ in range(6):
+            assert_same(plain, fast, x)
+        expected = plain(x)["last"]
+        torch.cuda.synchronize()
+        for _ in range(6):
+            with torch.cuda.stream(stream):
+                there = fast(x)["last"]
+            here = fast(x)["last"]
+            torch.cuda.synchronize()
+            torch.testing.assert_close(there, expected)
+            torch.testing.assert_close(here, expected)
+    assert short_of(fast) > 3
