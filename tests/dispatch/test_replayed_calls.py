@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,11 +148,20 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def autocast_of_another() -> Iterator[None]:
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients": torch.enable_grad,
     "inference": torch.inference_mode,
     "autocast of this device": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast of another": lambda: torch.autocast("cuda", torch.float16),
+    "autocast of another": autocast_of_another,
     "a dispatch mode": Watching,
     "forward-mode AD": forward_ad.dual_level,
     "a capture that is to come": graph_keep_alive.taken,
