@@ -180,6 +180,28 @@ def test_modes_in_which_it_is_not_taken(name: str, pool: Pool, tmp_path: Path) -
     assert short_of(fast) == seen + 1
 
 
+@pytest.mark.parametrize("name", list(MODES)[:5])
+def test_each_mode_is_asked_for(name: str) -> None:
+    """torch's guards notice some of them, too."""
+    with torch.no_grad():
+        assert replayed_calls._is_in_plain_modes()
+        with MODES[name]():
+            assert replayed_calls._is_in_plain_modes() == (name == "inference")
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_results_lie_as_those_of_other_arguments_do_in_eager(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path, Doubled())
+    warm(plain, fast, given())
+    turned = given().t().contiguous().t()
+    with torch.no_grad():
+        assert assert_same(plain, fast, turned).stride() == turned.stride()
+
+
 def test_nor_is_it_under_a_transform(pool: Pool, tmp_path: Path) -> None:
     plain, fast = pair(tmp_path)
     seen = warm(plain, fast, given())

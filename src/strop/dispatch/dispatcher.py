@@ -68,6 +68,7 @@ class Dispatcher(ForwardStandIn):
     streams = True  # weights that have a budget
     is_strop = True  # tells capture that this forward may be left out of a copy
     has_left = False  # then it runs the plain forward
+    latest: Entry | None = None  # the shape that ran last
 
     def __init__(
         self,
@@ -121,17 +122,19 @@ class Dispatcher(ForwardStandIn):
             self.forget_shapes_but,
             self.hosted,
         )
-        self.latest: Entry | None = None  # the shape that ran last
         self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused, self._views = PreparedCalls(), RefusedCalls(), KeptViews()
-        self._replayed = ReplayedCalls(
-            self.state, self.hosted, self._runner, self.counters, self.loop, self._lock
-        )
+        self._replayed = self._replayed_calls()
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)
+
+    def _replayed_calls(self) -> ReplayedCalls:
+        return ReplayedCalls(
+            self.state, self.hosted, self._runner, self.counters, self.loop, self._lock
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
