@@ -25,7 +25,10 @@ from strop.bench.pipelines.actions_weights import (
     load_state_dict_assign,
     new_parameter,
 )
+from strop.diffusion.components import DenoiserAdapter
 from strop.dispatch import replayed_calls
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.step_cache.served import StepCacheDispatcher
 from strop.runtime.run import graph_keep_alive
 from strop.runtime.run.cuda_graphs import NoGraphError
 from tests.diffusion.replayed import Pool, replayed_first
@@ -130,6 +133,8 @@ def test_each_kind_of_call_has_its_own(pool: Pool, tmp_path: Path) -> None:
         ((given(),), {"return_dict": False}),
         ((given(),), {"return_dict": 0}),
         ((given(),), {"return_dict": 1}),
+        ((given(),), {"return_dict": True}),
+        ((given(),), {"how": False}),
         ((given(),), {"mask": given()}),
         ((given(), given()), {"how": "other"}),
         ((given(rows=2),), {}),
@@ -425,6 +430,19 @@ def test_what_each_call_asks(
     assert not short._may_replay(way)
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_it_is_for_the_current_device(
+    current: int, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    warm(plain, fast, given())
+    short = fast.forward._replayed
+    (way,) = short._ways.values()
+    monkeypatch.setattr(way.entry, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    assert short._may_replay(way) == (current == 1)
+
+
 UNFIT_ENTRIES = {
     "aliases": lambda d: (d.latest, "aliases", (1,)),
     "steady": lambda d: (d.latest, "steady", (0,)),
@@ -451,23 +469,72 @@ def test_entries_that_have_none(
     assert not short._is_plain_entry(entry)
 
 
+def test_both_kinds_of_inference_have_it(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    for _ in range(6):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert_same(plain, fast, given())
+    assert short_of(fast) == 12 - 2 - 2
+
+
+def test_what_is_in_training_by_name_alone_is_replayed_once(pool: Pool, tmp_path: Path) -> None:
+    """Its quick look says no to each call, so that there is no short way."""
+    plain, fast = pair(tmp_path)
+    fast.training = True
+    with torch.no_grad():
+        for _ in range(6):
+            assert_same(plain, fast, given())
+    assert (pool.num_replays, short_of(fast)) == (5, 0)
+
+
+def test_a_quick_look_that_says_no_for_good_does_so_once(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    seen, replays = warm(plain, fast, given()), pool.num_replays
+    fast.training = True
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(plain, fast, given())
+    assert (pool.num_replays, short_of(fast)) == (replays + 4, seen)
+
+
+def test_a_program_that_is_given_other_tensors_has_none(pool: Pool, tmp_path: Path) -> None:
+    x, y = given(), given()
+    for tensors, fits in (([x], True), ([y], False), ([x, y], False), ([], False)):
+        call: Any = SimpleNamespace(tensors=tensors)
+        assert replayed_calls._is_plain(call, [x]) == fits
+    assert not replayed_calls._is_plain(SimpleNamespace(tensors=[]), [])  # type: ignore[arg-type]
+
+
+def test_denoisers_and_other_dispatchers_have_none(pool: Pool, tmp_path: Path) -> None:
+    _, fast = pair(tmp_path)
+    dispatcher = fast.forward
+    assert replayed_calls.may_have(dispatcher, Dispatcher)
+    assert not replayed_calls.may_have(dispatcher, StepCacheDispatcher)
+    dispatcher.adapter = DenoiserAdapter()
+    assert not replayed_calls.may_have(dispatcher, Dispatcher)
+
+
 class Odd(nn.Module):
     def forward(self, x: Tensor, more: Any = None) -> Any:
         if isinstance(more, dict):
             more = more["scale"]
         if isinstance(more, torch.Generator):
             more = torch.rand(x.shape, generator=more)
-        return x * 2 if more is None else x * more, x
+        return (x * 2, x) if more is None else (x * more, x + 1)
 
 
 @pytest.mark.parametrize("more", [None, 0.5, {"scale": 2}, torch.Generator()], ids=str)
 def test_calls_that_have_none(more: Any, pool: Pool, tmp_path: Path) -> None:
-    """The argument is among the results, beside what no program is given as it is."""
-    _, fast = pair(tmp_path, Odd())
+    """The argument is among the results of the first."""
+    plain, fast = pair(tmp_path, Odd())
     x = given()
     with torch.no_grad():
         for _ in range(5):
-            assert fast(x, more)[1].data_ptr() == x.data_ptr()
+            found = fast(x, more)
+            if not isinstance(more, torch.Generator):
+                torch.testing.assert_close(found, plain(x, more))
+            assert more is not None or found[1].data_ptr() == x.data_ptr()
     assert short_of(fast) == 0
 
 

@@ -209,7 +209,7 @@ class Dispatcher(ForwardStandIn):
                 partial(self._serve, call, plain, flight, is_no_grad=is_no_grad)
             )
         if self._replayed.due is not None:
-            self._replayed.prepare(args, kwargs, call, result)
+            self._replayed.prepare(args, kwargs, call)
         return DecidedCall((args, kwargs), call=call, refusal=refusal, result=result)
 
     def make_ready(self, *args: Any) -> None:

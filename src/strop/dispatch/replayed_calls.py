@@ -26,7 +26,6 @@ from strop.dispatch.entry import Entry
 from strop.dispatch.known_dispatchers import have_others_rest
 from strop.dispatch.varying_numbers import GivenCall
 from strop.frontend.layerwise_casting import is_cast_as_one
-from strop.frontend.objects import WithObjects
 from strop.runtime.run import cuda_graphs
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ _num_modes = torch._C._len_torch_dispatch_stack
 
 def look_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Return what tells calls apart but for what torch's guards compare of tensors: the mode, names
-    in their order, shapes, and constants with their types. None for a call with anything else."""
+    in their order, shapes, and constants with their types. None for a call with anything else, such
+    as floats, which may be inputs."""
     look: list[Any] = [_is_inference(), len(args), *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
@@ -146,9 +146,7 @@ class ReplayedCalls:
         way.entry.uses += 1
         return way.structure(results)
 
-    def prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: GivenCall, result: Any
-    ) -> None:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: GivenCall) -> None:
         """Have a short way for calls that look like this one, which the entry that is ``due`` has
         just served. It is asked in the caller's modes."""
         entry, self.due = self.due, None
@@ -157,21 +155,14 @@ class ReplayedCalls:
             return
         if len(self._ways) >= MOST_KNOWN:
             self._ways.clear()
-        self._ways[key] = self._way(entry, args, kwargs, call, result)
-
-    def _way(
-        self,
-        entry: Entry,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: GivenCall,
-        result: Any,
-    ) -> ShortWay | None:
         tensors = [value for value in (*args, *kwargs.values()) if type(value) is Tensor]
+        self._ways[key] = self._way(entry, tensors, call)
+
+    def _way(self, entry: Entry, tensors: list[Tensor], call: GivenCall) -> ShortWay | None:
         if not _is_plain(call, tensors) or not self._is_plain_entry(entry):
             return None
         is_unchanged = self._state.comparison(is_memory_known=True)
-        if is_unchanged is None or type(result) is WithObjects or not is_unchanged():
+        if is_unchanged is None or not is_unchanged():  # as it is by the longer look
             return None
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         variant = entry.variant
@@ -215,9 +206,6 @@ def _is_in_plain_modes() -> bool:
 
 def _is_plain(call: GivenCall, tensors: Sequence[Tensor]) -> bool:
     """Say whether the program is given the tensors of a call, in their order, and nothing else."""
-    beside = call.beside
-    if beside.floats or beside.generators or beside.num_sizes or call.is_brought:
-        return False
-    if not tensors or len(call.tensors) != len(tensors) or beside.lora_scale != 1.0:
+    if not tensors or len(call.tensors) != len(tensors):  # others stand for whole numbers
         return False
     return all(map(is_, call.tensors, tensors))
