@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 from benchmarks.fitting import contest
 from benchmarks.fitting.conv_narrow import SETS
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.epilogues import TOGETHER
-from strop.kernels.gemm.rows import GemmForm, form, line_of
-from strop.kernels.gemm.tile import PLAIN, GemmTile, Product
+from strop.kernels.gemm.rows import GemmForm, line_of
+from strop.kernels.gemm.tile import PLAIN, GemmTile
+from strop.kernels.gemm.trimmed import able_to_store, form_of_any_width
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import Late
 from strop.kernels.ptx import LINE
@@ -39,7 +39,7 @@ SHAPES = (
 )
 MULTIPLE = 8  # columns of what cuBLAS writes
 TILES = (
-    *(tile for tile in h100.LINEAR_TILES if tile.split == 1 and tile.cols % TOGETHER == 0),
+    *able_to_store(h100.LINEAR_TILES),
     *(GemmTile(*each, 1, True) for each in ((2, 96, 5), (1, 160, 6), (1, 128, 6))),
 )
 
@@ -47,7 +47,7 @@ TILES = (
 def form_by(tile: GemmTile, shape: tuple[int, ...]) -> GemmForm:
     rows, columns, depth = shape
     of = line_of(rows, columns, depth, PLAIN)
-    return replace(form(tile, of, sms=h100.DEVICE.sms), product=Product(tile, 1, any_width=True))
+    return form_of_any_width(tile, of, sms=h100.DEVICE.sms)
 
 
 def sources(shape: tuple[int, ...]) -> Iterator[KernelSource]:

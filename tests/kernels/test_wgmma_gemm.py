@@ -17,7 +17,6 @@ from torch import Tensor
 
 from strop.ir.contractions import GELU, GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.epilogues import TOGETHER
 from strop.kernels.gemm.tile import (
     ACTIVATED,
     CODE_CONV,
@@ -32,6 +31,7 @@ from strop.kernels.gemm.tile import (
     GemmTile,
     Product,
 )
+from strop.kernels.gemm.trimmed import able_to_store
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.ptx import HALF, KINDS, LINE
 from strop.kernels.tuned import tuned
@@ -353,9 +353,7 @@ PAIRS = [
 
 
 OF_ANY_WIDTH = [
-    Product(tile, 1, any_width=True)
-    for tile in tuned(H100).gemm.tiles[PLAIN]
-    if tile.split == 1 and tile.cols % TOGETHER == 0
+    Product(tile, 1, any_width=True) for tile in able_to_store(tuned(H100).gemm.tiles[PLAIN])
 ]
 
 

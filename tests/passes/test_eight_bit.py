@@ -8,38 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.backend import Compiled, compile_graph
-from strop.codegen.assemble import Signature
-from strop.frontend.capture import capture
-from strop.frontend.importer import import_graph
+from strop.backend import Compiled
 from strop.ir.eight_bit import FORMATS
-from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.passes.eight_bit_rules import LEAST_WIDTH, RULES
+from tests.passes.planning import planned_by
 from tests.quantised.small_models import Net
-
-GPU = torch.device("cuda", 0)
 
 
 def planned(
     module: nn.Module, specs: dict[str, tuple[str, ...]], numerics: str, dtype: torch.dtype
 ) -> Compiled:
     return planned_by(module, specs, Options(numerics=(numerics,)), dtype)[0]
-
-
-def planned_by(
-    module: nn.Module, specs: dict[str, tuple[str, ...]], options: Options, dtype: torch.dtype
-) -> tuple[Compiled, list[str]]:
-    """Return what is compiled for a GPU, and the names of the weights among its arguments."""
-    module = module.to(dtype).eval().requires_grad_(False)
-    given = [TensorSpec(shape, dtype, GPU) for shape in specs.values()]
-    captured = capture(module, module, given, {"b": 2, "s": 77}, device=GPU)
-    imported = import_graph(
-        captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
-    )
-    signature = Signature(imported.returned, captured.guards)
-    made = compile_graph(imported.graph, signature, GPU.type, options)
-    return made, [*captured.state_names]
 
 
 TOKENS = {"x": ("b", "s", "16"), "time": ("b", "16")}
@@ -126,16 +106,10 @@ def test_each_rule_has_a_reason_of_its_own():
 
 
 def test_layers_that_read_one_value_are_one_product_only_if_both_are_in_8_bits():
-    module = Net(128, num_blocks=1).half().eval().requires_grad_(False)
-    given = [TensorSpec(shape, torch.float16, GPU) for shape in TOKENS.values()]
-    captured = capture(module, module, given, {"b": 2, "s": 77}, device=GPU)
-    imported = import_graph(
-        captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
-    )
     options = Options(numerics=("int8",), exact_layers=("blocks.0.k",))
-    signature = Signature(imported.returned, captured.guards)
-    program = compile_graph(imported.graph, signature, GPU.type, options).program
+    made, own = planned_by(Net(128, num_blocks=1), TOKENS, options, torch.float16)
+    program = made.program
     merged = [spec.merged for spec in program.inputs if spec.made == "int8 codes"]
-    names = [{captured.state_names[n] for n in numbers} for numbers in merged]
+    names = [{own[n] for n in numbers} for numbers in merged]
     assert {"blocks.0.q.weight", "blocks.0.v.weight"} in names
     assert not any("blocks.0.k.weight" in some for some in names)

@@ -7,19 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from strop.backend import Compiled, compile_graph
-from strop.codegen.assemble import Signature
+from strop.backend import Compiled
 from strop.debug.check import _has_judge
-from strop.frontend.capture import capture
-from strop.frontend.importer import import_graph
 from strop.ir.eight_bit import MARK
 from strop.ir.graph import Node
-from strop.ir.tensor_spec import TensorSpec
 from strop.kernels import library
 from strop.kernels.kernel import Call
 from strop.options import Options
 from strop.passes.eight_bit_attention import eight_bit_attention
 from tests.gpus import H100
+from tests.passes.planning import planned_by
 
 GPU = torch.device("cuda", 0)
 WIDTH, HEADS = 160, 4
@@ -56,15 +53,8 @@ class Block(nn.Module):
 
 
 def planned(module: nn.Module, dtype: torch.dtype = torch.float16, **options: object) -> Compiled:
-    module = module.to(dtype).eval().requires_grad_(False)
-    given = [TensorSpec(shape, dtype, GPU) for shape in SIZES.values()]
-    captured = capture(module, module, given, HINTS, device=GPU)
-    imported = import_graph(
-        captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
-    )
-    signature = Signature(imported.returned, captured.guards)
     wanted = Options(**{"numerics": ("fp8",), **options}, record=True)  # type: ignore[arg-type]
-    return compile_graph(imported.graph, signature, GPU.type, wanted)
+    return planned_by(module, SIZES, wanted, dtype, HINTS)[0]
 
 
 def attentions(compiled: Compiled) -> dict[str, Node]:

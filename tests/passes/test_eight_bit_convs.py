@@ -9,19 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from strop.backend import Compiled, compile_graph
-from strop.codegen.assemble import Signature
+from strop.backend import Compiled
 from strop.debug.reference import evaluate
 from strop.dispatch.coded_weights import CodedWeight
-from strop.frontend.capture import capture
-from strop.frontend.importer import import_graph
 from strop.ir.code_conv import scaled_conv2d
 from strop.ir.eight_bit import FORMATS
-from strop.ir.tensor_spec import TensorSpec
 from strop.kernels.gemm.rows import why_no_window
 from strop.kernels.kernel import Call
 from strop.options import Options
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
+from tests.passes.planning import planned_by
 
 GPU = torch.device("cuda", 0)
 CHANNELS = 320
@@ -53,15 +50,9 @@ def planned(module: nn.Module, numerics: str = "fp8", **options: object) -> Comp
 
 def named(module: nn.Module, numerics: str, **options: object) -> tuple[Compiled, list[str]]:
     """Return what is compiled for a GPU, and the names of the weights among its arguments."""
-    module = module.half().eval().requires_grad_(False).to(memory_format=torch.channels_last)
-    given = [TensorSpec(shape, torch.float16, GPU) for shape in SIZES.values()]
-    captured = capture(module, module, given, HINTS, device=GPU)
-    imported = import_graph(
-        captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
-    )
-    signature = Signature(imported.returned, captured.guards)
+    module = module.to(memory_format=torch.channels_last)
     wanted = Options(numerics=(numerics,), record=True, **options)  # type: ignore[arg-type]
-    return compile_graph(imported.graph, signature, GPU.type, wanted), [*captured.state_names]
+    return planned_by(module, SIZES, wanted, torch.float16, HINTS)
 
 
 def calls_of(compiled: Compiled) -> Counter[str]:

@@ -21,7 +21,7 @@ from strop.options import Options
 from strop.runtime.run import scaled_calls
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
 from tests.gpus import A100, H100
-from tests.passes.test_eight_bit import planned_by
+from tests.passes.planning import planned_by
 
 WIDTH, DEPTH = 96, 64
 SIZES = {"x": ("b", "s", str(DEPTH))}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from strop.bench.worker import Task, Worker
@@ -32,12 +32,13 @@ def as_ready(
     timed, by the ``texts`` of tasks, and how many are done. What is not ready at the end of the
     budget is cut, and what has not begun is skipped."""
     under_way: dict[int, Worker] = {}
+    variables = _variables(min(jobs, len(tasks)))
     todo = iter(enumerate(tasks))
     done = 0
     with contextlib.ExitStack() as stack:
         while True:
             while len(under_way) < jobs and left() >= LEAST_S and (one := next(todo, None)):
-                under_way[one[0]] = _begun(stack, one[1], jobs, left)
+                under_way[one[0]] = _begun(stack, one[1], variables, left)
             place = _first(under_way, left)
             if place is None:
                 break
@@ -48,8 +49,10 @@ def as_ready(
     yield from ((n, {"skipped": f"{max(left(), 0):.0f} s left of the budget"}) for n, _ in todo)
 
 
-def _begun(stack: contextlib.ExitStack, task: Task, jobs: int, left: Left) -> Worker:
-    worker = stack.enter_context(Worker(_variables(jobs)))
+def _begun(
+    stack: contextlib.ExitStack, task: Task, variables: Mapping[str, str], left: Left
+) -> Worker:
+    worker = stack.enter_context(Worker(variables))
     worker.begin({**task, "until": time.time() + left() - TAIL_S, "has_turn": True})
     return worker
 
@@ -82,6 +85,6 @@ def _timed(worker: Worker, others: Sequence[Worker], left: Left) -> dict[str, An
 
 def _variables(jobs: int) -> dict[str, str]:
     """Return an environment in which all processes together have a compiler for each core."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = max(1, (os.cpu_count() or 1) // max(jobs, 1))
     mine = os.environ  # noqa: TID251 (processes get what this one has)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **mine}

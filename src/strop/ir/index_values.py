@@ -6,7 +6,7 @@ lookups and sums whose numbers are known before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,16 +56,16 @@ COMPARED: Mapping[str, Callable[[Affine, Affine], Affine]] = {
 
 
 class IndexValues:
-    """Know what the nodes of a graph are as numbers of indices; each is looked at once."""
+    """Know what nodes are as numbers of indices. They come in the order in which they are
+    computed, as a graph has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Iterable[Node]) -> None:
         self._known: dict[Node, Known] = {}
+        for node in nodes:
+            rule = _RULES.get(node.op) if node.dtype in DTYPES or node.op == "constant" else None
+            self._known[node] = _settled(rule(self, node), node) if rule else None
 
     def of(self, node: Node) -> Known:
-        if node not in self._known:
-            rule = _RULES.get(node.op) if node.dtype in DTYPES or node.op == "constant" else None
-            self._known[node] = None  # of a graph too deep for this, nothing
-            self._known[node] = _settled(rule(self, node), node) if rule else None
         return self._known[node]
 
     def number(self, node: Node) -> Affine | None:

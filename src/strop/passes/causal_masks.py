@@ -17,11 +17,14 @@ MASK = 3  # the operand of attention
 
 
 def causal_masks(graph: Graph, options: Options) -> Graph:
-    known = IndexValues()
+    masked = [node for node in graph.nodes if node.op == "attention" and len(node.inputs) > MASK]
+    if not masked:
+        return graph
+    known = IndexValues(graph.nodes)
     found = {
         node: is_causal
-        for node in graph.nodes
-        if node.op == "attention" and (is_causal := _is_causal(node, known)) is not None
+        for node in masked
+        if (is_causal := _is_causal(node.inputs[MASK], known)) is not None
     }
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
@@ -33,15 +36,14 @@ def causal_masks(graph: Graph, options: Options) -> Graph:
     return rewrite(graph, rule) if found else graph
 
 
-def _is_causal(attention: Node, known: IndexValues) -> bool | None:
-    """Tell whether the mask lets each query see the keys up to its own place (True) or all keys
+def _is_causal(mask: Node, known: IndexValues) -> bool | None:
+    """Tell whether a mask lets each query see the keys up to its own place (True) or all keys
     (False); None where it is another, or is not known before anything runs."""
-    own = attention.inputs[MASK] if len(attention.inputs) > MASK else None
-    if own is None or own.dtype is not torch.bool or len(own.shape) < 2:
+    if mask.dtype is not torch.bool or len(mask.shape) < 2:
         return None
-    mask = known.of(own)
-    if not isinstance(mask, NotAbove):
-        return False if isinstance(mask, Affine) and mask.value() == 1 else None
-    *others, of_queries, of_keys = mask.number.steps
-    is_alike = all(step == ZERO for step in (mask.number.start, *others))
+    found = known.of(mask)
+    if not isinstance(found, NotAbove):
+        return False if isinstance(found, Affine) and found.value() == 1 else None
+    *others, of_queries, of_keys = found.number.steps
+    is_alike = all(step == ZERO for step in (found.number.start, *others))
     return True if is_alike and (of_queries, of_keys) == (ZERO - ONE, ONE) else None

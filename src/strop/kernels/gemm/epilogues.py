@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from strop.ir.contractions import GELU, GELU_TANH, SILU
 from strop.kernels.gemm import scaled_codes
-from strop.kernels.gemm.places import divided, row_of_thread
+from strop.kernels.gemm.places import divided, row_of_thread, warp_of_tile
 from strop.kernels.gemm.tile import ACTIVATED, Product
 from strop.kernels.ptx import ROWS, f32, unpacked
 
@@ -241,7 +241,7 @@ def _by_boxes(of: Product) -> Iterator[str]:
     if of.adds:
         op, what = "cp.reduce", ".add"
     yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
-    yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"
+    yield f"    mul.lo.u32 %n2, %group, {of.results_apart};\n"
     first, rank, place = "%col", 4, "%n0, %left, %top, %picture"
     if of.has_four_windows:  # pixels of a pair of columns lie like channels of one
         yield _OF_WINDOW
@@ -263,10 +263,10 @@ def _by_threads(of: Product) -> Iterator[str]:
     line, box = 2 * of.unit, of.rows * 2 * of.unit
     yield met(of)
     yield f"""\
-    mul.lo.u32 %at, %group, {of.rows * 2 * of.width if of.tile.apart else 0};
+    mul.lo.u32 %at, %group, {of.results_apart};
     add.u32 %at, %at, %base;
     shl.b32 %n4, %lane, 1;
-    and.b32 %item, %warp, {of.team - 1 if of.tile.apart else 31};
+{warp_of_tile(of, "%item")}\
 rows:
     add.u32 %n2, %left, %item;
     setp.ge.u32 %p, %n2, %columns;
@@ -302,11 +302,11 @@ written:
 def _staged(of: Product, kind: str, block: int) -> Iterator[str]:
     """Boxes of some columns follow each other. In lines of 128, 64 or 32 bytes (not of 16) the
     number of 16 bytes is mixed with as many bits of where the line begins, counted in 128 bytes."""
-    line, results = 2 * of.unit, of.blocks * of.rows * 2 * of.width
+    line = 2 * of.unit
     yield f"""\
 {row_of_thread(of, "%n1")}\
     mad.lo.u32 %at, %n1, {line}, %base;
-    mad.lo.u32 %at, %group, {results // of.tile.groups if of.tile.apart else 0}, %at;
+    mad.lo.u32 %at, %group, {of.results_apart}, %at;
     and.b32 %n1, %lane, 3;
     mad.lo.u32 %at, %n1, 4, %at;
     mul.lo.u32 %n0, %n0, {line};

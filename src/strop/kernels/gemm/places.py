@@ -5,12 +5,17 @@ from __future__ import annotations
 from strop.kernels.gemm.tile import Product
 
 
+def warp_of_tile(of: Product, into: str) -> str:
+    """Compute the number of this warp among those that multiply one tile."""
+    return f"    and.b32 {into}, %warp, {of.team - 1 if of.tile.apart else 31};\n"
+
+
 def row_of_thread(of: Product, into: str) -> str:
     """Compute the first row of this thread within a tile. %n2 is overwritten, and %n0 holds its
     row within those of a warp, unless it is where the result goes."""
     return f"""\
     shr.u32 %n0, %lane, 2;
-    and.b32 %n2, %warp, {of.team - 1 if of.tile.apart else 31};
+{warp_of_tile(of, "%n2")}\
     mad.lo.u32 {into}, %n2, 16, %n0;
 """
 

@@ -110,6 +110,11 @@ class GemmForm:
         return -(-count // -(-count // MOST_TOGETHER))
 
 
+def least(found: Iterable[tuple[GemmForm, float]]) -> tuple[GemmForm | None, float]:
+    """Return the form that takes the fewest microseconds, or None and NEVER where there is none."""
+    return min(found, key=lambda each: each[1], default=(None, NEVER))
+
+
 def form(tile: GemmTile, of: ConvShape, end: str = PLAIN, *, sms: int) -> GemmForm:
     """Return the form of a product by this tile. ``of.outs`` counts the columns of the result."""
     product = _product(tile, of, end)

@@ -9,8 +9,8 @@ from functools import lru_cache
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.implicit import ConvShape, box_of, boxes_along, picture_of
-from strop.kernels.gemm.rows import GemmForm, result_of, why_no_window
-from strop.kernels.gemm.scaled_rows import least, tiles_of
+from strop.kernels.gemm.rows import GemmForm, least, result_of, why_no_window
+from strop.kernels.gemm.scaled_rows import tiles_of
 from strop.kernels.gemm.tile import CODE_CONV, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm

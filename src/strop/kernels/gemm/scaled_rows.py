@@ -11,7 +11,7 @@ from strop.ir.contractions import Gate
 from strop.ir.device import Device
 from strop.ir.dims import const
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.rows import GemmForm
+from strop.kernels.gemm.rows import GemmForm, least
 from strop.kernels.gemm.tile import (
     CODES,
     GATED,
@@ -24,7 +24,6 @@ from strop.kernels.gemm.tile import (
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
-    NEVER,
     RESULT,
     Call,
     Kernel,
@@ -71,11 +70,6 @@ def tiles_of(kind: str, columns: int, device: Device) -> Iterator[tuple[GemmTile
     """Yield tiles with their costs. Scales of a tile's columns are read as a whole."""
     costs = tuned(device).gemm.tiles.get(kind, {})
     yield from ((tile, cost) for tile, cost in costs.items() if tile.cols <= columns)
-
-
-def least(found: Iterable[tuple[GemmForm, float]]) -> tuple[GemmForm | None, float]:
-    """Return the form that takes the fewest microseconds, or None and NEVER where there is none."""
-    return min(found, key=lambda each: each[1], default=(None, NEVER))
 
 
 def form(

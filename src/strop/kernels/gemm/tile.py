@@ -163,6 +163,11 @@ class Product:
         return -(-end // MIXED) * MIXED if self.tile.keeps_on else 0
 
     @property
+    def results_apart(self) -> int:
+        """Return the bytes between the results of two groups on their way out."""
+        return self.rows * 2 * self.width if self.tile.apart else 0
+
+    @property
     def shared(self) -> int:
         staged = self.rows * (self.part_row if self.has_parts else 2 * self.width * self.blocks)
         return max(self.barriers + 16 * self.tile.stages, self.results_at + staged)

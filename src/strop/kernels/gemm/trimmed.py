@@ -21,7 +21,8 @@ from strop.ir.source import KernelSource
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.gemm import skinny
 from strop.kernels.gemm.epilogues import TOGETHER
-from strop.kernels.gemm.tile import PLAIN, Product
+from strop.kernels.gemm.implicit import ConvShape
+from strop.kernels.gemm.tile import PLAIN, GemmTile, Product
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.kernel import (
     NEVER,
@@ -47,8 +48,9 @@ COLUMNS = "columns"  # its attribute: how many columns of the product the result
 MOST_BYTES = 112 << 20
 UNIT, MOST_PARTS = 256, 64  # rows are cut at multiples of UNIT, into so many parts at most
 MOST_NUMBERS = 2**31
-# Numbers that programs store a microsecond beside their products, a guess until it is measured.
-STORED_A_US = 8e6
+# Numbers that programs store a microsecond beside their products: 2.0e6 to 2.7e6 by
+# linear_any_width, on an H200.
+STORED_A_US = 2.3e6
 BLOCK = 2048  # columns that a program has under way at a time
 
 _TEXT = f"""\
@@ -137,24 +139,29 @@ def _narrow(problem: Problem) -> Problem:
 def _whole(problem: Problem, device: Device) -> tuple[gemm.GemmForm | None, float]:
     """Return the fastest product that stores dense rows itself, and its microseconds, or None and
     NEVER where there is none."""
-    narrow, found = _narrow(problem), dict[gemm.GemmForm, float]()
+    narrow = _narrow(problem)
     (columns, depth), of = narrow.shapes[1], gemm.picture_of(narrow)
     is_able = device.has_wgmma and depth % gemm.PIECE == 0 and of.width >= gemm.LEAST_ROWS
     if not is_able or of.width * columns >= MOST_NUMBERS:
         return None, NEVER
-    times = tuned(device).gemm
-    for product in _of_any_width(columns, device):
-        tile = product.tile
-        each = replace(gemm.form(tile, of, sms=device.sms), product=product)
-        found[each] = gemm.us_of(each, of, times) + of.width * columns / STORED_A_US
-    best = min(found, key=found.__getitem__, default=None)
-    return best, NEVER if best is None else found[best]
+    times, stored_us = tuned(device).gemm, of.width * columns / STORED_A_US
+    forms = (form_of_any_width(tile, of, sms=device.sms) for tile in _tiles(columns, device))
+    return gemm.least((each, gemm.us_of(each, of, times) + stored_us) for each in forms)
 
 
-def _of_any_width(columns: int, device: Device) -> Iterator[Product]:
-    for tile in tuned(device).gemm.tiles[PLAIN]:
-        if tile.split == 1 and tile.cols % TOGETHER == 0 and tile.cols <= columns:
-            yield Product(tile, 1, any_width=True)
+def form_of_any_width(tile: GemmTile, of: ConvShape, *, sms: int) -> gemm.GemmForm:
+    """Return the form of a linear that stores dense rows itself, by this tile."""
+    return replace(gemm.form(tile, of, sms=sms), product=Product(tile, 1, any_width=True))
+
+
+def able_to_store(tiles: Iterable[GemmTile]) -> Iterator[GemmTile]:
+    """Yield those that may store dense rows themselves."""
+    yield from (tile for tile in tiles if tile.split == 1 and tile.cols % TOGETHER == 0)
+
+
+def _tiles(columns: int, device: Device) -> Iterator[GemmTile]:
+    able = able_to_store(tuned(device).gemm.tiles[PLAIN])
+    yield from (tile for tile in able if tile.cols <= columns)
 
 
 def _few(problem: Problem, device: Device) -> Launches | None:
@@ -221,7 +228,7 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     assert weight is not None
     found = [trimmed(call.dtype)]
     if device.has_wgmma and weight[1] % gemm.PIECE == 0:
-        whole = _of_any_width(call.attr(COLUMNS), device)
+        whole = (Product(tile, 1, any_width=True) for tile in _tiles(call.attr(COLUMNS), device))
         found += [wgmma_gemm(product, call.dtype) for product in whole]
     if not gemm.supports(linear, device):
         found += gemm.forms(linear, device)
