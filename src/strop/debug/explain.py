@@ -202,7 +202,9 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
 def _short_text(counters: Counters) -> list[str]:
     """Say how many calls were no more than a replay, in a line, if any was."""
     count = counters.short_replays
-    return [f"{counted(count, 'replay')} took the short way"] if count else []
+    reason = counters.slow_look
+    how = f", with the module looked at in Python, as there is no native code: {reason}"
+    return [f"{counted(count, 'replay')} took the short way{how * bool(reason)}"] if count else []
 
 
 def _place_text(dispatcher: Dispatcher) -> str:

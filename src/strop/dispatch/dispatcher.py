@@ -133,7 +133,13 @@ class Dispatcher(ForwardStandIn):
 
     def _replayed_calls(self) -> ReplayedCalls:
         return ReplayedCalls(
-            self.state, self.hosted, self._runner, self.counters, self.loop, self._lock
+            self.state,
+            self.hosted,
+            self._runner,
+            self.counters,
+            self.loop,
+            self._lock,
+            self.options.cache_dir,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from strop.dispatch.hooks import is_untraced
 from strop.dispatch.identities import identities
 from strop.dispatch.parts_offload import parts_offload
 from strop.dispatch.placed_weights import PlacedPieces, pieces_of
+from strop.dispatch.quick_look import QuickLook
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
@@ -213,11 +214,32 @@ class ModuleState:
         numbers = list(map(id, self.tensors))
         return self.structure, self.replaced, numbers, self.pointers, places
 
-    def comparison(self, *, is_memory_known: bool = False) -> Callable[[], bool] | None:
+    @property
+    def watched(self) -> list[Place]:
+        """Return where all is that ``comparison`` looks for, and what has to stand there, beside
+        hooks and what the code reads."""
+        flags = [(part.__dict__, "training", False) for part in self.train_sensitive]
+        if not is_exported(self.module):
+            flags.append((self.module.__dict__, "training", False))
+        return [*flags, *self._weights.places, *self._edges.places]
+
+    @property
+    def owned(self) -> list[Any]:
+        """Return the tables whose entries ``comparison`` counts."""
+        return self._owned
+
+    def have_rows(self) -> bool:
+        """Say whether each table of embeddings has as many rows as at the last scan."""
+        return not self._tables or tuple(map(len, self._tables)) == self.rows
+
+    def comparison(
+        self, *, is_memory_known: bool = False, native: Callable[[Any], int] | None = None
+    ) -> Callable[[], bool] | None:
         """Return a function that says whether all is as scanned: no module, setting or Parameter is
         another, no memory has moved, no part is in training mode or has hooks. Its answer is quick:
         False only says that a longer look is due. It may be used until the next scan.
         ``is_memory_known``: who asks has seen already that no memory of a weight has moved.
+        ``native`` looks first (``native_look``); the answers are the same.
 
         A module with adapters gets None, and so does one with weights in 8 bits.
         """
@@ -249,7 +271,9 @@ class ModuleState:
             except KeyError:
                 return False
 
-        return is_unchanged
+        if native is None:
+            return is_unchanged
+        return QuickLook(self, is_unchanged, num_owned, native)
 
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""

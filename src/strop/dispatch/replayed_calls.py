@@ -24,6 +24,7 @@ from strop.dispatch.arguments import structured
 from strop.dispatch.decided_call import in_normal_modes
 from strop.dispatch.entry import Entry
 from strop.dispatch.known_dispatchers import have_others_rest
+from strop.dispatch.native_look import native_look
 from strop.dispatch.varying_numbers import GivenCall
 from strop.frontend.layerwise_casting import is_cast_as_one
 from strop.runtime.run import cuda_graphs
@@ -82,16 +83,19 @@ class ReplayedCalls:
         counters: Counters,
         loop: DenoiseLoop,
         lock: FairLock,
+        cache_dir: str,
     ) -> None:
-        """``lock`` is the dispatcher's."""
+        """``lock`` is the dispatcher's. ``cache_dir``: where native code is kept."""
         self._state, self._hosted, self._runner = state, hosted, runner
         self._counters, self._loop, self._lock = counters, loop, lock
+        self._cache_dir = cache_dir
         self._ways: dict[Hashable, ShortWay | None] = {}  # None where there is none
+        self._look: tuple[int, Callable[[], bool] | None] | None = None  # behind so many scans
         self.due: Entry | None = None  # the call under the lock was replayed, and may have one
 
     def forget(self) -> None:
         self._ways.clear()
-        self.due = None
+        self.due = self._look = None
 
     def result(self, served: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a call if it has a short way, else NO_RESULT."""
@@ -112,7 +116,11 @@ class ReplayedCalls:
             if self._ways.get(key) is not way or not self._may_replay(way):
                 return NO_RESULT
             run = partial(self._replayed, served, way, tensors)
-            result = in_normal_modes(run) if _is_inference() else run()
+            try:
+                result = in_normal_modes(run) if _is_inference() else run()
+            except BaseException:  # such as an index that is out of range
+                self._counters.calls += 1
+                raise
             if result is NO_RESULT:
                 self._ways.pop(key, None)  # the long way may make another
             return result
@@ -161,13 +169,21 @@ class ReplayedCalls:
     def _way(self, entry: Entry, tensors: list[Tensor], call: GivenCall) -> ShortWay | None:
         if not _is_plain(call, tensors) or not self._is_plain_entry(entry):
             return None
-        is_unchanged = self._state.comparison(is_memory_known=True)
+        is_unchanged = self._comparison()
         if is_unchanged is None or not is_unchanged():  # as it is by the longer look
             return None
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         variant = entry.variant
         structure = structured(variant.out_spec, len(variant.program.returned))
         return ShortWay(entry, guards.check, is_unchanged, structure, self._state.num_scans)
+
+    def _comparison(self) -> Callable[[], bool] | None:
+        """Return the look at the module, which all short ways share until its next scan."""
+        number = self._state.num_scans
+        if self._look is None or self._look[0] != number:
+            native, self._counters.slow_look = native_look(self._cache_dir)
+            self._look = number, self._state.comparison(is_memory_known=True, native=native)
+        return self._look[1]
 
     def _is_plain_entry(self, entry: Entry) -> bool:
         """Say whether results are new tensors that come from the arguments and weights alone. What
