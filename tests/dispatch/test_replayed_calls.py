@@ -371,6 +371,90 @@ def test_a_replay_that_fails_is_left_to_the_long_way(
     assert fast.forward.counters.replays == 5
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x) * 2
+
+
+def test_each_call_counts_once_however_it_ends(pool: Pool, tmp_path: Path) -> None:
+    """A kernel is asked for a row that is not there: in a replay by the short way, in another that
+    finds the module changed, and by the long way."""
+    plain, fast = pair(tmp_path, Table())
+    good, bad = torch.tensor([0, 4]), torch.tensor([0, 5])
+    seen, counters = warm(plain, fast, good), fast.forward.counters
+    with torch.no_grad():
+        for mode in (torch.no_grad, torch.inference_mode):
+            calls = counters.calls
+            with pytest.raises(IndexError), mode():
+                fast(bad)
+            assert counters.calls == calls + 1
+        assert_same(plain, fast, good)
+        assert (counters.calls, short_of(fast)) == (calls + 2, seen + 1)
+        for net in (plain, fast):
+            copy_in_place(net)
+            net.table.weight = nn.Parameter(net.table.weight.detach() + 1, requires_grad=False)
+        assert_same(plain, fast, good)
+        assert (counters.calls, short_of(fast)) == (calls + 3, seen + 1)
+
+
+def test_looks_are_shared_until_the_module_is_scanned_anew(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path)
+    warm(plain, fast, given())
+    short, state = fast.forward._replayed, fast.forward.state
+    with torch.no_grad():
+        for _ in range(5):
+            assert_same(plain, fast, given(rows=2))
+    first, second = short._ways.values()
+    assert first.is_unchanged is second.is_unchanged
+    state.scan()
+    assert short._comparison() is not first.is_unchanged
+    short.forget()
+    assert short._look is None
+
+
+def test_looks_tell_calls_apart(pool: Pool) -> None:
+    x, y = given(), given(rows=2)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x,), {}),
+        ((), {"x": x}),
+        ((), {"y": x}),
+        ((y,), {}),
+        ((x.double(),), {}),
+        ((x, x), {}),
+        ((x,), {"x": x}),
+        ((x, 1), {}),
+        ((x, True), {}),
+        ((x, None), {}),
+        ((x, "1"), {}),
+        ((), {"x": x, "y": 1}),
+        ((), {"y": 1, "x": x}),
+    ]
+    looks = [replayed_calls.look_of(*call) for call in calls]
+    with torch.inference_mode():
+        looks.append(replayed_calls.look_of(*calls[0]))
+    assert None not in looks
+    assert len({*looks}) == len(looks)
+    for other in (0.5, [x], nn.Parameter(x), 1j):
+        assert replayed_calls.look_of((x, other), {}) is None
+
+
+def test_there_is_room_for_so_many_kinds_of_calls(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replayed_calls, "MOST_KNOWN", 2)
+    plain, fast = pair(tmp_path)
+    with torch.no_grad():
+        for how in ("a", "b", "c"):
+            for _ in range(4):
+                assert_same(plain, fast, given(), how=how)
+            assert len(fast.forward._replayed._ways) <= 2
+    assert fast.forward._replayed._ways
+
+
 def test_what_the_lock_was_held_for_is_seen(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
