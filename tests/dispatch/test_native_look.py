@@ -145,6 +145,7 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "an item of a dictionary": put(MAPPED, "b", 9.0),
     "a longer dictionary": put(MAPPED, "c", 9.0),
     "a shorter dictionary": lambda net, patch: patch.delitem(MAPPED, "b"),
+    "a key of a dictionary": lambda net, patch: MAPPED.update(c=MAPPED.pop("b")),
     "the order of a dictionary": reordered,
     "an array": lambda net, patch: ROWS.__setitem__(0, 7.0),
     "a set": lambda net, patch: NAMES.add("y"),

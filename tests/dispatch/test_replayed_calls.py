@@ -641,18 +641,20 @@ def test_a_gpu_sees_it(change: Callable[[Any], Any], tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_waits_between_streams(tmp_path: Path) -> None:
+    """A replay on one stream begins late, and the next one, on another, reads another argument."""
     plain, fast = (net.to("cuda") for net in pair(tmp_path))
-    x, stream = given().to("cuda"), torch.cuda.Stream()
+    x, y, stream = given().to("cuda"), given(1).to("cuda"), torch.cuda.Stream()
     with torch.no_grad():
         for _ in range(6):
             assert_same(plain, fast, x)
-        expected = plain(x)["last"]
-        torch.cuda.synchronize()
+        seen = short_of(fast)
+        expected = [plain(value)["last"] for value in (x, y)]
+        torch.cuda.synchronize()  # from here on either stream may read all of these
         for _ in range(6):
             with torch.cuda.stream(stream):
+                torch.cuda._sleep(10_000_000)  # cycles: some 5 ms
                 there = fast(x)["last"]
-            here = fast(x)["last"]
+            here = fast(y)["last"]
             torch.cuda.synchronize()
-            torch.testing.assert_close(there, expected)
-            torch.testing.assert_close(here, expected)
-    assert short_of(fast) > 3
+            torch.testing.assert_close([there, here], expected, rtol=1e-5, atol=1e-5)
+    assert short_of(fast) > seen
