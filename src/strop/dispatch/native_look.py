@@ -123,8 +123,8 @@ class NativeLook:
     """This compares all that is watched with what it was."""
 
     def __init__(self, function: Callable[[Any], int], watched: Watched) -> None:
-        """What the native code cannot read is compared in Python, but for ``others``: containers
-        with what they hold, which is left to who asks."""
+        """Tables that the native code cannot read are compared in Python, and who asks has to
+        compare ``others``: containers that it cannot read, with what they hold."""
         exact = {list, dict, tuple}  # of which a tuple holds what it held
         self.others = [pair for pair in watched.contents if type(pair[0]) not in exact]
         self._rest: list[Place] = []

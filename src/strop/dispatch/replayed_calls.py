@@ -49,7 +49,7 @@ def look_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Return what tells calls apart but for what torch's guards compare of tensors: the mode, names
     in their order, shapes, and constants with their types. None for a call with anything else, such
     as floats, which may be inputs."""
-    look: list[Any] = [_is_inference(), len(args), *kwargs]
+    look: list[Any] = [_is_inference(), *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind is Tensor:
