@@ -23,7 +23,7 @@ class QuickLook:
         num_owned: int,
         native: Callable[[Any], int],
     ) -> None:
-        """``num_owned``: how many entries ``state.owned`` has to have in all."""
+        """The tables of ``state.owned`` have to have ``num_owned`` entries in all."""
         self._state, self._is_unchanged, self._native = state, is_unchanged, native
         self._num_owned = num_owned
         self._num_refused = 0
