@@ -582,6 +582,17 @@ def test_a_quick_look_that_says_no_for_good_does_so_once(pool: Pool, tmp_path: P
     assert (pool.num_replays, short_of(fast)) == (replays + 4, seen)
 
 
+def test_a_module_without_a_quick_look_has_none(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = pair(tmp_path)
+    monkeypatch.setattr(fast.forward.state, "comparison", lambda **how: None)
+    with torch.no_grad():
+        for _ in range(5):
+            assert_same(plain, fast, given())
+    assert short_of(fast) == 0
+
+
 def test_a_program_that_is_given_other_tensors_has_none(pool: Pool, tmp_path: Path) -> None:
     x, y = given(), given()
     for tensors, fits in (([x], True), ([y], False), ([x, y], False), ([], False)):
