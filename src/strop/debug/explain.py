@@ -27,6 +27,7 @@ from strop.debug.report import (
     StepRow,
 )
 from strop.debug.steps import step_rows
+from strop.dispatch.counters import Counters
 from strop.dispatch.derived_inputs import ServedModule, derived_inputs
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
@@ -46,6 +47,7 @@ from strop.runtime.build.devices import gpu
 from strop.runtime.build.processors import processor
 from strop.runtime.run import bounds_checks, growing_memory
 from strop.runtime.run.layouts import bytes_of
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.dispatch.dynamo import AotLog, AotRecord
@@ -191,10 +193,18 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         casts=Counter(str(cast) for cast in dispatcher.state.casts.values() if cast.compute_dtype),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
-        texts=tuple(dispatcher.texts),
+        texts=(*dispatcher.texts, *_short_text(counters)),
         num_full_steps=getattr(dispatcher, "num_full", 0),
         num_cached_steps=getattr(dispatcher, "num_cached", 0),
     )
+
+
+def _short_text(counters: Counters) -> list[str]:
+    """Say how many calls were no more than a replay, in a line, if any was."""
+    count = counters.short_replays
+    reason = counters.slow_look
+    how = f", with the module looked at in Python, as there is no native code: {reason}"
+    return [f"{counted(count, 'replay')} took the short way{how * bool(reason)}"] if count else []
 
 
 def _place_text(dispatcher: Dispatcher) -> str:

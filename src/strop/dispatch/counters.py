@@ -14,6 +14,8 @@ class Counters:
     calls: int = 0
     eager_calls: int = 0
     replays: int = 0
+    short_replays: int = 0  # of them, those by the short way
+    slow_look: str = ""  # why they look at the module in Python, and not in native code
     rebinds: int = 0
     launches: int = 0  # of the latest call
     nonfinite: list[str] = field(default_factory=list)

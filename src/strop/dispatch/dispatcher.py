@@ -40,6 +40,7 @@ from strop.dispatch.placed_weights import give_back_order
 from strop.dispatch.plain_forward import ForwardStandIn
 from strop.dispatch.prepared_calls import PreparedCalls
 from strop.dispatch.refused_calls import RefusedCalls
+from strop.dispatch.replayed_calls import NO_RESULT, ReplayedCalls, may_have
 from strop.dispatch.signature import (
     is_looked_into,
 )
@@ -58,7 +59,7 @@ from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run.fair_turns import FairLock
 from strop.runtime.run.library_calls import drawing_by
 
-_AS_IT_IS, _NO_RESULT = contextlib.nullcontext(), object()
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Dispatcher(ForwardStandIn):
@@ -68,6 +69,7 @@ class Dispatcher(ForwardStandIn):
     streams = True  # weights that have a budget
     is_strop = True  # tells capture that this forward may be left out of a copy
     has_left = False  # then it runs the plain forward
+    latest: Entry | None = None  # the shape that ran last
 
     def __init__(
         self,
@@ -122,17 +124,28 @@ class Dispatcher(ForwardStandIn):
             self.forget_shapes_but,
             self.hosted,
         )
-        self.latest: Entry | None = None  # the shape that ran last
         self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
         self._prepared, self._refused, self._views = PreparedCalls(), RefusedCalls(), KeptViews()
+        self._replayed = self._replayed_calls()
         self._make_known()
 
     def _make_known(self) -> None:
         registry.watch(self._forget_programs)
         ALL.add(self)
         model_offload.follow(self.component, self)
+
+    def _replayed_calls(self) -> ReplayedCalls:
+        return ReplayedCalls(
+            self.state,
+            self.hosted,
+            self._runner,
+            self.counters,
+            self.loop,
+            self._lock,
+            self.options.cache_dir,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
@@ -143,6 +156,8 @@ class Dispatcher(ForwardStandIn):
                 result = self._other_short(args)
             if result is not None:
                 return result
+        if (result := self._replayed.result(self, args, kwargs)) is not NO_RESULT:
+            return result
         self.counters.calls += 1
         return self._serve_any(args, kwargs)
 
@@ -204,6 +219,8 @@ class Dispatcher(ForwardStandIn):
             refusal, result = in_normal_modes(
                 partial(self._serve, call, plain, flight, is_no_grad=is_no_grad)
             )
+        if self._replayed.due is not None:
+            self._replayed.prepare(args, kwargs, call)
         return DecidedCall((args, kwargs), call=call, refusal=refusal, result=result)
 
     def make_ready(self, *args: Any) -> None:
@@ -248,7 +265,7 @@ class Dispatcher(ForwardStandIn):
         if refused := self._still_refused(key):
             return refused, None
         has_changed, result = self._looked(self.shapes.get(key), call)
-        if result is not _NO_RESULT:
+        if result is not NO_RESULT:
             return None, result
         if has_changed:
             self._reset(call.given)
@@ -304,7 +321,7 @@ class Dispatcher(ForwardStandIn):
         if entry is not None and self._look.is_undisturbed:
             if self.state.effective.needs_refresh(call.beside.lora_scale):
                 self._refresh_weights(call)
-            return False, _NO_RESULT
+            return False, NO_RESULT
         self.state.effective.begin_look()  # also where an earlier look was never ended
         self.state.coded.begin_look()
         seem_others = self.state.effective.seem_others(call.beside.lora_scale)
@@ -312,16 +329,17 @@ class Dispatcher(ForwardStandIn):
             has_changed = self._look.has_changed()
             if not has_changed:
                 self._refresh_weights(call)
-            return has_changed, _NO_RESULT
+            return has_changed, NO_RESULT
         hoisted = vars(self.counters.hoisted)  # programs count there
         replays, before = self.counters.replays, dict(hoisted)
         result = self._run_ahead(entry, call.tensors)
         has_changed = self._look.has_changed(is_memory_known=True)  # by ``may_run_ahead``
         if not has_changed and not self._refresh_weights(call):
+            self._replayed.due = entry if may_have(self, Dispatcher) else None
             return False, result
         self.counters.replays = replays  # nobody sees that result
         hoisted.update(before)
-        return has_changed, _NO_RESULT
+        return has_changed, NO_RESULT
 
     def _refresh_weights(self, call: GivenCall) -> bool:
         """Write anew what has changed of what is read in the place of weights, and tell whether
@@ -530,6 +548,7 @@ class Dispatcher(ForwardStandIn):
     def _forget_prepared(self) -> None:
         """Forget what holds until the next look alone: short ways, refusals, and views."""
         self._views.forget()
+        self._replayed.forget()
         self._prepared.clear()
         self._refused.forget()
         self.short = cpu_fast_path.untaken

@@ -32,6 +32,7 @@ from strop.dispatch.code_walk import (
     is_fixed,
 )
 from strop.dispatch.identities import CONSTANTS, addresses, identities, is_equal
+from strop.dispatch.native_look import Watched
 from strop.frontend.stable_text import WHENCE, is_plain, text_of, text_of_config
 from strop.frontend.tables import COUNTS
 
@@ -103,6 +104,21 @@ class GlobalGuards:
             or addresses(map(type, self._objects), len(self._kinds)) != self._kind_addresses
             or not self._hold_items()
         )
+
+    @property
+    def watched(self) -> Watched:
+        """Return what ``have_changed`` compares."""
+        return Watched(
+            [*self._names.places],
+            self._owned,
+            self._num_owned,
+            [*zip(self._objects, self._kinds, strict=True)],
+            [(c.value, known) for c, known in zip(self._contents, self._items, strict=True)],
+        )
+
+    def hold(self, contents: Iterable[tuple[Any, Any]]) -> bool:
+        """Tell whether containers hold these items."""
+        return all(_holds(value, known) for value, known in contents)
 
     def _hold_items(self) -> bool:
         """Tell whether containers hold what they did: first all lists and the like at once, by
@@ -249,8 +265,11 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _has(content: Content, known: Any) -> bool:
+    return _holds(content.value, known)
+
+
+def _holds(value: Any, known: Any) -> bool:
     """Tell whether a container holds these items."""
-    value = content.value
     if isinstance(value, np.ndarray):
         is_like = value.shape == known.shape and value.dtype == known.dtype
         return bool(is_like and value.tobytes() == known.tobytes())

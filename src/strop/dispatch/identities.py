@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -29,6 +29,11 @@ class Identities:
     def now(self) -> Iterable[Any]:
         """Return what they stand for at present."""
         return map(getitem, self._tables, self._keys)
+
+    @property
+    def places(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield each table and key, with what they stood for."""
+        return zip(self._tables, self._keys, self.values, strict=True)
 
     def again(self) -> Identities:
         """The same entries with what they stand for at present."""

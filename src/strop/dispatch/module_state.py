@@ -20,9 +20,11 @@ from strop.dispatch.coded_weights import CodedWeights
 from strop.dispatch.features import replaced_part
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.global_guards import GlobalGuards
+from strop.dispatch.hooks import is_untraced
 from strop.dispatch.identities import identities
 from strop.dispatch.parts_offload import parts_offload
 from strop.dispatch.placed_weights import PlacedPieces, pieces_of
+from strop.dispatch.quick_look import QuickLook
 from strop.dispatch.scales import is_scale
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
@@ -213,10 +215,32 @@ class ModuleState:
         numbers = list(map(id, self.tensors))
         return self.structure, self.replaced, numbers, self.pointers, places
 
-    def comparison(self) -> Callable[[], bool] | None:
+    @property
+    def watched(self) -> list[Place]:
+        """Return where all is that ``comparison`` looks for, and what has to stand there, beside
+        hooks and what the code reads."""
+        flags = [(part.__dict__, "training", False) for part in self.train_sensitive]
+        if not is_exported(self.module):
+            flags.append((self.module.__dict__, "training", False))
+        return [*flags, *self._weights.places, *self._edges.places]
+
+    @property
+    def owned(self) -> list[Any]:
+        """Return the tables whose entries ``comparison`` counts."""
+        return self._owned
+
+    def have_rows(self) -> bool:
+        """Say whether each table of embeddings has as many rows as at the last scan."""
+        return not self._tables or rows_of(self._tables) == self.rows
+
+    def comparison(
+        self, *, is_memory_known: bool = False, native: Callable[[Any], int] | None = None
+    ) -> Callable[[], bool] | None:
         """Return a function that says whether all is as scanned: no module, setting or Parameter is
         another, no memory has moved, no part is in training mode or has hooks. Its answer is quick:
         False only says that a longer look is due. It may be used until the next scan.
+        ``is_memory_known``: who asks has seen already that no memory of a weight has moved.
+        ``native`` looks first (``native_look``); the answers are the same.
 
         A module with adapters gets None, and so does one with weights in 8 bits.
         """
@@ -228,8 +252,9 @@ class ModuleState:
         has_mode = not is_exported(self.module)
         num_owned = sum(map(len, owned))
         parts, is_alone = self.module._modules, len(owned) == 2
-        tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
+        tensors, pointers, own_hooks = self.tensors, self.pointers, self.hooks
         tables, rows = self._tables, self.rows
+        placed = [] if is_memory_known else tensors
 
         def is_unchanged() -> bool:
             try:
@@ -239,15 +264,17 @@ class ModuleState:
                     or (tensors and not weights.hold())
                     or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
-                    or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
+                    or (placed and [*map(_DATA_PTR, placed)] != pointers)
                     or (tables and rows_of(tables) != rows)
-                    or (hooks and any(hooks))
+                    or (own_hooks and any(own_hooks) and any(map(is_untraced, own_hooks)))
                     or self.global_guards.have_changed()
                 )
             except KeyError:
                 return False
 
-        return is_unchanged
+        if native is None:
+            return is_unchanged
+        return QuickLook(self, is_unchanged, num_owned, native)
 
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""

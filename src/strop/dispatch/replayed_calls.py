@@ -1,0 +1,232 @@
+"""A call that is replayed from a CUDA graph takes a short way: it looks as one did before.
+
+The host of a small network has more to do in a call than the GPU. So torch's own guards compare
+tensors, nothing is flattened or made a key of a call's whole structure, and the module is looked at
+behind the replay, once. Where it is not as it was, nobody gets that result, and the call goes the
+long way (``dispatcher.py``), which finds out what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+from strop.dispatch import hooks, model_offload
+from strop.dispatch.adapter import Adapter
+from strop.dispatch.arguments import structured
+from strop.dispatch.decided_call import in_normal_modes
+from strop.dispatch.entry import Entry
+from strop.dispatch.known_dispatchers import have_others_rest
+from strop.dispatch.native_look import look_if_ready
+from strop.dispatch.varying_numbers import GivenCall
+from strop.frontend.layerwise_casting import is_cast_as_one
+from strop.runtime.run import cuda_graphs
+
+if TYPE_CHECKING:
+    from strop.dispatch.counters import Counters
+    from strop.dispatch.dispatcher import Dispatcher
+    from strop.dispatch.entry_runner import EntryRunner
+    from strop.dispatch.hosted_weights import HostedWeights
+    from strop.dispatch.module_state import ModuleState
+    from strop.runtime.loop.denoise_loop import DenoiseLoop
+    from strop.runtime.run.fair_turns import FairLock
+
+MOST_KNOWN = 256  # kinds of calls of one module
+NO_RESULT = object()  # the long way must be taken
+_CONSTANTS = frozenset({type(None), bool, int, str})
+_is_inference, _is_grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
+_num_modes = torch._C._len_torch_dispatch_stack
+
+
+def look_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """Return what tells calls apart but for what torch's guards compare of tensors: the mode, names
+    in their order, shapes, and constants with their types. None for a call with anything else, such
+    as floats, which may be inputs."""
+    look: list[Any] = [_is_inference(), *kwargs]
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is Tensor:
+            look += (value.shape, value.dtype)
+        elif kind in _CONSTANTS:
+            look += (kind, value)  # 1, 1.0 and True are equal
+        else:
+            return None
+    return tuple(look)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortWay:
+    """This serves calls that look like one that ``entry`` has served from its graph."""
+
+    entry: Entry
+    fits: Callable[..., bool]  # tensors that look like those of that call, in its modes
+    is_unchanged: Callable[[], bool]  # the module, but for where its memory lies
+    structure: Callable[[list[Any]], Any]  # of results
+    num_scans: int
+
+
+class ReplayedCalls:
+    """These are the short ways of one module, by the looks of calls."""
+
+    def __init__(
+        self,
+        state: ModuleState,
+        hosted: HostedWeights,
+        runner: EntryRunner,
+        counters: Counters,
+        loop: DenoiseLoop,
+        lock: FairLock,
+        cache_dir: str,
+    ) -> None:
+        """``lock`` is the dispatcher's. ``cache_dir``: where native code is kept."""
+        self._state, self._hosted, self._runner = state, hosted, runner
+        self._counters, self._loop, self._lock = counters, loop, lock
+        self._cache_dir = cache_dir
+        self._ways: dict[Hashable, ShortWay | None] = {}  # None where there is none
+        self._look: tuple[int, Callable[[], bool] | None] | None = None  # behind so many scans
+        self.due: Entry | None = None  # the call under the lock was replayed, and may have one
+
+    def forget(self) -> None:
+        self._ways.clear()
+        self.due = self._look = None
+
+    def result(self, served: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call if it has a short way, else NO_RESULT."""
+        if not self._ways:
+            return NO_RESULT
+        key = look_of(args, kwargs)
+        way = self._ways.get(key)
+        if way is None or not _is_in_plain_modes():
+            return NO_RESULT
+        tensors = [value for value in (*args, *kwargs.values()) if type(value) is Tensor]
+        if not way.fits(*tensors) or self._loop.is_running:
+            return NO_RESULT
+        if model_offload.refusal(served.component, served, served.options.weights_budget_bytes):
+            return NO_RESULT
+        have_others_rest(served)
+        with self._lock:
+            # what has been done to the module by whoever had the lock is known here
+            if self._ways.get(key) is not way or not self._may_replay(way):
+                return NO_RESULT
+            run = partial(self._replayed, served, way, tensors)
+            try:
+                result = in_normal_modes(run) if _is_inference() else run()
+            except BaseException:  # such as an index that is out of range
+                self._counters.calls += 1
+                raise
+            if result is NO_RESULT:
+                self._ways.pop(key, None)  # the long way may make another
+            return result
+
+    def _may_replay(self, way: ShortWay) -> bool:
+        """Say whether the graph may run before the module is looked at."""
+        state, hosted, device = self._state, self._hosted, way.entry.device
+        return (
+            way.num_scans == state.num_scans
+            and state.place is None
+            and hosted.taken is None
+            and hosted.budget is None
+            and state.effective.rows is None
+            and (device.type != "cuda" or torch.cuda.current_device() == device.index)
+            and self._runner.may_run_ahead(way.entry)
+        )
+
+    def _replayed(self, served: Dispatcher, way: ShortWay, tensors: list[Tensor]) -> Any:
+        try:
+            results, launches = self._runner.replayed(way.entry, tensors)
+        except cuda_graphs.NoGraphError:  # memory ran out: all graphs are gone
+            return NO_RESULT
+        # No memory of a weight had moved, or the graph would not have run.
+        if not way.is_unchanged() or hooks.has_global_hooks() or is_cast_as_one(served.module):
+            return NO_RESULT
+        counters = self._counters
+        counters.calls += 1
+        counters.replays += 1
+        counters.short_replays += 1
+        counters.launches, served.latest = launches, way.entry
+        way.entry.uses += 1
+        return way.structure(results)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: GivenCall) -> None:
+        """Have a short way for calls that look like this one, which the entry that is ``due`` has
+        just served. It is asked in the caller's modes."""
+        entry, self.due = self.due, None
+        key = look_of(args, kwargs)
+        if entry is None or key is None or key in self._ways or not _is_in_plain_modes():
+            return
+        found = look_if_ready(self._cache_dir)
+        if found is None:  # a later call has the short way
+            return
+        native, self._counters.slow_look = found
+        if len(self._ways) >= MOST_KNOWN:
+            self._ways.clear()
+        tensors = [value for value in (*args, *kwargs.values()) if type(value) is Tensor]
+        self._ways[key] = self._way(entry, tensors, call, native)
+
+    def _way(
+        self, entry: Entry, tensors: list[Tensor], call: GivenCall, native: Any
+    ) -> ShortWay | None:
+        if not _is_plain(call, tensors) or not self._is_plain_entry(entry):
+            return None
+        is_unchanged = self._comparison(native)
+        if is_unchanged is None or not is_unchanged():  # as it is by the longer look
+            return None
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        variant = entry.variant
+        structure = structured(variant.out_spec, len(variant.program.returned))
+        return ShortWay(entry, guards.check, is_unchanged, structure, self._state.num_scans)
+
+    def _comparison(self, native: Any) -> Callable[[], bool] | None:
+        """Return the look at the module, which all short ways share until its next scan."""
+        number = self._state.num_scans
+        if self._look is None or self._look[0] != number:
+            self._look = number, self._state.comparison(is_memory_known=True, native=native)
+        return self._look[1]
+
+    def _is_plain_entry(self, entry: Entry) -> bool:
+        """Say whether results are new tensors that come from the arguments and weights alone. What
+        else ``may_run_ahead`` asks of an entry is asked at each call."""
+        variant, state = entry.variant, self._state
+        return not (
+            entry.aliases
+            or variant.same
+            or entry.steady
+            or entry.piece
+            or entry.coded
+            or entry.has_exchanges
+            or state.exchanges_with
+            or state.turned.names
+            or state.make_ups
+            or state.effects
+        )
+
+
+def may_have(served: Dispatcher, kind: type[Dispatcher]) -> bool:
+    """Say whether calls of a module go to one program as they are: ``kind`` is a dispatcher that
+    does not divide them among steps, devices or processes."""
+    return type(served) is kind and type(served.adapter) is Adapter
+
+
+def _is_in_plain_modes() -> bool:
+    """Say whether torch is in none of the modes in which a call runs in eager, or is watched. Those
+    of ``is_looked_into`` have been asked for."""
+    return not (
+        _is_grad()
+        or _num_modes()
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled("cpu")
+    )
+
+
+def _is_plain(call: GivenCall, tensors: Sequence[Tensor]) -> bool:
+    """Say whether the program is given the tensors of a call, in their order, and nothing else."""
+    if not tensors or len(call.tensors) != len(tensors):  # others stand for whole numbers
+        return False
+    return all(map(is_, call.tensors, tensors))
