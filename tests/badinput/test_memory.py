@@ -98,6 +98,7 @@ class Cuda:
     default_generators: ClassVar = {None: torch.default_generator}
 
     def __init__(self) -> None:
+        self.num_holds = 0  # of workspaces of libraries
         self.in_capture: Fault = lambda: None
         self.at_its_end: Fault = lambda: None
         self.num_captures = 0
@@ -112,6 +113,9 @@ class Cuda:
         return Graph(self)
 
     def empty_cache(self) -> None: ...
+
+    def hold(self) -> None:
+        self.num_holds += 1
 
     def graph_pool_handle(self) -> Pool:
         return Pool()
@@ -132,6 +136,7 @@ class Torch:
     _C = SimpleNamespace(
         _cuda_endAllocateToPool=lambda device, pool: None,
         _len_torch_dispatch_stack=torch._C._len_torch_dispatch_stack,
+        _cuda_getCurrentRawStream=lambda index: 0,
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -154,6 +159,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(entry_runner, "torch", made)
     monkeypatch.setattr(driver, "enter_thread", lambda index: None)
     monkeypatch.setattr(graphs, "_POOLS", {})
+    monkeypatch.setattr(graphs, "library_workspaces", lambda device: made.cuda)
     monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())
     monkeypatch.setattr(EntryRunner, "run", run)
@@ -258,6 +264,99 @@ def test_graphs_give_way_to_a_call(
     (reason,) = module.forward.counters.fallbacks
     assert "all CUDA graphs were dropped, and it ran again" in reason
     assert caplog.messages == [f"Net: {reason}"]
+
+
+@pytest.fixture
+def order(gpu: Torch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note which streams wait, and where programs run: first runs are on the stream of captures."""
+    found, now = list[str](), ["caller"]
+
+    class Told(Stream):
+        def __init__(self, name: str) -> None:
+            self.name, self.cuda_stream = name, int(name != "caller")
+
+        def wait_stream(self, stream: Any) -> None:
+            found.append(f"{self.name} waits for {stream.name}")
+
+    @contextlib.contextmanager
+    def entered(stream: Any) -> Iterator[None]:
+        now.append(stream.name)
+        try:
+            yield
+        finally:
+            now.pop()
+
+    usual = executor.Bound.run
+
+    def run(self: executor.Bound, *args: Any) -> list[Any]:
+        found.append(f"runs on {now[-1]}")
+        return usual(self, *args)
+
+    caller = Told("caller")
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    monkeypatch.setattr(gpu.cuda, "Stream", lambda device: Told("captures"), raising=False)
+    monkeypatch.setattr(gpu.cuda, "stream", entered)
+    monkeypatch.setattr(gpu.cuda, "current_stream", lambda *_: caller)
+    monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: caller)
+    monkeypatch.setattr(executor.Bound, "run", run)
+    return found
+
+
+FIRST_RUN = ["captures waits for caller", "runs on captures", "caller waits for captures"]
+
+
+def test_first_runs_are_where_graphs_are_captured(gpu: Torch, order: list[str]) -> None:
+    module = optimized(Net())
+    assert_right(module, 3)
+    assert order == FIRST_RUN
+    assert gpu.cuda.num_holds == 1
+    assert_right(module, 2)
+    assert order == 2 * FIRST_RUN
+    assert_right(module, 3, 3)
+    assert order[6:] == FIRST_RUN  # the rehearsal of the one that is captured
+    assert (gpu.cuda.num_captures, gpu.cuda.num_holds) == (1, 3)
+
+
+def test_callers_on_several_streams_do_not_wait_for_each_other(
+    gpu: Torch, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = optimized(Net())
+    assert_right(module, 3)
+    monkeypatch.setattr(gpu._C, "_cuda_getCurrentRawStream", lambda index: 7)
+    assert_right(module, 2)
+    assert order == [*FIRST_RUN, "runs on caller"]
+
+
+def test_what_gets_no_graph_runs_once_where_it_always_will(
+    gpu: Torch, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "reason_against", lambda plan: "it would take twice the memory")
+    module = optimized(Net())
+    assert_right(module, 3, 3)
+    assert [what for what in order if "runs" in what] == 2 * ["runs on caller"]
+    (reason,) = module.forward.counters.fallbacks
+    assert reason == "runs without a CUDA graph: it would take twice the memory"
+
+
+def test_a_first_run_without_memory_is_done_again(
+    gpu: Torch, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the graphs of other shapes, which give way; the caller waits for what has run."""
+    module = optimized(Net())
+    assert_right(module, 3, 3)
+    order.clear()
+    usual = executor.Workspace.reserve
+
+    def reserve(self: executor.Workspace, size_bytes: int, tenant: Any) -> Tensor:
+        if graphs.pool_of(X.device).held_bytes:
+            out_of_memory()
+        return usual(self, size_bytes, tenant)
+
+    monkeypatch.setattr(executor.Workspace, "reserve", reserve)
+    assert_right(module, 2)
+    assert order == [*FIRST_RUN, "runs on caller"]
+    (reason,) = module.forward.counters.fallbacks
+    assert "all CUDA graphs were dropped, and it ran again" in reason
 
 
 @pytest.mark.parametrize("where", ["in_copy", "in_capture"])

@@ -220,7 +220,7 @@ class EntryRunner:
             results = bound.run(inputs, *self._where(entry, tensors, checked_loop))
         if caller is not None:
             for result in results:
-                if isinstance(result, Tensor):
+                if isinstance(result, Tensor) and result.is_cuda:
                     result.record_stream(caller)
         if is_first:  # to put those for other sizes in an order takes this interpreter a second
             entry.variant.later.start()

@@ -269,11 +269,16 @@ class GraphPool:
                 stream.wait_stream(caller)
                 try:
                     with torch.cuda.stream(stream):
-                        self._libraries.hold()
+                        self._hold(bound)
                         return run(stream.cuda_stream, caller)
                 finally:
                     caller.wait_stream(stream)
                     self._done.record(caller)
+
+    def _hold(self, bound: Bound) -> None:
+        """Have libraries' workspaces in memory that stays, if the program calls libraries."""
+        if bound.program.call_steps:
+            self._libraries.hold()
 
     @contextlib.contextmanager
     def lending_stream(self) -> Iterator[None]:
@@ -393,11 +398,11 @@ class GraphPool:
         assert self._workspace is not None
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
-            self._libraries.hold()
             bound = make(self._workspace, stream.cuda_stream)
             if bound.against_graph:
                 caller.wait_stream(stream)
                 raise NoGraphError(bound.against_graph)
+            self._hold(bound)
             in_place = _in_place(bound, inputs, specs, repeated)
             own = tuple(
                 None if n in in_place else spec.empty(x.shape).copy_(x)
