@@ -195,6 +195,14 @@ class Options:
         keyed=False,
     )
 
+    large_pages: bool = _knob(
+        False,
+        "Put weights of a CPU on pages of 2 MB (Linux 6.1 or newer), where lookups in large tables"
+        " find them sooner. It takes up to some seconds a GB once, and memory that forked processes"
+        " share is there once for each.",
+        "STROP_LARGE_PAGES",
+        keyed=False,
+    )
     memory_budget: float = _knob(
         1.0,
         "Keep this share of a training step's activations, from 0 to 1, and recompute the rest.",

@@ -82,6 +82,11 @@ def _strop(model: nn.Module, example: Given) -> Way:
     return optimized
 
 
+def _strop_on_large_pages(model: nn.Module, example: Given) -> Way:
+    optimized: Way = strop.optimize(copy.deepcopy(model), options=Options(large_pages=True))
+    return optimized
+
+
 def _strop_bf16(model: nn.Module, example: Given) -> Way:
     optimized: Way = strop.optimize(copy.deepcopy(model).bfloat16())
     return lambda *given: optimized(*cpu_peers.in_bf16(given))
@@ -194,6 +199,11 @@ _RAGGED = (
         NEEDS["onnxruntime"],
     ),
     _STROP,
+    Contender(
+        "strop large pages fp32",
+        "strop.optimize(options=Options(large_pages=True)), one graph for all shapes",
+        _strop_on_large_pages,
+    ),
 )
 
 

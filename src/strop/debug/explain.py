@@ -193,7 +193,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         casts=Counter(str(cast) for cast in dispatcher.state.casts.values() if cast.compute_dtype),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
-        texts=(*dispatcher.texts, *_short_text(counters)),
+        texts=(*dispatcher.texts, *_short_text(counters), *filter(None, [counters.large_pages])),
         num_full_steps=getattr(dispatcher, "num_full", 0),
         num_cached_steps=getattr(dispatcher, "num_cached", 0),
     )

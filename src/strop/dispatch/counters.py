@@ -16,6 +16,7 @@ class Counters:
     replays: int = 0
     short_replays: int = 0  # of them, those by the short way
     slow_look: str = ""  # why they look at the module in Python, and not in native code
+    large_pages: str = ""  # how much of the weights lies on them, if that was asked for
     rebinds: int = 0
     launches: int = 0  # of the latest call
     nonfinite: list[str] = field(default_factory=list)

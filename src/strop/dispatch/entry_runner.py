@@ -30,6 +30,7 @@ from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of
 from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
 from strop.runtime.run import cuda_graphs, graph_keep_alive
 from strop.runtime.run.executor import Bound
+from strop.runtime.run.large_pages import LargePages
 from strop.runtime.run.run_order import RunOrder
 from strop.runtime.run.workspace import Workspace, workspace_of
 
@@ -59,6 +60,7 @@ class EntryRunner:
         # This keeps no dispatcher alive: a module that is restored must be free at once.
         self._forget_others = WeakMethod(forget_others)
         self._hosted = hosted
+        self._pages = LargePages()
 
     def run(self, entry: Entry, tensors: list[Tensor], checked_loop: int | None) -> Any:
         """Run an entry with these tensors. ``checked_loop`` is the denoise loop that this is a call
@@ -286,6 +288,9 @@ class EntryRunner:
         if entry.placed is None:
             before = self._state.pointers
             entry.placed = self._placed(entry)
+            if self._options.large_pages:
+                self._pages.ask(entry.placed)
+                self._counters.large_pages = str(self._pages)
             entry.coded = self._state.coded.fill(program, self._state.tensors, entry.placed)
             self._state.remember(program, entry.placed)
             if self._state.pointers != before:
