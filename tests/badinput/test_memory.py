@@ -246,12 +246,8 @@ def test_a_call_that_cannot_be_captured_runs_without_a_graph(gpu: Torch) -> None
     assert gpu.cuda.num_captures == 1
 
 
-def test_graphs_give_way_to_a_call(
-    gpu: Torch, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """The arena of a new shape does not fit beside the graphs of another."""
-    module = optimized(Net())
-    assert_right(module, 3, 3)
+def make_room_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Working memory does not fit beside graphs from here on."""
     usual = executor.Workspace.reserve
 
     def reserve(self: executor.Workspace, size_bytes: int, tenant: Any) -> Tensor:
@@ -260,6 +256,15 @@ def test_graphs_give_way_to_a_call(
         return usual(self, size_bytes, tenant)
 
     monkeypatch.setattr(executor.Workspace, "reserve", reserve)
+
+
+def test_graphs_give_way_to_a_call(
+    gpu: Torch, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The arena of a new shape does not fit beside the graphs of another."""
+    module = optimized(Net())
+    assert_right(module, 3, 3)
+    make_room_scarce(monkeypatch)
     assert_right(module, 2)
     (reason,) = module.forward.counters.fallbacks
     assert "all CUDA graphs were dropped, and it ran again" in reason
@@ -345,14 +350,7 @@ def test_a_first_run_without_memory_is_done_again(
     module = optimized(Net())
     assert_right(module, 3, 3)
     order.clear()
-    usual = executor.Workspace.reserve
-
-    def reserve(self: executor.Workspace, size_bytes: int, tenant: Any) -> Tensor:
-        if graphs.pool_of(X.device).held_bytes:
-            out_of_memory()
-        return usual(self, size_bytes, tenant)
-
-    monkeypatch.setattr(executor.Workspace, "reserve", reserve)
+    make_room_scarce(monkeypatch)
     assert_right(module, 2)
     assert order == [*FIRST_RUN, "runs on caller"]
     (reason,) = module.forward.counters.fallbacks
