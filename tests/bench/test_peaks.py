@@ -23,7 +23,7 @@ class Counted:
     """torch's counters of a GPU, and Strop's working memory beside them."""
 
     def __init__(self) -> None:
-        self.now = self.most = self.held_bytes = 0
+        self.now = self.most = self.held_bytes = self.num_clears = 0
         self.before_change: Any = None
 
     def allocate(self, size_bytes: int) -> None:
@@ -37,6 +37,9 @@ class Counted:
 
     def forget(self, device: torch.device) -> None:
         self.most = self.now
+
+    def clear(self) -> None:
+        self.num_clears += 1
 
 
 @pytest.fixture
@@ -53,6 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Counted:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", counted.clear, raising=False)
     return counted
 
 

@@ -283,7 +283,7 @@ def test_what_is_wrong_is_said(match: str) -> None:
     refused(source, words(128), match=match)
 
 
-COPIED = """
+AWAITED = """
     ld.param.u64 %in, [p0];
     add.u64 %in, %in, %wide;
     shl.b32 %x1, %t, 2;
@@ -298,7 +298,7 @@ COPIED = """
 
 def test_copies_are_there_when_their_threads_have_waited() -> None:
     given, seeds = torch.arange(32, dtype=I32), range(8)
-    whole = kernel(COPIED + STORED, shared=128, params=(I32,))
+    whole = kernel(AWAITED + STORED, shared=128, params=(I32,))
     swapped = given.view(-1, 2).flip(1).flatten()
     assert all(torch.equal(run(whole, words(), given, seed=seed), swapped) for seed in seeds)
     for left_out in ("    cp.async.wait_all;\n", "    bar.warp.sync 0xffffffff;\n"):

@@ -91,8 +91,8 @@ def test_weights_are_never_stale(change, folder):
     found = module(*x)
     strop.restore(module)
     rule = in_torch(module, "int8", IN_BLOCKS)
-    assert off(found, rule(*x)) < 1e-5
-    assert off(found, before) > 1e-4
+    assert off(found, rule(*x)) < 1e-4  # a code that is rounded to the other side is 5e-5
+    assert off(found, before) > 2e-4
     assert num_writes == 1
 
 

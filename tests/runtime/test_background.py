@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,8 @@ def store(library: CudaLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(variants, "library_for", lambda device, options: library)
     monkeypatch.setattr(variants, "device_of", lambda state, shapes: torch.device("cuda"))
     monkeypatch.setattr(variants.library_warm_up, "prime", lambda *args: 0)  # there may be no GPU
+    pool = SimpleNamespace(has_one_caller=lambda: False)
+    monkeypatch.setattr(variants.cuda_graphs, "pool_of", lambda device: pool)
     module = Softmax().eval()
     return variants.VariantStore(module, Options(cache_dir=str(tmp_path)), "it")
 

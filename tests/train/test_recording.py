@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,7 @@ class Torch:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
     fake = Torch()
     monkeypatch.setattr(recording, "torch", fake)
+    monkeypatch.setattr(recording, "library_workspaces", lambda device: SimpleNamespace())
     return fake
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -119,16 +119,10 @@ def look_if_ready(cache_dir: str) -> tuple[Any, str] | None:
     with _LOCK:
         build = _BUILDS.get(cache_dir)
         if build is None:
-            build = _BUILDS[cache_dir] = Future()
-            threading.Thread(target=_build, args=(build, cache_dir), daemon=True).start()
+            compiler = ThreadPoolExecutor(1, "strop-native-look")
+            build = _BUILDS[cache_dir] = compiler.submit(native_look, cache_dir)
+            compiler.shutdown(wait=False)  # when it is done
     return build.result() if build.done() else None
-
-
-def _build(build: Future[tuple[Any, str]], cache_dir: str) -> None:
-    try:
-        build.set_result(native_look(cache_dir))
-    except BaseException as error:
-        build.set_exception(error)  # which the next call raises
 
 
 @dataclass(frozen=True, slots=True)

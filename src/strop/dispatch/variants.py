@@ -326,7 +326,8 @@ class VariantStore:
                 f"{self.name} would run operators in torch:"
                 f" {'; '.join(variant.program.foreign_causes)} (strict=True forbids them)"
             )
-        key = _key(state, call.skeleton, shapes)  # without the caches that the trace has written
+        (_, patterns), *others = key
+        key = (state.structure, patterns), *others  # without the caches that the trace has written
         self.variants.setdefault(key, []).append(variant)
         return variant
 
