@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Note which products were made, and whether that was within a pool of memory."""
+    """Note what was asked of libraries, and whether that was within a pool of memory."""
     found: list[tuple[str, bool]] = []
     pools: list[Any] = []
 
@@ -40,8 +40,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
     monkeypatch.setattr(torch.cuda, "MemPool", object)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(torch, name, noted(name, getattr(torch, name)))
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", noted("handle", lambda: 0))
+    monkeypatch.setattr(torch, "addmm", noted("addmm", torch.addmm))
     return found
 
 
@@ -53,7 +53,16 @@ def test_both_libraries_are_called_in_the_pool(made: list[tuple[str, bool]]) -> 
     workspaces.hold()
     with torch.no_grad():
         workspaces.hold_for_training()
-    assert made == [("mm", True), ("addmm", True)] * 4
+    assert made == [("handle", True), ("addmm", True)] * 4
+
+
+def test_no_product_is_made_where_torch_may_refuse_it(made: list[tuple[str, bool]]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        LibraryWorkspaces(CPU).hold()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made == [("handle", True)]
 
 
 class Products(nn.Module):

@@ -32,12 +32,14 @@ class LibraryWorkspaces:
     def hold(self) -> None:
         """Have the workspaces of this thread and the current stream, which must not be captured.
 
-        Makes a product by cuBLAS and one by cuBLASLt, as torch gives out a workspace with the first
-        product.
+        torch gives out that of cuBLAS with the handle, and that of cuBLASLt, where it has its own,
+        with the first product. None is made under ``torch.use_deterministic_algorithms``, which may
+        refuse it.
         """
         with torch.no_grad(), torch.cuda.use_mem_pool(self._pool, self._device):
-            torch.mm(self._given, self._other, out=self._result)
-            torch.addmm(self._given[0], self._given, self._other, out=self._result)
+            torch.cuda.current_blas_handle()
+            if not torch.are_deterministic_algorithms_enabled():
+                torch.addmm(self._given[0], self._given, self._other, out=self._result)
 
     def hold_for_training(self) -> None:
         """Do so for the thread of backward passes as well, which has a handle of its own."""
