@@ -13,8 +13,6 @@ from __future__ import annotations
 from strop.kernels.gemm.tile import Product
 from strop.kernels.ptx import MEETING
 
-PROGRAMS = 2  # of a cluster
-
 
 def registers(of: Product) -> str:
     """Declare whether this program %brings the stage at hand, for whom, its number in the cluster,
@@ -33,7 +31,7 @@ def begun(of: Product) -> str:
     if not of.tile.multicast:
         return ""
     return f"""\
-    mov.b16 %both, {(1 << PROGRAMS) - 1};
+    mov.b16 %both, {(1 << of.readers) - 1};
     and.b32 %own, %id, 1;
     xor.b32 %n0, %own, 1;
     mapa.shared::cluster.u32 %neighbour, %base, %n0;

@@ -147,9 +147,14 @@ class Product:
         return self.tile.split > 1
 
     @property
+    def readers(self) -> int:
+        """Count the programs that read a stage of shared memory which one of them fetches."""
+        return 2 if self.tile.multicast else 1
+
+    @property
     def cluster(self) -> int:
-        """Count the programs of a cluster."""
-        return 2 if self.tile.multicast else self.tile.split
+        """Count the programs of a cluster, which share what they read or a sum."""
+        return self.readers * self.tile.split
 
     @property
     def leaves_by_boxes(self) -> bool:

@@ -162,8 +162,8 @@ _BEGIN = """\
 
 def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
-    readers = of.team * (multicast.PROGRAMS if tile.multicast else 1)
-    counts = {of.barriers + 8 * n: (1, readers)[n % 2] for n in range(2 * tile.stages)}
+    readers = 1, of.team * of.readers  # of the barriers that tell that it is there, and free
+    counts = {of.barriers + 8 * n: readers[n % 2] for n in range(2 * tile.stages)}
     rank = 5 if of.has_four_windows else 4
     params = {"x": 4, "w": 2} | ({"further": 4, "v": 2} if of.paired else {})
     params |= {"result": rank} if of.leaves_by_boxes else {}
@@ -408,7 +408,7 @@ steady:
     yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + pixels + onward)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
-    yield wait("free", "%bar+8", "%phase", multicast.PROGRAMS if of.tile.multicast else 1)
+    yield wait("free", "%bar+8", "%phase", of.readers)
     yield expect + pixels + weights + onward
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n"
     yield "fetched:\n"
