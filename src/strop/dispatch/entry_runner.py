@@ -174,11 +174,10 @@ class EntryRunner:
         return self._run_bound(entry, tensors, stream, checked_loop)
 
     def _goes_before_graph(self, entry: Entry) -> bool:
-        """Say whether this is a first run, and the next one will be captured."""
-        is_first = entry.uses == 1 and not self._options.check
+        """Say whether this run is to be where the next one will be captured."""
         return (
-            is_first
-            and entry.device.type in cuda_graphs.DEVICES
+            self._is_about_to_capture(entry)
+            and not self._options.check
             and self._may_be_captured(entry)
             and cuda_graphs.pool_of(entry.device).has_one_caller()
         )
