@@ -23,6 +23,16 @@ from tests.dispatch.test_replayed_calls import (
     warm,
 )
 
+
+def with_a_way(folder: Path) -> tuple[Any, Any, Any]:
+    """Return a module, its short ways, and the one that there is."""
+    plain, fast = pair(folder)
+    warm(plain, fast, given())
+    short = fast.forward._replayed
+    (way,) = short._ways.values()
+    return fast, short, way
+
+
 UNFIT = {
     "another scan": lambda d: (d.state, "num_scans", -1),
     "a place for weights": lambda d: (d.state, "place", torch.device("cpu")),
@@ -38,10 +48,7 @@ UNFIT = {
 def test_what_each_call_asks(
     name: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, fast = pair(tmp_path)
-    warm(plain, fast, given())
-    short = fast.forward._replayed
-    (way,) = short._ways.values()
+    fast, short, way = with_a_way(tmp_path)
     assert short._may_replay(way)
     monkeypatch.setattr(*UNFIT[name](fast.forward))
     assert not short._may_replay(way)
@@ -51,10 +58,7 @@ def test_what_each_call_asks(
 def test_it_is_for_the_current_device(
     current: int, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, fast = pair(tmp_path)
-    warm(plain, fast, given())
-    short = fast.forward._replayed
-    (way,) = short._ways.values()
+    _, short, way = with_a_way(tmp_path)
     monkeypatch.setattr(way.entry, "device", torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     assert short._may_replay(way) == (current == 1)

@@ -116,13 +116,11 @@ class ReplayedCalls:
             if self._ways.get(key) is not way or not self._may_replay(way):
                 return NO_RESULT
             run = partial(self._replayed, served, way, tensors)
-            try:
-                result = in_normal_modes(run) if _is_inference() else run()
-            except BaseException:  # such as an index that is out of range
-                self._counters.calls += 1
-                raise
+            self._counters.calls += 1  # however it ends, as by an index that is out of range
+            result = in_normal_modes(run) if _is_inference() else run()
             if result is NO_RESULT:
-                self._ways.pop(key, None)  # the long way may make another
+                self._counters.calls -= 1  # the long way counts it
+                self._ways.pop(key, None)  # and may make another
             return result
 
     def _may_replay(self, way: ShortWay) -> bool:
@@ -147,7 +145,6 @@ class ReplayedCalls:
         if not way.is_unchanged() or hooks.has_global_hooks() or is_cast_as_one(served.module):
             return NO_RESULT
         counters = self._counters
-        counters.calls += 1
         counters.replays += 1
         counters.short_replays += 1
         counters.launches, served.latest = launches, way.entry
