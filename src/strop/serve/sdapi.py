@@ -22,6 +22,7 @@ from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
 from strop.serve.starts import from_text
+from strop.serve.wrong_fields import in_ascii
 from strop.wording import counted
 
 router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
@@ -101,8 +102,7 @@ class TextBody(BaseModel):
             if name == "override_settings" and value == {_MODEL: model}:
                 continue
             if not name.startswith(_DEPENDENT):
-                shown = name[:60].encode("ascii", "backslashreplace").decode()
-                raise _wrong(shown, "this server does not do that; leave it out")
+                raise _wrong(in_ascii(name, 60), "this server does not do that; leave it out")
 
 
 class PictureBody(TextBody):
@@ -190,8 +190,7 @@ async def set_options(wanted: dict[str, Any], service: GivenService) -> Any:
     name = service.painter.card.name
     other = next((key for key, value in wanted.items() if (key, value) != (_MODEL, name)), None)
     if other is not None:
-        shown = other[:60].encode("ascii", "backslashreplace").decode()
-        raise _wrong(shown, f"this server draws with {name}, and has no settings")
+        raise _wrong(in_ascii(other, 60), f"this server draws with {name}, and has no settings")
 
 
 @router.get("/progress")

@@ -25,13 +25,14 @@ def _reason(error: Mapping[str, Any]) -> str:
         "extra_forbidden": "this server does not know it; leave it out",
         "missing": "it is missing",
     }
-    return known.get(error["type"]) or _plain(str(error["msg"]))
+    return known.get(error["type"]) or in_ascii(str(error["msg"]))
 
 
 def _path(error: Mapping[str, Any]) -> str:
     parts = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
-    return _plain(".".join(parts)) or "body"
+    return in_ascii(".".join(parts)) or "body"
 
 
-def _plain(text: str) -> str:
-    return text[:200].encode("ascii", "backslashreplace").decode()
+def in_ascii(text: str, most: int = 200) -> str:
+    """Return what a client wrote so that it can be shown: cut, and in ASCII."""
+    return text[:most].encode("ascii", "backslashreplace").decode()
