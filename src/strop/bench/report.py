@@ -68,9 +68,8 @@ def write_json(value: Any, path: Path) -> Path:
             file.write("\n")
         part.chmod(0o644)  # mkstemp lets nobody else read
         part.replace(path)
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
     return path
 
 
