@@ -81,12 +81,11 @@ begun:
 {MEETING if of_cluster else BEGUN}"""
 
 
-def wait(label: str, barrier: str, phase: str, programs: int = 1) -> str:
-    """Wait until those of so many ``programs`` have arrived."""
-    seen = ".acquire.cluster" if programs > 1 else ""
+def wait(label: str, barrier: str, phase: str) -> str:
+    """Wait until all have arrived that the barrier counts."""
     return f"""\
 {label}:
-    mbarrier.try_wait.parity{seen}.shared::cta.b64 %p, [{barrier}], {phase};
+    mbarrier.try_wait.parity.shared::cta.b64 %p, [{barrier}], {phase};
     @!%p bra {label};
 """
 
@@ -121,10 +120,11 @@ def product(columns: int, kind: str, into: str, a: str, is_added: bool) -> str:
     return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, {flags};\n"
 
 
-def product_of_codes(columns: int, into: str, is_added: bool, a: str = "%a") -> str:
-    """a @ %b of e4m3 codes, added to what is there or not. Lines of %b are along the sum."""
+def product_of_codes(columns: int, into: str, added: str, a: str = "%a") -> str:
+    """a @ %b of e4m3 codes, ``added`` to what is there if this predicate holds. Lines of %b are
+    along the sum."""
     op = f"wgmma.mma_async.sync.aligned.m64n{columns}k{CODES_DEPTH}.f32.e4m3.e4m3"
-    return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, 1, 1;\n"
+    return f"    {op} {into}, {a}, %b, {added}, 1, 1;\n"
 
 
 def unpacked(kind: str, into: int, word: str = "%n0", name: str = "f") -> str:

@@ -185,7 +185,7 @@ def _results(layout: CodeLayout) -> Iterator[str]:
         yield f"    add.u32 %low_b, %low, {n * CODES_DEPTH // UNIT};\n"
         yield "    mov.b64 %b, {%low_b, %high_v};\n"
         sums, weights = listed("r", layout.rows // 2), listed("w", 4, 4 * n)
-        yield product_of_codes(layout.rows, sums, n > 0, weights)
+        yield product_of_codes(layout.rows, sums, "%yes" if n else "%no", weights)
     yield "    wgmma.commit_group.sync.aligned;\n"
 
 

@@ -1,13 +1,13 @@
 """Multiply e4m3 codes in PTX: sums are promoted, and scaled by row and by column.
 
 Hopper's tensor cores keep some 14 bits of a sum of products of e4m3 codes
-(https://arxiv.org/abs/2412.19437, section 3.3.2). So they sum up one line of 128 codes, which is
-added in fp32 to what came before, while the next block of rows is multiplied. Codes lie in shared
-memory as halves do, two in the place of one.
+(https://arxiv.org/abs/2412.19437, section 3.3.2). So they sum up a few lines of 128 codes, which
+are added in fp32 to what came before; the products of a line begin while those of the line before
+are on their way. Codes lie in shared memory as halves do, two in the place of one.
 
 A row of a convolution sums over pixels, whose scales differ. A line is of one place of the window,
-so what is added is multiplied by the scale of that place's pixel, which is read while the products
-of the place's first line are on their way.
+so a sum ends with its place, and what is added is multiplied by the scale of that place's pixel,
+which is read while the products of the place's first line are on their way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from strop.kernels.ptx import (
     LINE_BYTES,
     ROWS,
     UNIT,
+    f32,
     listed,
     product_of_codes,
     release,
@@ -30,6 +31,9 @@ from strop.kernels.ptx import (
 
 POINTERS = ("of_rows", "of_columns")  # scales, in fp32
 SUMS = "s"  # registers in which sums are added up
+# Lines that tensor cores sum up: at most, 20 products of 32 codes are rounded to their 14 bits one
+# after the other. To add up is what tensor cores wait for. Pictures have multiples of 5 lines.
+MOST_LINES = 5
 
 
 # A thread has results in two rows of a block, eight rows apart.
@@ -48,7 +52,8 @@ def registers(of: Product) -> str:
     .reg .b64 %scales;
 """
     return f"""\
-    .reg .pred %no, %behind;
+    .reg .pred %adds, %ends, %behind;
+    .reg .b32 %summed;
     .reg .f32 %{SUMS}<{count}>, %r<{rows}>;
 {of_pixels if of.scales_pixels else ""}"""
 
@@ -167,9 +172,8 @@ same_place:
 
 
 def products(of: Product) -> Iterator[str]:
-    """Multiply what a stage holds, each block of rows in a group of its own."""
+    """Multiply what a stage holds, and add it to the lines before if it %adds."""
     half, line = of.tile.cols // 2, LINE_BYTES // UNIT
-    yield "    setp.ne.u32 %no, 0, 0;\n"
     for block in range(of.blocks):
         for n in range(LINE_BYTES // CODES_DEPTH):
             yield f"""\
@@ -178,19 +182,49 @@ def products(of: Product) -> Iterator[str]:
     add.u32 %low_a, %from, {block * ROWS * line + 2 * n};
     mov.b64 %a, {{%low_a, %high}};
 """
-            yield product_of_codes(of.tile.cols, listed("o", half, block * half), n > 0)
-        yield "    wgmma.commit_group.sync.aligned;\n"
+            added = "%yes" if n else "%adds"
+            yield product_of_codes(of.tile.cols, listed("o", half, block * half), added)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def begun(of: Product) -> str:
+    """Nothing has been summed up. The registers of sums have values, which are never read: what has
+    none, the assembler defines while products are on their way, and lets them wait."""
+    defined = "".join(
+        f"    mov.f32 %o{n}, {f32(0.0)};\n" for n in range(of.blocks * of.tile.cols // 2)
+    )
+    return f"    setp.ne.u32 %adds, 0, 0;\n    mov.u32 %summed, 0;\n{defined}"
+
+
+def _ends(of: Product) -> str:
+    """Find out whether a sum %ends: with its place, with the tile, or where it has enough lines."""
+    is_last = "    setp.eq.u32 %p, %inner, 0;\n"
+    if not of.scales_pixels:
+        is_last = "    add.u32 %n0, %step, 1;\n    setp.eq.u32 %p, %n0, %steps;\n"
+    return f"""\
+    add.u32 %summed, %summed, 1;
+{is_last}\
+    setp.eq.or.u32 %ends, %summed, {MOST_LINES}, %p;
+    @%ends mov.u32 %summed, 0;
+"""
 
 
 def summed_up(of: Product) -> Iterator[str]:
-    """Add what has been multiplied, and give the stage free when all of it has."""
+    """Give the stage of the line before free, and add the sum to what came before if it ends."""
     half = of.tile.cols // 2
+    released = release(of.barriers, "%last", "%n0") + multicast.release(of, "%last", "%n0")
+    yield f"""\
+{_ends(of)}\
+    wgmma.wait_group.sync.aligned 1;
+    @!%adds bra kept;
+{released}\
+kept:
+    mov.u32 %last, %stage;
+    not.pred %adds, %ends;
+    @%adds bra summed;
+    wgmma.wait_group.sync.aligned 0;
+{released}"""
     for block in range(of.blocks):
-        left = of.blocks - 1 - block
-        yield f"    wgmma.wait_group.sync.aligned {left};\n"
-        if not left:
-            yield release(of.barriers, "%stage", "%n0")
-            yield multicast.release(of, "%stage", "%n0")
         for n in range(half):
             own = block * half + n
             if of.scales_pixels:
@@ -198,6 +232,7 @@ def summed_up(of: Product) -> Iterator[str]:
                 yield f"    fma.rn.f32 %{SUMS}{own}, %o{own}, {scale}, %{SUMS}{own};\n"
             else:
                 yield f"    add.f32 %{SUMS}{own}, %{SUMS}{own}, %o{own};\n"
+    yield "summed:\n"
 
 
 def brought(of: Product) -> Iterator[str]:

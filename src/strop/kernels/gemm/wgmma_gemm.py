@@ -408,7 +408,7 @@ steady:
     yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + pixels + onward)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
-    yield wait("free", "%bar+8", "%phase", of.readers)
+    yield wait("free", "%bar+8", "%phase")
     yield expect + pixels + weights + onward
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n"
     yield "fetched:\n"
@@ -504,7 +504,7 @@ multiply:
     mov.u32 %high, {HIGH};
     mov.u32 %stage, 0;
     mov.u32 %phase, 0;
-{_apart(of)}tile:
+{scaled_codes.begun(of) if of.codes else ""}{_apart(of)}tile:
 {_turn(of)}"""
     yield from begun(of, kind, coordinates(of))
     yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
