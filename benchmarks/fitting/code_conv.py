@@ -23,7 +23,7 @@ from strop.bench.select import picture
 from strop.ir.eight_bit import FORMATS
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.implicit import ConvShape
-from strop.kernels.gemm.rows import GemmForm, dense, form_of, has_pairs
+from strop.kernels.gemm.rows import GemmForm, dense, form_of
 from strop.kernels.gemm.scaled_convs import form
 from strop.kernels.gemm.tile import PLAIN, GemmTile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
@@ -51,14 +51,12 @@ TILES = tuple(
         *((2, *size, 1, True, True) for size in ((80, 4), (96, 4))),
         *((1, *size, 1, True) for size in ((80, 8), (160, 6))),
         *((1, *size) for size in ((80, 8), (160, 6))),
-        *((2, *size, 1, True, False, True) for size in ((80, 6), (128, 5), (160, 5))),
     )
 )
 
 
 def forms_of(of: ConvShape) -> list[GemmForm]:
-    found = (form(tile, of, sms=h100.DEVICE.sms) for tile in TILES if tile.cols <= of.outs)
-    return [each for each in found if has_pairs(each.product, of)]
+    return [form(tile, of, sms=h100.DEVICE.sms) for tile in TILES if tile.cols <= of.outs]
 
 
 def of_halves(of: ConvShape) -> GemmForm | None:

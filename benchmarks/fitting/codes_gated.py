@@ -48,8 +48,6 @@ TILES = tuple(
                     *((2, *size, 1, True, True) for size in ((80, 4), (112, 4))),
                     *((1, *size, 1, True) for size in ((80, 8), (128, 6), (192, 5))),
                     (1, 160, 6),
-                    *((2, *size, 1, True, False, True) for size in ((128, 5), (160, 5), (192, 4))),
-                    *((2, *size, 1, True, True, True) for size in ((96, 4), (112, 4))),
                 )
             ),
         )

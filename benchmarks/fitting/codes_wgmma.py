@@ -45,11 +45,9 @@ TILES = tuple(
     GemmTile(*each)
     for each in (
         *((2, *size, 1, True, True) for size in ((80, 4), (96, 4), (112, 4))),
-        *((2, *size, 1, True) for size in ((80, 6), (128, 5), (160, 5))),
+        *((2, *size, 1, True) for size in ((80, 6), (128, 5), (160, 5), (176, 4), (192, 4))),
         *((1, *size, 1, True) for size in ((80, 8), (128, 6), (160, 6))),
         *((1, *size) for size in ((80, 8), (160, 6))),
-        *((2, *size, 1, True, False, True) for size in ((80, 6), (128, 5), (160, 5), (192, 4))),
-        *((2, *size, 1, True, True, True) for size in ((96, 4), (112, 4))),
     )
 )
 

@@ -60,8 +60,6 @@ OTHERS = tuple(
         (2, 256, 4, 2),
         *((4, 80, 5, split) for split in (1, 2)),
         *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
-        *((2, *each, 1, True, False, True) for each in ((128, 5), (160, 5), (256, 3))),
-        *((2, *each, 1, True, True, True) for each in ((128, 5), (160, 4))),
     )
 )
 TILES = tuple(dict.fromkeys((*h100.CONV_TILES, *h100.STRIDED_TILES, *OTHERS)))

@@ -172,10 +172,6 @@ FEED_FORWARD = tuple(
         (666, 6144, 1536),
     )
 )
-MULTICAST = (
-    *((2, *each, 1, True, False, True) for each in ((128, 5), (160, 5), (256, 3))),
-    *((2, *each, 1, True, True, True) for each in ((128, 5), (160, 4), (192, 3))),
-)
 TILES = tuple(
     dict.fromkeys(
         (
@@ -190,7 +186,6 @@ TILES = tuple(
                     (2, 256, 4),
                     (3, 160, 3, 1, True),
                     *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
-                    *MULTICAST,
                 )
             ),
         )
@@ -207,7 +202,6 @@ GATED_TILES = (
             (2, 64, 7, 1, True),
             (2, 80, 7, 1, True),
             *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 4))),
-            *MULTICAST,
         )
     ),
 )
@@ -224,7 +218,6 @@ SUM_TILES = tuple(
                     (2, 256, 3, 1, True),
                     (2, 80, 6, 1, True),
                     *((2, *each, 1, True, True) for each in ((160, 4), (128, 5))),
-                    *MULTICAST,
                 )
             ),
         )

@@ -108,13 +108,13 @@ def test_the_sweep_that_products_are_fitted_to() -> None:
             "conv_wgmma",
             (2, 64, 320, 320, 3, 1),
             {"cudnn": 31.0, "(2, 160, 5, 1, True)": 22.5},
-            (2, 160, 5, 1, True, False, False),
+            (2, 160, 5, 1, True, False),
         ),
         (
             "linear_wgmma",
             (2048, 1280, 1280, ""),
             {"cublas": 12.2, "(2, 160, 5, 1, True)": 11.6},
-            (2, 160, 5, 1, True, False, False),
+            (2, 160, 5, 1, True, False),
         ),
         (
             "linear_wgmma",

@@ -18,7 +18,6 @@ from benchmarks.fitting import codes_gated, codes_wgmma
 from strop.ir.contractions import GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import scaled_convs, scaled_rows
-from strop.kernels.gemm.rows import has_pairs
 from strop.kernels.gemm.tile import CODE_CONV, CODES, GATED, GATED_CODES, GemmTile, Product
 from strop.kernels.gemm.times import Cost
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
@@ -35,7 +34,6 @@ from tests.kernels.test_ptx_kernels import survivors
 from tests.kernels.test_wgmma_gemm import BF16, BOUND, F16, assert_assembled
 
 APART = GemmTile(2, 80, 3, 1, keeps_on=True, apart=True)
-PAIR = GemmTile(2, 80, 3, 1, keeps_on=True, multicast=True)
 Run = Callable[[KernelSource, int], None]
 
 
@@ -65,11 +63,6 @@ CASES = (
     Case(GemmTile(2, 192, 4, 1, True), 130, 144, 400, gate=Gate(SILU)),  # columns of two tiles
     Case(GemmTile(1, 80, 8), 100, 640, 160, BF16, gate=Gate()),
     Case(GemmTile(1, 160, 4, 1, True), 200, 128, 320, has_biases=False, gate=Gate(GELU_TANH)),
-    Case(PAIR, 300, 1040, 160, BF16, has_biases=False),  # an odd number of tiles of rows
-    Case(replace(PAIR, groups=1, stages=4), 50, 144, 200),  # a single one; columns of two tiles
-    Case(PAIR, 520, 208, 160, gate=Gate()),
-    Case(replace(PAIR, apart=True), 700, 1040, 160, BF16),  # three turns of a pair
-    Case(replace(PAIR, apart=True), 300, 208, 80, gate=Gate(SILU)),  # a single one
 )
 
 
@@ -98,9 +91,8 @@ def prepared(case: Case) -> tuple[KernelSource, Run]:
     wanted = _gated(wanted, case.gate) if case.gate else wanted
     outs = wanted.shape[1]
     right, across = -(-case.rows // product.rows), -(-outs // product.width)
-    right += right % product.cluster
     total = across * right
-    at_work = min(total, 2 * product.cluster) if case.tile.keeps_on else total
+    at_work = min(total, 2) if case.tile.keeps_on else total
     box = (1, 1, product.rows)
     result = (1, 1, case.rows, outs)
     views = [
@@ -167,11 +159,9 @@ CONVS = (
     ConvCase(GemmTile(1, 80, 3), (1, 15, 20, 192, 88), (1, 8, 8), stride=2, has_biases=False),
     ConvCase(GemmTile(2, 80, 4), (2, 7, 20, 64, 88), (1, 6, 20)),  # fewer pixels than rows
     ConvCase(GemmTile(2, 80, 3, 1, True), (2, 9, 11, 320, 160), (1, 5, 11)),
+    ConvCase(GemmTile(1, 80, 3), (1, 4, 5, 784, 80), (1, 4, 5)),  # two sums of a place
     ConvCase(GemmTile(2, 64, 4, 1, True, True), (2, 9, 20, 192, 160), (1, 6, 20), dtype=BF16),
     ConvCase(GemmTile(2, 80, 3, 1, True, True), (2, 20, 20, 64, 160), (2, 3, 10), stride=2),
-    ConvCase(PAIR, (2, 9, 11, 320, 160), (1, 5, 11)),
-    ConvCase(PAIR, (2, 20, 20, 64, 320), (2, 3, 10), stride=2, dtype=BF16),
-    ConvCase(replace(PAIR, apart=True), (2, 20, 20, 64, 160), (2, 3, 10), stride=2),
 )
 
 
@@ -193,7 +183,7 @@ def convolution(case: ConvCase) -> tuple[KernelSource, Run]:
     down, *along = (-(-n // step) for n, step in zip(wanted.shape[:3], case.box, strict=True))
     across = -(-outs // product.width)
     total = across * down * math.prod(along)
-    at_work = min(total, 2 * product.cluster) if case.tile.keeps_on else total
+    at_work = min(total, 2) if case.tile.keeps_on else total
     of_box = [*case.box, *(-(-(1 << 16) // n) for n in case.box[1:])]
     views = [
         (x.shape, x.stride(), (*case.box, product.line)),
@@ -217,9 +207,6 @@ def test_pixels_of_a_window_have_scales_of_their_own(case: ConvCase, seed: int) 
     [
         ConvCase(GemmTile(2, 80, 3, 1, True), (2, 9, 11, 320, 160), (1, 5, 11)),
         Case(APART, 300, 640, 160),
-        ConvCase(PAIR, (2, 9, 11, 320, 160), (1, 5, 11)),
-        Case(PAIR, 300, 640, 160),
-        Case(replace(PAIR, apart=True), 600, 640, 160),
     ],
     ids=str,
 )
@@ -369,23 +356,6 @@ def test_the_fastest_tile_of_a_convolution_is_launched(monkeypatch: pytest.Monke
     scaled_convs.fastest.cache_clear()
 
 
-def test_programs_that_share_what_they_read_are_pairs() -> None:
-    """A linear's tiles of rows are an even number, those that are gone through together as well; a
-    convolution's tiles of columns are, or there is no such tile."""
-    for rows, right, together in ((1, 2, 2), (300, 4, 4), (8448, 66, 34), (8449, 68, 34)):
-        found = scaled_rows.form(PAIR, rows, 320, has_biases=True, sms=131)
-        assert found.scalars(128)[1] == right
-        assert found.together == together
-        assert found.num_programs == min(4 * right, 130)
-    shape = scaled_convs.shape_of(code_conv(320, 320))
-    for cols, is_able in ((80, True), (112, False)):
-        found = scaled_convs.form(replace(PAIR, cols=cols), shape, sms=132)
-        assert has_pairs(found.product, shape) == is_able
-    for wrong in ({"keeps_on": False}, {"split": 2}):
-        with pytest.raises(ValueError, match="no pairs"):
-            replace(PAIR, **wrong)  # type: ignore[arg-type]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -396,8 +366,7 @@ def test_convolutions_on_a_gpu(shape: tuple[int, ...]) -> None:
     library = kernel_loader("cuda", 0, "", 0)
     library.build(list(dict.fromkeys(sweep_of_convolutions.sources(shape))))
     errors = sweep_of_convolutions.measure(shape, library)["errors"]
-    tiles = sweep_of_convolutions.forms_of(sweep_of_convolutions.picture(shape))
-    assert len(errors) >= len(tiles) + 1 >= 10
+    assert len(errors) >= len(sweep_of_convolutions.TILES) + 1
     assert max(errors.values()) < 3 * BOUND[F16], errors  # the peers' numbers are rounded to fp16
 
 

@@ -43,7 +43,6 @@ from tests.kernels.test_ptx_kernels import survivors
 
 F16, BF16 = torch.float16, torch.bfloat16
 BOUND = {F16: 2.5e-4, BF16: 2e-3}  # of rounding a result: 1 / sqrt(3) of half an ulp, in the mean
-PAIR = GemmTile(2, 80, 3, 1, keeps_on=True, multicast=True)
 TWICE = math.sqrt(5 / 3)  # what is rounded before it is added, of two thirds of all variance
 
 
@@ -153,18 +152,6 @@ CASES = (
             ((2, 96, 3, 1, True, True), 200, 97),
         )
     ),
-    # pairs that share weights, of three tiles of rows and one without any; and pixels
-    Case(PAIR, (1, 1, 300, 320, 160), (1, 1, 128), 1),
-    Case(PAIR, (1, 1, 300, 128, 320), (1, 1, 128), 1, GATED),
-    Case(PAIR, (1, 1, 300, 200, 160), (1, 1, 128), 1, SUM),
-    Case(PAIR, (1, 1, 300, 128, 160), (1, 1, 128), 1, GATED, rank=96),
-    Case(PAIR, (1, 1, 300, 128, 200), (1, 1, 128), 1, ACTIVATED, BF16, activation=GELU_TANH),
-    Case(replace(PAIR, cols=64), (1, 1, 300, 128, 131), (1, 1, 128), 1, any_width=True),
-    Case(PAIR, (2, 9, 11, 64, 160), (1, 5, 11)),
-    Case(PAIR, (2, 20, 20, 64, 320), (2, 3, 10), stride=2, dtype=BF16),
-    Case(PAIR, (3, 5, 7, 64, 160), (3, 5, 7), 2),
-    Case(replace(PAIR, apart=True), (1, 1, 700, 320, 160), (1, 1, 128), 1, SUM),
-    Case(replace(PAIR, apart=True), (2, 20, 20, 64, 160), (2, 3, 10), stride=2, dtype=BF16),
 )  # fmt: skip
 
 
@@ -223,9 +210,8 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
     sides = x.shape[1:3] if windows > 1 else wanted.shape[1:3]
     down, *along = (-(-n // step) for n, step in zip((len(x), *sides), case.box, strict=True))
     across = -(-wanted.shape[-1] // product.width)
-    along[1] += along[1] % 2 if case.tile.multicast and not product.has_box else 0
     total = across * down * math.prod(along) * windows
-    at_work = min(total, 2 * product.cluster) if case.tile.keeps_on else total
+    at_work = min(total, 2) if case.tile.keeps_on else total
     scalars = [across, along[1], along[0], down, case.sizes[3], at_work]
     of_box = (
         [*case.box, *(-(-(1 << 16) // n) for n in case.box[1:])]
@@ -279,8 +265,6 @@ def test_results(case: Case, seed: int) -> None:
         Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
         Case(GemmTile(2, 80, 2, 1, True), (1, 1, 300, 256, 160), (1, 1, 128), 1, rank=96),
         Case(GemmTile(2, 64, 2, 1, True), (1, 1, 300, 256, 131), (1, 1, 128), 1, any_width=True),
-        Case(PAIR, (1, 1, 300, 320, 160), (1, 1, 128), 1),
-        Case(PAIR, (2, 9, 11, 128, 160), (1, 5, 11)),
     ],
     ids=str,
 )
@@ -302,10 +286,6 @@ TABLES = {
 }
 OF_CODES = (CODES, GATED_CODES, CODE_CONV)  # see test_scaled_codes
 GATES = {ACTIVATED: Gate(GELU_TANH)}
-MULTICAST = (
-    *((2, *size, 1, True, False, True) for size in ((128, 5), (160, 5), (256, 3))),
-    *((2, *size, 1, True, True, True) for size in ((128, 5), (160, 4), (192, 3))),
-)
 APART = ((2, 160, 4, 1, True, True), (2, 128, 5, 1, True, True), (2, 192, 3, 1, True, True))
 TRIED = {  # tiles that were measured, and are in no table
     "conv": (
@@ -323,7 +303,6 @@ TRIED = {  # tiles that were measured, and are in no table
         (4, 80, 5),
         (4, 80, 5, 2),
         *APART,
-        *MULTICAST,
     ),
     PLAIN: (
         *((2, 80, 7, split) for split in (1, 2, 4)),
@@ -333,7 +312,6 @@ TRIED = {  # tiles that were measured, and are in no table
         (2, 256, 4),
         (3, 160, 3, 1, True),
         *APART,
-        *MULTICAST,
     ),
     GATED: (
         (2, 160, 5),
@@ -343,7 +321,6 @@ TRIED = {  # tiles that were measured, and are in no table
         (2, 80, 7, 1, True),
         *APART[:2],
         (2, 192, 4, 1, True, True),
-        *MULTICAST,
     ),
     SUM: (
         (2, 80, 7, 8),
@@ -352,7 +329,6 @@ TRIED = {  # tiles that were measured, and are in no table
         (2, 256, 3, 1, True),
         (2, 80, 6, 1, True),
         *APART[:2],
-        *MULTICAST,
     ),
 }
 ALL = [

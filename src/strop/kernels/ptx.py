@@ -66,9 +66,8 @@ def entry(
     )
 
 
-def barriers(counts: Mapping[int, int | str], *, of_cluster: bool = False) -> str:
-    """Make barriers by one thread, for all, or for all programs of a cluster: how many arrive at
-    each, by its place behind %base."""
+def barriers(counts: Mapping[int, int | str]) -> str:
+    """Make barriers by one thread, for all: how many arrive at each, by its place behind %base."""
     made = "".join(
         f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
         for at, count in counts.items()
@@ -78,7 +77,7 @@ def barriers(counts: Mapping[int, int | str], *, of_cluster: bool = False) -> st
     @%p bra begun;
 {made}    fence.mbarrier_init.release.cluster;
 begun:
-{MEETING if of_cluster else BEGUN}"""
+{BEGUN}"""
 
 
 def wait(label: str, barrier: str, phase: str) -> str:

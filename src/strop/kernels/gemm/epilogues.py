@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from strop.ir.contractions import GELU, GELU_TANH, SILU
-from strop.kernels.gemm import multicast, scaled_codes
+from strop.kernels.gemm import scaled_codes
 from strop.kernels.gemm.places import divided, row_of_thread, warp_of_tile
 from strop.kernels.gemm.tile import ACTIVATED, Product
 from strop.kernels.ptx import MEETING, ROWS, f32, unpacked
@@ -233,7 +233,7 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     if of.tile.keeps_on:
         yield (beyond(of) + "    add.u32 %id, %id, %stride;\n") if of.tile.apart else ""
         yield NEXT_TILE + "    @%p bra tile;\n"
-    yield (READ if of.leaves_by_boxes else "") + f"done:\n{multicast.ended(of)}    ret;\n}}\n"
+    yield (READ if of.leaves_by_boxes else "") + "done:\n    ret;\n}\n"
 
 
 def _by_boxes(of: Product) -> Iterator[str]:

@@ -74,23 +74,15 @@ class GemmForm:
         return windows_of(self.product.size)
 
     @property
-    def all_boxes(self) -> Box:
-        """Return the boxes that are gone through: of pairs that share weights an even number, the
-        last of which may hold nothing."""
-        count, down, right = self.boxes
-        has_pairs = self.product.tile.multicast and not self.product.has_box
-        return count, down, right + right % 2 * has_pairs
-
-    @property
     def num_tiles(self) -> int:
-        return math.prod(self.all_boxes) * self.across * self.windows
+        return math.prod(self.boxes) * self.across * self.windows
 
     @property
     def num_programs(self) -> int:
         tile = self.product.tile
         if not tile.keeps_on:
             return self.num_tiles * tile.split
-        return min(self.num_tiles, self.sms - self.sms % self.product.cluster)
+        return min(self.num_tiles, self.sms)
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -104,7 +96,7 @@ class GemmForm:
 
     def scalars(self, ins: int) -> tuple[int | Late, ...]:
         """Return the scalars as ``wgmma_gemm`` wants them."""
-        count, down, right = self.all_boxes
+        count, down, right = self.boxes
         at_work = self.num_programs // self.product.tile.split
         all_have = self.across, right, down, count, ins, at_work, Late.WEIGHTS
         if not self.product.has_box:
@@ -116,9 +108,8 @@ class GemmForm:
     def together(self) -> int:
         """Return how many tiles of rows are gone through together, in shares that are alike. What
         programs read at a time is then little, where large weights are more than a cache keeps."""
-        count = math.prod(self.all_boxes)
-        found = -(-count // -(-count // MOST_TOGETHER))
-        return found + found % 2 if self.product.tile.multicast else found
+        count = math.prod(self.boxes)
+        return -(-count // -(-count // MOST_TOGETHER))
 
 
 def least(found: Iterable[tuple[GemmForm, float]]) -> tuple[GemmForm | None, float]:
@@ -185,17 +176,9 @@ def has_steps(tile: GemmTile, of: ConvShape) -> bool:
     return (tile.split - 1) * -(-steps // tile.split) < steps
 
 
-def has_pairs(product: Product, of: ConvShape) -> bool:
-    """Say whether programs that share pixels are pairs, with columns for both."""
-    across = -(-of.outs // product.width)
-    return not (product.tile.multicast and product.has_box and across % 2)
-
-
 def is_able(product: Product, of: ConvShape) -> bool:
-    """Say whether it can do this: its parts have steps, its programs are pairs if they are to be,
-    its gates lie behind the values, no column is added twice, and each has a bias where all do."""
-    if not has_pairs(product, of):
-        return False
+    """Say whether it can do this: its parts have steps, its gates lie behind the values, no column
+    is added twice, and each has a bias where all do."""
     if product.end == PLAIN:
         return has_steps(product.tile, of)
     is_whole = of.outs % product.width == 0

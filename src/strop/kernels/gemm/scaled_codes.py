@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strop.kernels.gemm import multicast
 from strop.kernels.gemm.places import divided, row_of_thread
 from strop.kernels.gemm.tile import Product
 from strop.kernels.ptx import (
@@ -212,7 +211,7 @@ def _ends(of: Product) -> str:
 def summed_up(of: Product) -> Iterator[str]:
     """Give the stage of the line before free, and add the sum to what came before if it ends."""
     half = of.tile.cols // 2
-    released = release(of.barriers, "%last", "%n0") + multicast.release(of, "%last", "%n0")
+    released = release(of.barriers, "%last", "%n0")
     yield f"""\
 {_ends(of)}\
     wgmma.wait_group.sync.aligned 1;

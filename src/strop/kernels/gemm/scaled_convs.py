@@ -9,7 +9,7 @@ from functools import lru_cache
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.implicit import ConvShape, box_of, boxes_along, picture_of
-from strop.kernels.gemm.rows import GemmForm, has_pairs, least, result_of, why_no_window
+from strop.kernels.gemm.rows import GemmForm, least, result_of, why_no_window
 from strop.kernels.gemm.scaled_rows import tiles_of
 from strop.kernels.gemm.tile import CODE_CONV, GemmTile, Product
 from strop.kernels.gemm.times import Cost
@@ -73,8 +73,7 @@ def fastest(problem: Problem, device: Device) -> tuple[GemmForm | None, float]:
         (form(tile, of, sms=device.sms), cost)
         for tile, cost in tiles_of(CODE_CONV, of.outs, device)
     )
-    able = ((each, cost) for each, cost in made if has_pairs(each.product, of))
-    return least((each, us_of(each, cost, of, device)) for each, cost in able)
+    return least((each, us_of(each, cost, of, device)) for each, cost in made)
 
 
 def shape_of(problem: Problem) -> ConvShape:

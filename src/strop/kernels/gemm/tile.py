@@ -28,8 +28,7 @@ class GemmTile:
     """Describe a tile: ``groups`` of 64 rows, ``cols`` of the product, ``stages`` of 64 channels on
     the way. The sum is in ``split`` parts; or programs ``keep_on``, one a processor, whose groups,
     two, may be ``apart``: each has all rows of every second tile, and writes its results while the
-    other multiplies. Programs that keep on may be pairs, to which each brings half of what both
-    read (``multicast``)."""
+    other multiplies."""
 
     groups: int
     cols: int
@@ -37,11 +36,6 @@ class GemmTile:
     split: int = 1
     keeps_on: bool = False
     apart: bool = False
-    multicast: bool = False
-
-    def __post_init__(self) -> None:
-        if self.multicast and (self.split > 1 or not self.keeps_on):
-            raise ValueError(f"programs of {self} are no pairs: they keep on, with whole sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +139,6 @@ class Product:
     def has_parts(self) -> bool:
         """Tell whether programs share a sum."""
         return self.tile.split > 1
-
-    @property
-    def readers(self) -> int:
-        """Count the programs that read a stage of shared memory which one of them fetches."""
-        return 2 if self.tile.multicast else 1
-
-    @property
-    def cluster(self) -> int:
-        """Count the programs of a cluster, which share what they read or a sum."""
-        return self.readers * self.tile.split
 
     @property
     def leaves_by_boxes(self) -> bool:

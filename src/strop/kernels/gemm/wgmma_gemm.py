@@ -6,10 +6,9 @@ picture of one line. One warp fetches, groups of four warps multiply 64 rows eac
 fewer tiles than processors the sum is cut into parts, one for each program of a cluster: each
 leaves its part, in fp32, in its own shared memory, and adds its share of the results from the parts
 of all, in their order. Where there are more, a program goes on to the next tile, whose operands
-come while the results of this one leave; two programs may share what both read (``multicast.py``).
-Weights that no kernel before it writes are fetched before the wait for these. Where the sum goes on
-over a second pair of operands, their lines are half as long: a rank of 32 is a step of half the
-bytes.
+come while the results of this one leave. Weights that no kernel before it writes are fetched before
+the wait for these. Where the sum goes on over a second pair of operands, their lines are half as
+long: a rank of 32 is a step of half the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import multicast, scaled_codes
+from strop.kernels.gemm import scaled_codes
 from strop.kernels.gemm.epilogues import (
     NEXT_TILE,
     READ,
@@ -157,19 +156,18 @@ _BEGIN = """\
     min.u32 %first, %first, %n0;
     sub.u32 %steps, %n0, %first;
     min.u32 %steps, %steps, %n1;
-{halves}{barriers}{begun}"""
+{halves}{barriers}"""
 
 
 def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
-    readers = 1, of.team * of.readers  # of the barriers that tell that it is there, and free
-    counts = {of.barriers + 8 * n: readers[n % 2] for n in range(2 * tile.stages)}
+    counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
     rank = 5 if of.has_four_windows else 4
     params = {"x": 4, "w": 2} | ({"further": 4, "v": 2} if of.paired else {})
     params |= {"result": rank} if of.leaves_by_boxes else {}
     pointers = (*scaled_codes.POINTERS * of.codes, "more")
     pointers = pointers if of.leaves_by_boxes else ("result", *pointers)
-    yield entry(name_of(of), params, pointers, _scalars(of), 32 * of.num_warps, cluster=of.cluster)
+    yield entry(name_of(of), params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
         split=tile.split,
         results=of.blocks * tile.cols // 2,
@@ -182,8 +180,7 @@ def _begin(of: Product) -> Iterator[str]:
         shares=_shares(of),
         windows=_WINDOWS if of.has_four_windows else "",
         window=_more_registers(of),
-        barriers=barriers(counts, of_cluster=tile.multicast),
-        begun=multicast.begun(of),
+        barriers=barriers(counts),
     )
 
 
@@ -206,12 +203,11 @@ _HALVES = "    sub.u32 %halved, %halved, %first;\n"
 
 
 def _more_registers(of: Product) -> str:
-    more = multicast.registers(of)
     if of.has_four_windows:
-        return more + "    .reg .b32 %window;\n"
+        return "    .reg .b32 %window;\n"
     if of.codes:
-        return more + scaled_codes.registers(of)
-    return more + (_PAIR if of.paired else "")
+        return scaled_codes.registers(of)
+    return _PAIR if of.paired else ""
 
 
 _WINDOWS = "    shl.b32 %total, %total, 2;\n"
@@ -287,7 +283,7 @@ def _at_stage(of: Product) -> str:
     mad.lo.u32 %at, %stage, {of.stage}, %base;
     mad.lo.u32 %bar, %stage, 16, %base;
     add.u32 %bar, %bar, {of.barriers};
-{multicast.turn(of)}"""
+"""
 
 
 def _behind(place: str, first: int) -> str:
@@ -326,6 +322,12 @@ def _expect(of: Product) -> str:
 """
 
 
+def _box(rank: int, to: str, place: str) -> str:
+    """Fetch a box by a map and coordinates."""
+    op = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    return f"    {op} [{to}], [{place}], [%bar];\n"
+
+
 def _weights(of: Product) -> Iterator[str]:
     """Fetch the weights of step %k into stage %at; those of gates behind those of values."""
     place, lines = "%map1, {%k, %n5}", of.rows * LINE_BYTES
@@ -339,7 +341,7 @@ def _weights(of: Product) -> Iterator[str]:
             yield f"    @%is_further add.u32 %to, %at, {lines + behind * HALF // LINE};\n"
         share = "%window" if of.has_four_windows else n
         yield f"    mad.lo.u32 %n5, %outs, {share}, %col;\n"
-        yield multicast.load(of, 2, "%to", place, is_shared=not of.has_box)
+        yield _box(2, "%to", place)
     yield _onward(of, "%k")
 
 
@@ -358,11 +360,9 @@ def _pixels(of: Product) -> str:
     """Fetch the box of this step's pixels, or the rows of either pair."""
     if not of.paired:
         place = "%map0, {%channel, %x, %y, %picture}"
-        box = multicast.load(of, 4, "%at", place, is_shared=of.has_box)
-        return box + _NEXT_PIXELS.format(line=of.line)
+        return _box(4, "%at", place) + _NEXT_PIXELS.format(line=of.line)
     place = "%which, {%depth, %left, %top, %picture}"
-    box = multicast.load(of, 4, "%at", place, is_shared=False)
-    return _behind("%channel", 0) + box + _onward(of, "%channel")
+    return _behind("%channel", 0) + _box(4, "%at", place) + _onward(of, "%channel")
 
 
 _MAPS_OF_PAIRS = """\
@@ -492,7 +492,7 @@ def _turned(of: Product) -> str:
 def _multiply(of: Product, kind: str) -> Iterator[str]:
     """A stage is free when the products of the next one are on their way."""
     out = handing(of) if of.leaves_by_boxes else "    ld.param.u64 %out, [result];\n"
-    released = release(of.barriers, "%last", "%n0") + multicast.release(of, "%last", "%n0")
+    released = release(of.barriers, "%last", "%n0")
     yield f"""\
 multiply:
 {_registers(of, "inc", MULTIPLYING)}\
