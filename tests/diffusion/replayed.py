@@ -35,12 +35,25 @@ class Recorded:
                 old.copy_(new)
 
 
+class Done:
+    """Stands in for the event behind the latest replay."""
+
+    is_done = True
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        pass
+
+
 class Pool(GraphPool):
     """The graphs of the CPU. Prologues, tables and copied inputs are ``CapturedGraph``'s own."""
 
     def __init__(self) -> None:
         self.device, self.num_captures, self._graphs = CPU, 0, OrderedDict()
         self._lock, self._wander = nullcontext(), set()
+        self._done = self.done = Done()
         self.num_replays = 0
 
     def run(
@@ -75,7 +88,7 @@ class Pool(GraphPool):
         if bound.timetable.steps:
             bound.timetable.record = lambda run: Recorded(run).replay
             timed = Recorded(lambda: bound.run_timed(static))
-        graph = Recorded(lambda: bound.run_rest(static))
+        graph = Recorded(lambda: _without_a_look(bound, lambda: bound.run_rest(static)))
         self.num_captures += 1
         return CapturedGraph(
             graph,
@@ -89,6 +102,16 @@ class Pool(GraphPool):
             shared=graphs.shared_by(graph.results),
             in_place=in_place,
         )  # type: ignore
+
+
+def _without_a_look(bound: Any, run: Callable[[], Any]) -> Any:
+    """Run, and leave marks of lookups outside of a tensor to the next replay, as on a GPU."""
+    faults = bound._resources.faults
+    faults._is_late, faults.check = True, lambda: None
+    try:
+        return run()
+    finally:
+        del faults.check
 
 
 def _run(self: EntryRunner, entry: Entry, tensors: list[Tensor], loop: int | None) -> Any:

@@ -337,6 +337,7 @@ class Dispatcher(ForwardStandIn):
         if not has_changed and not self._refresh_weights(call):
             self._replayed.due = entry if may_have(self, Dispatcher) else None
             return False, result
+        self._runner.take_back(entry)
         self.counters.replays = replays  # nobody sees that result
         hoisted.update(before)
         return has_changed, NO_RESULT

@@ -124,7 +124,11 @@ class EntryRunner:
     def may_run_ahead(self, entry: Entry) -> bool:
         """Say whether the module may be looked at while the GPU is at work. A UNet takes a host
         half a millisecond, at each step of a loop, since a user's code may run between two. Where
-        something is another, the call is done again.
+        something is another, the run is taken back, and the call is done again."""
+        return self.may_replay(entry) and self.may_be_taken_back(entry)
+
+    def may_replay(self, entry: Entry) -> bool:
+        """Say whether a graph can run that leaves nothing but results and marks.
 
         What the graph reads must still be there: a Parameter's memory can be given back while it is
         being kept. And a graph must have nothing but results to show for itself; what it keeps is
@@ -139,6 +143,18 @@ class EntryRunner:
             and self.has_graph(entry)
             and not self._state.has_moved()
         )
+
+    def may_be_taken_back(self, entry: Entry) -> bool:
+        """Say whether a replay could be undone: no mark of it could be one of an earlier call."""
+        if entry.device.type not in cuda_graphs.DEVICES:
+            return True
+        return cuda_graphs.pool_of(entry.device).may_be_taken_back((id(self), entry.number))
+
+    def take_back(self, entry: Entry) -> None:
+        """Undo the latest replay, whose results nobody gets: the module has changed, so an index
+        that is outside of an old table may lie within the new one."""
+        if entry.device.type in cuda_graphs.DEVICES:
+            cuda_graphs.pool_of(entry.device).take_back((id(self), entry.number))
 
     def forget(self, devices: Iterable[torch.device], but: Iterable[Entry] = ()) -> None:
         """Drop the graphs of all entries on these devices ``but`` those of some."""

@@ -2,8 +2,9 @@
 
 The host of a small network has more to do in a call than the GPU. So torch's own guards compare
 tensors, nothing is flattened or made a key of a call's whole structure, and the module is looked at
-behind the replay, once. Where it is not as it was, nobody gets that result, and the call goes the
-long way (``dispatcher.py``), which finds out what has changed.
+behind the replay, once, or before it while an earlier call may still find an index out of range.
+Where it is not as it was, nobody gets that result, and the call goes the long way
+(``dispatcher.py``), which finds out what has changed.
 """
 
 from __future__ import annotations
@@ -133,16 +134,19 @@ class ReplayedCalls:
             and hosted.budget is None
             and state.effective.rows is None
             and (device.type != "cuda" or torch.cuda.current_device() == device.index)
-            and self._runner.may_run_ahead(way.entry)
+            and self._runner.may_replay(way.entry)
         )
 
     def _replayed(self, served: Dispatcher, way: ShortWay, tensors: list[Tensor]) -> Any:
+        is_ahead = self._runner.may_be_taken_back(way.entry)
+        if not is_ahead and not _is_as_it_was(served, way):
+            return NO_RESULT
         try:
             results, launches = self._runner.replayed(way.entry, tensors)
         except cuda_graphs.NoGraphError:  # memory ran out: all graphs are gone
             return NO_RESULT
-        # No memory of a weight had moved, or the graph would not have run.
-        if not way.is_unchanged() or hooks.has_global_hooks() or is_cast_as_one(served.module):
+        if is_ahead and not _is_as_it_was(served, way):
+            self._runner.take_back(way.entry)
             return NO_RESULT
         counters = self._counters
         counters.replays += 1
@@ -189,7 +193,7 @@ class ReplayedCalls:
 
     def _is_plain_entry(self, entry: Entry) -> bool:
         """Say whether results are new tensors that come from the arguments and weights alone. What
-        else ``may_run_ahead`` asks of an entry is asked at each call."""
+        else ``may_replay`` asks of an entry is asked at each call."""
         variant, state = entry.variant, self._state
         return not (
             entry.aliases
@@ -209,6 +213,11 @@ def may_have(served: Dispatcher, kind: type[Dispatcher]) -> bool:
     """Say whether calls of a module go to one program as they are: ``kind`` is a dispatcher that
     does not divide them among steps, devices or processes."""
     return type(served) is kind and type(served.adapter) is Adapter
+
+
+def _is_as_it_was(served: Dispatcher, way: ShortWay) -> bool:
+    """Look at the module. No memory of a weight has moved, or its graph would not run."""
+    return way.is_unchanged() and not hooks.has_global_hooks() and not is_cast_as_one(served.module)
 
 
 def _is_in_plain_modes() -> bool:

@@ -56,8 +56,12 @@ class BoundsChecks:
         """Raises OutOfRangeError for the first mark, and takes all away."""
         if any(self._marks):
             text = self.text()
-            self._memory.zero_()
+            self.clear()
             raise OutOfRangeError(text)
+
+    def clear(self) -> None:
+        """Take away all marks. On a GPU, nothing may be at work that could leave one."""
+        self._memory.zero_()
 
     def __del__(self) -> None:
         if self._is_late and any(self._marks):  # no next run will come

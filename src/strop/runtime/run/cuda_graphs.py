@@ -369,6 +369,21 @@ class GraphPool:
             self._streams[handle] = torch.cuda.current_stream(self.device)
         return self._streams[handle]
 
+    def may_be_taken_back(self, key: Hashable) -> bool:
+        """Tell whether marks behind the next replay would be its own: it leaves none, or all
+        replays have ended, so that those of earlier ones are here."""
+        with self._lock:
+            captured = self._graphs.get(key)
+            return captured is None or not captured.bound.checks_bounds or self._done.query()
+
+    def take_back(self, key: Hashable) -> None:
+        """Take away the marks of a replay that ``may_be_taken_back``, once it has ended."""
+        with self._lock:
+            captured = self._graphs.get(key)
+            if captured is not None and captured.bound.checks_bounds:
+                self._done.synchronize()
+                captured.bound.forget_faults()
+
     def forget(self, owner: Hashable, but: Collection[Hashable] = ()) -> None:
         """Drop the graphs whose key starts with ``owner``, ``but`` some: their weights have
         moved."""

@@ -254,6 +254,15 @@ class Bound:
         """Raise IndexError if a kernel has been asked to look outside of a tensor."""
         self._resources.faults.check()
 
+    @property
+    def checks_bounds(self) -> bool:
+        """Tell whether a kernel could leave a mark for ``raise_faults``."""
+        return bool(self._resources.faults)
+
+    def forget_faults(self) -> None:
+        """Take away all marks of kernels."""
+        self._resources.faults.clear()
+
     def _begin(self, inputs: Sequence[Tensor]) -> Linked:
         faults = self._resources.faults
         faults.check()  # on a GPU those of earlier runs
