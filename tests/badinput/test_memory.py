@@ -160,6 +160,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(driver, "enter_thread", lambda index: None)
     monkeypatch.setattr(graphs, "_POOLS", {})
     monkeypatch.setattr(graphs, "library_workspaces", lambda device: made.cuda)
+    monkeypatch.setattr(graphs, "own_stream", lambda owner, device: Stream())
     monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())
     monkeypatch.setattr(EntryRunner, "run", run)
@@ -299,7 +300,7 @@ def order(gpu: Torch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     caller = Told("caller")
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
-    monkeypatch.setattr(gpu.cuda, "Stream", lambda device: Told("captures"), raising=False)
+    monkeypatch.setattr(graphs, "own_stream", lambda owner, device: Told("captures"))
     monkeypatch.setattr(gpu.cuda, "stream", entered)
     monkeypatch.setattr(gpu.cuda, "current_stream", lambda *_: caller)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: caller)

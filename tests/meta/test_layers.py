@@ -136,6 +136,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "runtime.run.graph_keep_alive",
         "runtime.run.group_shutdowns",
         "runtime.run.library_workspaces",
+        "runtime.run.own_streams",
         "runtime.run.pinned_memory",
         "runtime.run.sizes",
         "runtime.run.weight_layout",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import nn
 
 import strop
 from strop.runtime.run.library_workspaces import LibraryWorkspaces, library_workspaces
+from strop.runtime.run.own_streams import own_stream
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 CPU = torch.device("cpu")
@@ -79,8 +81,14 @@ class Products(nn.Module):
 @pytest.mark.gpu
 @needs_gpu
 def test_what_torch_frees_is_not_written_to() -> None:
+    """Others have used all of torch's streams before, and have workspaces there."""
     device = torch.device("cuda", torch.cuda.current_device())
-    stream = torch.cuda.Stream()
+    square = torch.randn(64, 64, device=device)
+    for _ in range(40):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            square @ square
+    owner = Products()
+    stream = own_stream(owner, device)
     a = torch.randn(96, 65536, device=device)
     b = torch.randn(65536, 96, device=device)
     result = torch.empty(96, 96, device=device)
@@ -107,8 +115,7 @@ def test_what_torch_frees_is_not_written_to() -> None:
 def test_inductor_captures_beside_us(dtype: torch.dtype) -> None:
     """Inductor's graphs free all workspaces; ours go on, and so do first runs of other shapes."""
     with torch.no_grad():
-        module = Products().cuda().to(dtype)
-        expected = Products().cuda().to(dtype)
+        module, expected = (Products().cuda().to(dtype).eval() for _ in range(2))
         expected.load_state_dict(module.state_dict())
         strop.optimize(module, options=strop.Options(strict=True))
         theirs = torch.compile(nn.Linear(64, 64).cuda(), mode="reduce-overhead")
@@ -132,7 +139,7 @@ def test_first_runs_are_in_order_with_the_caller() -> None:
     """A first run is on another stream than the caller's: it waits for his inputs, and he for its
     results, whose memory is not given away before he has read them."""
     with torch.no_grad():
-        module = Products().cuda().half()
+        module = Products().cuda().half().eval()
         weights = {name: value.double() for name, value in module.state_dict().items()}
         strop.optimize(module, options=strop.Options(strict=True))
         slow = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
@@ -159,7 +166,7 @@ _ONE_WORKSPACE = """
 import torch, strop
 from tests.runtime.test_library_workspaces import Products
 with torch.no_grad():
-    module = Products().cuda()
+    module = Products().cuda().eval()
     strop.optimize(module, options=strop.Options(strict=True))
     x = torch.randn(4, 8192, device="cuda")
     torch.cuda.synchronize()
@@ -180,3 +187,19 @@ def test_a_first_run_and_its_graph_have_one_workspace() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 40  # 32 on a Hopper, and some for the graph
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_stream_has_one_owner_at_a_time() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    first, second = Products(), Products()
+    streams = [own_stream(owner, device) for owner in (first, second)]
+    handles = {stream.cuda_stream for stream in streams}
+    assert len(handles | {torch.cuda.Stream().cuda_stream for _ in range(40)}) == 34
+    del first
+    gc.collect()
+    third = Products()
+    assert own_stream(third, device).cuda_stream in handles
+    with torch.cuda.stream(streams[1]):
+        assert torch.cuda.current_stream().cuda_stream == streams[1].cuda_stream

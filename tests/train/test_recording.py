@@ -40,9 +40,6 @@ class Cuda:
         self.captures: list[Graph] = []
         self.pools: list[object] = []
 
-    def Stream(self, device: Any) -> Stream:
-        return Stream()
-
     def current_stream(self, device: Any) -> Stream:
         return Stream()
 
@@ -102,6 +99,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
     fake = Torch()
     monkeypatch.setattr(recording, "torch", fake)
     monkeypatch.setattr(recording, "library_workspaces", lambda device: SimpleNamespace())
+    monkeypatch.setattr(recording, "own_stream", lambda owner, device: Stream())
     return fake
 
 

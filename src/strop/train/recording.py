@@ -21,6 +21,7 @@ from torch import Tensor
 from strop.dispatch.gc_pause import collection_paused
 from strop.errors import UnsupportedError
 from strop.runtime.run.library_workspaces import library_workspaces
+from strop.runtime.run.own_streams import own_stream
 
 _ASKED = "is_cuda_stream_capturing"  # what transformers asks
 Body = Callable[[], Tensor]
@@ -71,7 +72,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(self, device)
         self._libraries = library_workspaces(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._one = torch.zeros(1, device=device)

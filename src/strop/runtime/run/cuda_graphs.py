@@ -28,6 +28,7 @@ from strop.runtime.loop.hoisting import Moment, Stamp, written
 from strop.runtime.run import group_shutdowns
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.library_workspaces import library_workspaces
+from strop.runtime.run.own_streams import own_stream
 from strop.runtime.run.workspace import Workspace, workspace_of
 from strop.wording import counted
 
@@ -208,7 +209,7 @@ class GraphPool:
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._wander = set[Hashable]()  # graphs whose inputs come from elsewhere each time
         self._renew_pool()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(self, device)
         self._libraries = library_workspaces(device)
         self._workspace: Workspace | None = None  # of the first call's stream
         self._home = 0  # this stream

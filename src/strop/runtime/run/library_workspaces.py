@@ -4,7 +4,8 @@ torch gives each pair of a cuBLAS handle, which a thread has, and a stream a wor
 Hopper. A graph that was captured writes to it in every replay, but torch frees the workspaces of
 all streams at once when somebody asks for it, as Inductor does whenever it captures a CUDA graph
 (``clear_cublas_manager`` in torch/_inductor/cudagraph_trees.py). A replay would then write to
-what lies there by now.
+what lies there by now. The stream must be one that nobody had before (``own_streams.py``): a
+workspace that is there already lies in memory of torch's.
 """
 
 from __future__ import annotations
