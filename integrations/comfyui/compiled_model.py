@@ -154,8 +154,11 @@ class _ForgetWeights:
     def __init__(self, compiled: CompiledModel) -> None:
         self._compiled = compiled
 
-    def __call__(self, patcher: Any, *_: Any) -> None:
-        self._compiled.forget_weights()
+    def __call__(self, patcher: Any, leaves: bool = True) -> None:
+        """``leaves``: weights go back to where they came from, and the model off its device. Before
+        each sampling ComfyUI also has one clone take a model over from another: all stays."""
+        if leaves:
+            self._compiled.forget_weights()
 
 
 def plain(patcher: Any) -> Any:

@@ -357,11 +357,13 @@ class ModelPatcher:
             setattr(self.model.get_submodule(holder), last, value)
         self.object_backup.clear()
 
-    def detach(self) -> None:
-        self.unpatch_model()
+    def detach(self, unpatch_all: bool = True) -> None:
+        """Leave the model to another clone, or take it off its device as well."""
+        if unpatch_all:
+            self.unpatch_model()
         for some in self.callbacks.get(CallbacksMP.ON_DETACH, {}).values():
             for callback in some:
-                callback(self, True)
+                callback(self, unpatch_all)
 
 
 def patched(weight: Tensor, patches: list[tuple[float, Tensor, Tensor]]) -> Tensor:

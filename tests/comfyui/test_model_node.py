@@ -380,6 +380,21 @@ def test_weights_are_let_go_when_the_model_leaves_its_device(patcher, optimize) 
     assert torch.equal(draw(fast), before)
 
 
+def test_nothing_is_let_go_when_another_clone_takes_the_model_over(patcher, optimize) -> None:
+    """ComfyUI has a clone do so before each sampling; all that was made of weights would be made
+    again, and graphs captured again."""
+    fast = optimize(patcher)
+    before = draw(fast)
+    (compiled,) = fast.wrappers[WrappersMP.DIFFUSION_MODEL]["strop"]
+    made = [line for line in compiled.report().splitlines() if " made " in line]
+    assert made
+    assert compiled.module.forward.state.merged
+    fast.detach(unpatch_all=False)
+    assert compiled.module.forward.state.merged
+    assert torch.equal(draw(fast.clone()), before)
+    assert made == [line for line in compiled.report().splitlines() if " made " in line]
+
+
 def test_the_report_says_what_ran(pack, patcher, optimize) -> None:
     node = pack.NODE_CLASS_MAPPINGS["StropReport"]()
     fast = optimize(patcher)
