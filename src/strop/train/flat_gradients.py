@@ -95,7 +95,7 @@ def divide_sum(memory: Tensor, count: int) -> None:
         memory.div_(count)
 
 
-def _copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copy each gradient into its view, unless it lies there. One that lies there in another order
     is copied twice."""
     into, given = [], []
@@ -106,6 +106,16 @@ def _copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
             given.append(gradient.clone() if is_there else gradient)
     if into:
         torch._foreach_copy_(into, given)
+
+
+def home_at(place: Tensor, look: Look) -> Tensor | None:
+    """Return the memory of a place as a tensor of another look, with a count of versions of its
+    own; None where that look does not fill it, or is of another type."""
+    shape, strides, dtype = look
+    if place.dtype != dtype or not _fills(shape, strides, place.numel()):
+        return None
+    start = place.storage_offset()
+    return place.new_empty(0).set_(place.untyped_storage(), start, shape, strides)
 
 
 def _fills(shape: Sequence[int], strides: Sequence[int], count: int) -> bool:
@@ -170,19 +180,16 @@ class SentGradients:
     def home(self, parameter: Tensor, look: Look) -> Tensor | None:
         """Return the place of an early gradient in its bucket, as a tensor with a count of versions
         of its own. A graph may see it in another shape than the parameter's."""
-        place, (shape, strides, dtype) = self._places.get(parameter), look
-        if place is None or place.dtype != dtype or not _fills(shape, strides, place.numel()):
-            return None
-        start = place.storage_offset()
-        return place.new_empty(0).set_(place.untyped_storage(), start, shape, strides)
+        place = self._places.get(parameter)
+        return None if place is None else home_at(place, look)
 
     @torch.no_grad()
-    def take(self, parameter: Tensor, gradient: Tensor) -> None:
+    def take(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Take a gradient that is complete, and send its bucket if that is all there and those
-        before it have been sent."""
+        before it have been sent. It becomes the parameter's all the same."""
         at = self._bucket_of.get(parameter)
         if at is None:
-            return
+            return False
         if parameter in self._arrivals or parameter in self._here.get(at, ()):
             raise TrainingError(
                 "a weight has had two gradients in one backward pass, and in the first one only "
@@ -197,6 +204,7 @@ class SentGradients:
             del self._here[at]  # autograd copies a gradient that somebody else holds
             while len(self._sent) in self._filled:
                 self._send()
+        return False
 
     def take_whole(self, parameter: Tensor) -> None:
         """Take a gradient that torch has put together."""
@@ -204,7 +212,7 @@ class SentGradients:
             self.take(parameter, parameter.grad)
 
     def _fill(self, at: int, gradients: Sequence[Tensor]) -> None:
-        _copy_into(self.buckets[at].views, gradients)
+        copy_into(self.buckets[at].views, gradients)
         self._filled.add(at)
 
     def _send(self) -> None:
