@@ -299,6 +299,10 @@ def test_settings() -> None:
         given_settings.make(
             "lora", {"model": "sprites", "shard_gradients": True, "optimizer": "lion"}
         )
+    with pytest.raises(OptionError, match="gradient_sync bf16 is built for gradients that all"):
+        given_settings.make(
+            "lora", {"model": "sprites", "shard_gradients": True, "gradient_sync": "bf16"}
+        )
     assert next(c for c in LADDER.contenders if c.name == "zero2").setup.parallel == "zero2"
 
 

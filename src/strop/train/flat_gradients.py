@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -67,7 +68,8 @@ class Bucket(Protocol):
 @dataclass(frozen=True)
 class FlatBucket:
     """Hold parameters, the memory of their gradients, and a view of it for each; all ranks get all
-    of the sums."""
+    of the sums. Memory of another type than the gradients' is what travels: gradients are rounded
+    into it, and become what it holds in the end."""
 
     parameters: tuple[Tensor, ...]
     memory: Tensor
@@ -80,8 +82,13 @@ class FlatBucket:
 
     def land(self, count: int) -> None:
         divide_sum(self.memory, count)
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+        pairs = list(zip(self.parameters, self.views, strict=True))
+        if self.memory.dtype == self.parameters[0].dtype:
+            for parameter, view in pairs:
+                parameter.grad = view
+            return
+        have = [(p.grad, view) for p, view in pairs if p.grad is not None]
+        torch._foreach_copy_([own for own, _ in have], [view for _, view in have])
 
 
 def op_of_mean(memory: Tensor) -> Any:
@@ -258,11 +265,16 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def flat_buckets(
-    early: Sequence[Tensor], late: Sequence[Tensor], group: ProcessGroup | None = None
+    early: Sequence[Tensor],
+    late: Sequence[Tensor],
+    group: ProcessGroup | None = None,
+    narrow: torch.dtype | None = None,
 ) -> list[FlatBucket]:
-    """Lay out the gradients of parameters: first those that come early, in their order."""
-    first = [_bucket(part, group, comes_early=True) for part in buckets_of(early[::-1])]
-    return [*first, *(_bucket(part, group, comes_early=False) for part in buckets_of(late))]
+    """Lay out the gradients of parameters: first those that come early, in their order. Those in
+    fp32 travel in the type ``narrow``, if there is one."""
+    made = partial(_bucket, group=group, narrow=narrow)
+    first = [made(part, comes_early=True) for part in buckets_of(early[::-1])]
+    return [*first, *(made(part, comes_early=False) for part in buckets_of(late))]
 
 
 def buckets_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -289,16 +301,21 @@ def _cut(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _bucket(
-    parameters: Sequence[Tensor], group: ProcessGroup | None, *, comes_early: bool
+    parameters: Sequence[Tensor],
+    group: ProcessGroup | None,
+    narrow: torch.dtype | None,
+    *,
+    comes_early: bool,
 ) -> FlatBucket:
     first = parameters[0].grad
     assert first is not None
-    step = _ALIGNED_BYTES // first.element_size()
+    dtype = narrow if narrow and first.dtype == torch.float32 else first.dtype
+    step = _ALIGNED_BYTES // dtype.itemsize
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)
         end += -(-parameter.numel() // step) * step
-    memory = torch.zeros(end, dtype=first.dtype, device=first.device)
+    memory = torch.zeros(end, dtype=dtype, device=first.device)
     views = [
         memory.as_strided(p.shape, dense_strides(p), start)
         for p, start in zip(parameters, starts, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Learner:
             if parameter.requires_grad
         }
         self.parameters = list(self.named.values())
+        narrow = torch.bfloat16 if settings.gradient_sync == "bf16" else None
+        self.averages = partial(ranks.averaged, narrow=narrow)
         self._shards, self._summed, self._averaged = None, None, None
         if settings.shards_states and ranks.count > 1:
             keeps_rooms = not settings.shard_gradients
@@ -45,7 +48,7 @@ class Learner:
             else:
                 self._averaged = ranks.averaged_sharded(self._shards)
         else:
-            self._averaged = ranks.averaged(self.parameters)
+            self._averaged = self.averages(self.parameters)
         self._is_whole = settings.gradient_accumulation_steps == 1  # a backward pass is a step's
         self._has_graphs = settings.compile_unet
         self.steps = self._made_steps(settings)
