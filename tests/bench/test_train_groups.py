@@ -251,7 +251,7 @@ def test_torchrun(tmp_path: Path) -> None:
     [
         ("--ladder", "--only", "zero2,compiled"),
         ("P12", "--only", "strop,diffusers"),
-        ("P12b", "--only", "strop-zero1,strop-budget"),
+        ("P12b", "--only", "strop-zero1,strop-zero2"),
         ("P12c", "--only", "strop-shadow,diffusers"),
         ("P12e", "--only", "strop"),
         ("SD2", "--only", "strop-64-budget,diffusers-32"),

@@ -131,6 +131,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ir.philox",
         "ir.source",
         "dispatch.gc_pause",
+        "dispatch.gradient_edges",
         "dispatch.gradient_listeners",
         "runtime.build.loader",
         "runtime.run.graph_keep_alive",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,41 @@ def test_buckets_are_sent_within_the_backward_pass(pair: Pair) -> None:
         expected = torch.autograd.grad(sum(losses) / 2, list(net.parameters()))  # type: ignore[arg-type]
         for grad, right in zip(grads, expected, strict=True):
             torch.testing.assert_close(grad, right, rtol=1e-5, atol=1e-7)
+
+
+def _narrow(ranks: Ranks, compiles: bool) -> tuple[list[list[Tensor]], list[int]]:
+    """What two steps give where gradients travel in bf16, and how many buckets were sent early."""
+    patch, sends, net = _small_buckets(), list[int](), Net()
+    if compiles:
+        strop.optimize(net, train=True)
+    averaged, found = ranks.averaged(list(net.parameters()), torch.bfloat16), []
+    for step in range(2):
+        with averaged.backward():
+            _loss(net, _rows(ranks.rank, step)).backward()
+            sends.append(averaged.num_sent)
+        averaged.finish()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        net.zero_grad()
+    patch.undo()
+    return found, sends
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_gradients_travel_in_bf16(pair: Pair, compiles: bool) -> None:
+    """What comes is the mean of gradients that each rank has rounded, in fp32 and on both alike."""
+    first, second = pair.run(partial(_narrow, compiles=compiles))
+    assert first[1] == second[1] == [0, DEPTH // 2]
+    for step, (mine, theirs) in enumerate(zip(first[0], second[0], strict=True)):
+        net, parts = Net(), []
+        for rank in range(2):
+            grads = torch.autograd.grad(_loss(net, _rows(rank, step)), list(net.parameters()))
+            parts.append([g.bfloat16() for g in grads])
+        for a, b, one, other in zip(mine, theirs, *parts, strict=True):
+            assert a.dtype == torch.float32
+            assert torch.equal(a, b)
+            assert torch.equal(a, a.bfloat16().float())
+            mean = ((one + other) / 2).float()
+            torch.testing.assert_close(a, mean, rtol=2**-7, atol=float(mean.abs().max()) * 2**-7)
 
 
 def _shared_out(ranks: Ranks) -> tuple[list[list[Tensor | None]], list[int]]:

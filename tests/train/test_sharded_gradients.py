@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as recomputed
 
+import strop
 from strop.bench.train_rows import LADDER
 from strop.errors import OptionError, TrainingError
 from strop.train import flat_gradients, given_settings
@@ -51,7 +54,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor, uses_side: bool) -> Tensor:
         for layer in (*self.early, *self.late):
             x = torch.tanh(layer(x)) + x
-        return self.last(x) + (self.side(x) if uses_side else 0.0)
+        return self.last(x) + (torch.tanh(self.side(x)) if uses_side else 0.0)
 
 
 def loss_of(net: nn.Module, step: int, part: int, rank: int) -> Tensor:
@@ -95,12 +98,50 @@ class Counted:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _stepped(ranks: Ranks) -> dict[str, Any]:
+class CountedStorage:
+    """Count the memory of buckets, and of gradients that a compiled graph has handed on, whoever
+    holds it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.most, self.allowed = 0, 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        room, put = ShardedBucket.room, ShardedGradients._put
+
+        def made_room(bucket: ShardedBucket) -> Any:
+            found = room(bucket)
+            self._note(found.memory)
+            return found
+
+        def has_put(summed: ShardedGradients, parameter: Tensor, gradient: Tensor) -> None:
+            self._note(gradient)
+            put(summed, parameter, gradient)
+            self._look()
+
+        patch.setattr(ShardedBucket, "room", made_room)
+        patch.setattr(ShardedGradients, "_put", has_put)
+
+    def _note(self, tensor: Tensor) -> None:
+        held = StorageWeakRef(tensor.untyped_storage())
+        self._held[held.cdata] = held, tensor.untyped_storage().nbytes()
+
+    def _look(self) -> None:
+        end = time.monotonic() + 10
+        while (count := self._count()) > self.allowed and time.monotonic() < end:
+            time.sleep(0.001)
+        self.most = max(self.most, count)
+
+    def _count(self) -> int:
+        return sum(size for held, size in self._held.values() if not held.expired())
+
+
+def _stepped(ranks: Ranks, compiles: bool = False) -> dict[str, Any]:
     flat_gradients.BUCKET_BYTES = 4 * WEIGHT
     net = Net()
     parameters = list(net.parameters())
+    if compiles:
+        strop.optimize(net, train=True)
     with pytest.MonkeyPatch.context() as patch:
-        counted = Counted(net, patch)
+        counted = CountedStorage(patch) if compiles else Counted(net, patch)
         shards = ShardedParameters(parameters, ranks.rank, ranks.count, keeps_rooms=False)
         bucket = max(b.shape[0] * b.shape[1] * 4 for b in shards.buckets)
         beside = BUCKETS_BESIDE * bucket
@@ -112,7 +153,9 @@ def _stepped(ranks: Ranks) -> dict[str, Any]:
         norms, grads = [], []
         for step in range(STEPS):
             for part in range(PARTS):
-                loss_of(net, step, part, ranks.rank).backward()
+                loss = loss_of(net, step, part, ranks.rank)
+                with summed.backward(loss) if compiles else nullcontext():
+                    loss.backward()
                 summed.end_pass()
                 assert all(p.grad is None for p in parameters), "between passes none is kept"
             ranks.finish(summed)
@@ -136,11 +179,14 @@ def _stepped(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def test_shares_are_summed_within_the_backward_pass(pair: Pair) -> None:
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_shares_are_summed_within_the_backward_pass(pair: Pair, compiles: bool) -> None:
     """Two ranks and two passes a step are one process that sees all; a parameter has no gradient in
     one of the passes."""
-    found = pair.run(_stepped)
+    found = pair.run(partial(_stepped, compiles=compiles))
     net, start = Net(), Net().state_dict()
+    if compiles:  # Adam's steps are whole ones even where all of a gradient is rounding
+        strop.optimize(net, train=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for step in range(STEPS):
         for part in range(PARTS):
@@ -163,11 +209,12 @@ def test_shares_are_summed_within_the_backward_pass(pair: Pair) -> None:
         assert gap < 1e-3 * (weight - start[name]).norm(), name
 
 
-def test_no_full_set_of_gradients_is_kept(pair: Pair) -> None:
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_no_full_set_of_gradients_is_kept(pair: Pair, compiles: bool) -> None:
     """What lives beside a rank's share is two buckets on their way, the halves that are received of
     them, the one that is filled, and two that wait: for the last layer's neighbours, which are
     early ones, and for the layer that is not used."""
-    for found in pair.run(_stepped):
+    for found in pair.run(partial(_stepped, compiles=compiles)):
         assert found["own"] <= 0.55 * found["all"]
         beside = found["beside"]
         assert found["most"] <= beside + WEIGHT
@@ -193,6 +240,53 @@ def _reentrant(ranks: Ranks) -> str:
     return "nothing was said"
 
 
+def _in_parts(ranks: Ranks) -> tuple[list[list[Tensor | None]], int]:
+    """A penalty in eager adds to one weight, and a second call of a compiled layer to another: what
+    a graph computes of these is not all."""
+    flat_gradients.BUCKET_BYTES = 4 * WEIGHT
+    net, taken = _layers(compiles=True), list[Tensor]()
+    shards = ShardedParameters(list(net.parameters()), ranks.rank, ranks.count, keeps_rooms=False)
+    summed, found = ranks.summed(shards), []
+    take = summed.take
+    summed.take = lambda leaf, gradient: taken.append(leaf) or take(leaf, gradient)  # type: ignore[method-assign, func-returns-value]
+    for step in range(2):
+        loss = _penalised(net, step, ranks.rank)
+        with summed.backward(loss):
+            loss.backward()
+        summed.end_pass()
+        ranks.finish(summed)
+        found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        net.zero_grad()
+    return found, len(taken)
+
+
+def _layers(compiles: bool) -> nn.ModuleList:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    for layer in layers[:2] if compiles else ():
+        strop.optimize(layer, train=True)
+    return layers
+
+
+def _penalised(layers: nn.ModuleList, step: int, rank: int) -> Tensor:
+    once, twice, plain = layers
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    found: Tensor = plain(twice(torch.tanh(twice(once(x))))).square().mean()
+    return found + once.weight.square().sum()
+
+
+def test_of_a_gradient_in_parts_the_sum_is_taken(pair: Pair) -> None:
+    first, second = pair.run(_in_parts)
+    assert first[1] == second[1] == 2, "one bias has all of its gradient from one graph, in a step"
+    for step, (mine, theirs) in enumerate(zip(first[0], second[0], strict=True)):
+        layers = _layers(compiles=False)
+        losses = [_penalised(layers, step, rank) for rank in range(2)]
+        expected = torch.autograd.grad(sum(losses) / 2, list(layers.parameters()))  # type: ignore[arg-type]
+        for a, b, right in zip(mine, theirs, expected, strict=True):
+            assert (a is None) != (b is None)
+            torch.testing.assert_close(b if a is None else a, right, rtol=1e-4, atol=1e-6)
+
+
 def test_two_gradients_in_a_pass_are_refused(pair: Pair) -> None:
     for said in pair.run(_reentrant):
         assert "leave out" in said or "without --shard_gradients" in said
@@ -204,6 +298,10 @@ def test_settings() -> None:
     with pytest.raises(OptionError, match="shard_gradients is built for Strop's AdamW"):
         given_settings.make(
             "lora", {"model": "sprites", "shard_gradients": True, "optimizer": "lion"}
+        )
+    with pytest.raises(OptionError, match="gradient_sync bf16 is built for gradients that all"):
+        given_settings.make(
+            "lora", {"model": "sprites", "shard_gradients": True, "gradient_sync": "bf16"}
         )
     assert next(c for c in LADDER.contenders if c.name == "zero2").setup.parallel == "zero2"
 
@@ -250,12 +348,13 @@ def _assert_near(one: Path, two: Path) -> None:
         assert gap <= 1e-4 * float(value.double().norm()) + 1e-7, name
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_a_training_has_the_bits_of_cut_states(
-    pair: Pair, tiny_model: Path, tmp_path: Path
+    pair: Pair, tiny_model: Path, tmp_path: Path, compiles: bool
 ) -> None:
     """With one pass a step the sums are the same. Each goes on from a checkpoint of the other, and
     says that the sums may differ."""
-    given = partial(_given, tiny_model)
+    given = partial(_given, tiny_model, compile_unet=compiles)
     _both(pair, **given(tmp_path / "states", shard_optimizer=True))
     watches = _both(pair, **given(tmp_path / "gradients", shard_gradients=True))
     assert not any("to the bit" in text for watch in watches for text in watch.warnings)

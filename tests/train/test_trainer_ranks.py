@@ -516,6 +516,12 @@ GPU_RUNS = {
     "compiled": {"compile_unet": True, "mixed_precision": "bf16"},
     "sharded": {"shard_optimizer": True},
     "summed": {"shard_gradients": True},
+    "summed compiled": {
+        "shard_gradients": True,
+        "compile_unet": True,
+        "mixed_precision": "bf16",
+    },
+    "bf16 travels": {"gradient_sync": "bf16"},
     "sharded fp16": {"shard_optimizer": True, "mixed_precision": "fp16"},
 }
 

@@ -84,6 +84,12 @@ GROUP_ROWS: tuple[TrainRow, ...] = (
                 replace(OURS, parallel="zero1", recompute="budget"),
                 f"moments sharded, {_FEWER}",
             ),
+            Contender(
+                "strop-zero2",
+                _SDXL,
+                replace(OURS, parallel="zero2"),
+                "moments and summed gradients sharded",
+            ),
             Contender("strop-budget", _SDXL, replace(OURS, recompute="budget"), _FEWER),
             Contender(
                 "diffusers",

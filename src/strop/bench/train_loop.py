@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,8 +248,13 @@ class Loop:
         self.loss = self.objective(*self._tensors())
 
     def _backward(self) -> None:
-        with self.averaged.backward():
-            self.stepping.scaled(self.loss).backward()
+        loss, summed = self.stepping.scaled(self.loss), self.stepping.summed
+        with ExitStack() as travelling:
+            if summed is None:
+                travelling.enter_context(self.averaged.backward())
+            elif self.setup.compiler == "strop":  # else they come by themselves
+                travelling.enter_context(summed.backward(loss))
+            loss.backward()
 
     def _end(self) -> None:
         if not self.setup.graph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from strop.bench.train_work import Setup, Work
 from strop.train import EMASchedule, FusedAdamW, GradScaler
 from strop.train.averaged_gradients import AveragedGradients
 from strop.train.ranks import ALONE, Ranks
+from strop.train.sharded_gradients import ShardedGradients
 from strop.train.sharded_parameters import ShardedParameters
 
 MAX_NORM, DECAY = 1.0, 0.9999
@@ -25,7 +26,7 @@ Act = Callable[[], None]
 class Stepping:
     """Hold the parts of an update, with the names of the split. ``norm``: of the gradients of the
     last step. ``averaged``: what gives each rank the gradients that it steps, if they are shared
-    out."""
+    out; ``summed``: what takes them in the backward pass, if no rank keeps all."""
 
     optimizer: torch.optim.Optimizer
     scaler: Any
@@ -33,6 +34,7 @@ class Stepping:
     norm: Callable[[], Tensor | None]
     leaves: tuple[Tensor, ...] = ()  # what gets gradients
     averaged: AveragedGradients | None = None
+    summed: ShardedGradients | None = None
 
     def scaled(self, loss: Tensor) -> Tensor:
         found: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
@@ -86,17 +88,6 @@ def _average(
     return (("EMA", average),)
 
 
-def _summing(shards: ShardedParameters, ranks: Ranks) -> Act:
-    """Have gradients summed within the backward pass; returns what comes behind it."""
-    summed = ranks.summed(shards)
-
-    def end() -> None:
-        summed.end_pass()
-        ranks.finish(summed)
-
-    return end
-
-
 def _fused(
     work: Work, setup: Setup, params: Sequence[nn.Parameter], ranks: Ranks = ALONE
 ) -> Stepping:
@@ -124,12 +115,22 @@ def _fused(
             scaler.update()
 
     parts: tuple[tuple[str, Act], ...] = (("update", update),)
-    averaged = None
-    if shards is not None:
-        cut = shards
-        parts = (*parts, ("gather", lambda: ranks.gather(cut)))
-        if setup.parallel == "zero1":
-            averaged = ranks.averaged_sharded(shards)
-        else:
-            parts = (("sync", _summing(shards, ranks)), *parts)
-    return Stepping(optimizer, scaler, parts, lambda: optimizer.grad_norm, tuple(params), averaged)
+    leaves = tuple(params)
+    stepping = Stepping(optimizer, scaler, parts, lambda: optimizer.grad_norm, leaves)
+    return stepping if shards is None else _shared_out(stepping, setup, shards, ranks)
+
+
+def _shared_out(
+    stepping: Stepping, setup: Setup, shards: ShardedParameters, ranks: Ranks
+) -> Stepping:
+    """Give each rank the gradients that it steps, and all ranks the stepped weights."""
+    parts = (*stepping.parts, ("gather", lambda: ranks.gather(shards)))
+    if setup.parallel == "zero1":
+        return replace(stepping, parts=parts, averaged=ranks.averaged_sharded(shards))
+    summed = ranks.summed(shards)
+
+    def end() -> None:
+        summed.end_pass()
+        ranks.finish(summed)
+
+    return replace(stepping, parts=(("sync", end), *parts), summed=summed)

@@ -24,8 +24,10 @@ class Listener(Protocol):
         """Return memory of this shape, strides and type for the gradient, or None."""
         ...
 
-    def take(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Take a gradient that is complete, on the stream, and in the thread, of its graph."""
+    def take(self, leaf: Tensor, gradient: Tensor) -> bool:
+        """Take a gradient that is complete, on the stream, and in the thread, of its graph. True
+        where it is kept: autograd then gets none, and its memory is free as soon as the listener
+        lets go of it."""
         ...
 
 
@@ -33,11 +35,13 @@ _listeners: dict[int, tuple[Tensor, Listener]] = {}  # by the leaf's id; autogra
 
 
 @contextmanager
-def listening(leaves: Sequence[Tensor], listener: Listener) -> Iterator[None]:
+def listening(
+    leaves: Sequence[Tensor], listener: Listener, num_own_hooks: int = 0
+) -> Iterator[None]:
     """Hand a listener the gradients of ``leaves`` that compiled backward graphs compute in here.
     Who has hooks on its gradient, which may change it, is left out, and so is all that no graph of
-    Strop computes."""
-    added = {id(leaf): (leaf, listener) for leaf in leaves if not _has_hooks(leaf)}
+    Strop computes. So many of the hooks behind accumulation are the listener's own."""
+    added = {id(leaf): (leaf, listener) for leaf in leaves if not _has_hooks(leaf, num_own_hooks)}
     _listeners.update(added)
     try:
         yield
@@ -46,8 +50,9 @@ def listening(leaves: Sequence[Tensor], listener: Listener) -> Iterator[None]:
             _listeners.pop(key, None)
 
 
-def _has_hooks(leaf: Tensor) -> bool:
-    return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+def _has_hooks(leaf: Tensor, num_own: int) -> bool:
+    behind = getattr(leaf, "_post_accumulate_grad_hooks", None) or ()
+    return bool(leaf._backward_hooks) or len(behind) > num_own
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,9 @@ class _Sources:
         leaf, listener = self.leaves.get(place, (None, None))
         return None if leaf is None or listener is None else listener.home(leaf, look)
 
-    def ready(self, place: int, result: Tensor) -> None:
-        if place in self.leaves:
-            leaf, listener = self.leaves[place]
-            listener.take(leaf, result)
+    def ready(self, place: int, result: Tensor) -> bool:
+        leaf, listener = self.leaves.get(place, (None, None))
+        return leaf is not None and listener is not None and listener.take(leaf, result)
 
 
 def told_of(sources: Sequence[Tensor]) -> Told | None:

@@ -125,6 +125,11 @@ class _Run(torch.autograd.Function):
         return None, None, *(next(found) if wants else None for wants in step.wants)
 
 
+def is_compiled_backward(node: Any) -> bool:
+    """Tell whether a node of autograd is the backward graph of a step."""
+    return isinstance(node, _Run._backward_cls)
+
+
 @dataclass
 class Steps:
     """Finds or makes the step for a call."""

@@ -4,13 +4,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strop.train.ema import EMASchedule
+    from strop.train.lightning import lightning_callback
     from strop.train.optimizers import FusedAdam, FusedAdamW, FusedSGD
     from strop.train.scaler import GradScaler
     from strop.train.whole_step import compile_step
 
-__all__ = ["EMASchedule", "FusedAdam", "FusedAdamW", "FusedSGD", "GradScaler", "compile_step"]
+__all__ = [
+    "EMASchedule",
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedSGD",
+    "GradScaler",
+    "compile_step",
+    "lightning_callback",
+]
 
-_HOMES = {"EMASchedule": "ema", "GradScaler": "scaler", "compile_step": "whole_step"}
+_HOMES = {
+    "EMASchedule": "ema",
+    "GradScaler": "scaler",
+    "compile_step": "whole_step",
+    "lightning_callback": "lightning",
+}
 
 
 def __getattr__(name: str) -> Any:

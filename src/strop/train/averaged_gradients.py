@@ -39,11 +39,12 @@ class WatchedPass:
     def home(self, leaf: Tensor, look: Look) -> None:
         """Have memory made for a gradient."""
 
-    def take(self, leaf: Tensor, gradient: Tensor) -> None:
+    def take(self, leaf: Tensor, gradient: Tensor) -> bool:
         """Note a gradient by one graph, without holding it: autograd would copy what somebody else
         holds."""
         again = leaf in self._graphs  # then it is a part of the gradient only
         self._graphs[leaf] = next(self._times), None if again else Arrival.of(gradient)
+        return False
 
     def take_whole(self, leaf: Tensor) -> None:
         """Note that torch has put together all of a gradient."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -67,7 +68,8 @@ class Bucket(Protocol):
 @dataclass(frozen=True)
 class FlatBucket:
     """Hold parameters, the memory of their gradients, and a view of it for each; all ranks get all
-    of the sums."""
+    of the sums. Memory of another type than the gradients' is what travels: gradients are rounded
+    into it, and become what it holds in the end."""
 
     parameters: tuple[Tensor, ...]
     memory: Tensor
@@ -80,8 +82,13 @@ class FlatBucket:
 
     def land(self, count: int) -> None:
         divide_sum(self.memory, count)
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+        pairs = list(zip(self.parameters, self.views, strict=True))
+        if self.memory.dtype == self.parameters[0].dtype:
+            for parameter, view in pairs:
+                parameter.grad = view
+            return
+        have = [(p.grad, view) for p, view in pairs if p.grad is not None]
+        torch._foreach_copy_([own for own, _ in have], [view for _, view in have])
 
 
 def op_of_mean(memory: Tensor) -> Any:
@@ -95,7 +102,7 @@ def divide_sum(memory: Tensor, count: int) -> None:
         memory.div_(count)
 
 
-def _copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copy each gradient into its view, unless it lies there. One that lies there in another order
     is copied twice."""
     into, given = [], []
@@ -106,6 +113,16 @@ def _copy_into(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
             given.append(gradient.clone() if is_there else gradient)
     if into:
         torch._foreach_copy_(into, given)
+
+
+def home_at(place: Tensor, look: Look) -> Tensor | None:
+    """Return the memory of a place as a tensor of another look, with a count of versions of its
+    own; None where that look does not fill it, or is of another type."""
+    shape, strides, dtype = look
+    if place.dtype != dtype or not _fills(shape, strides, place.numel()):
+        return None
+    start = place.storage_offset()
+    return place.new_empty(0).set_(place.untyped_storage(), start, shape, strides)
 
 
 def _fills(shape: Sequence[int], strides: Sequence[int], count: int) -> bool:
@@ -170,19 +187,16 @@ class SentGradients:
     def home(self, parameter: Tensor, look: Look) -> Tensor | None:
         """Return the place of an early gradient in its bucket, as a tensor with a count of versions
         of its own. A graph may see it in another shape than the parameter's."""
-        place, (shape, strides, dtype) = self._places.get(parameter), look
-        if place is None or place.dtype != dtype or not _fills(shape, strides, place.numel()):
-            return None
-        start = place.storage_offset()
-        return place.new_empty(0).set_(place.untyped_storage(), start, shape, strides)
+        place = self._places.get(parameter)
+        return None if place is None else home_at(place, look)
 
     @torch.no_grad()
-    def take(self, parameter: Tensor, gradient: Tensor) -> None:
+    def take(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Take a gradient that is complete, and send its bucket if that is all there and those
-        before it have been sent."""
+        before it have been sent. It becomes the parameter's all the same."""
         at = self._bucket_of.get(parameter)
         if at is None:
-            return
+            return False
         if parameter in self._arrivals or parameter in self._here.get(at, ()):
             raise TrainingError(
                 "a weight has had two gradients in one backward pass, and in the first one only "
@@ -197,6 +211,7 @@ class SentGradients:
             del self._here[at]  # autograd copies a gradient that somebody else holds
             while len(self._sent) in self._filled:
                 self._send()
+        return False
 
     def take_whole(self, parameter: Tensor) -> None:
         """Take a gradient that torch has put together."""
@@ -204,7 +219,7 @@ class SentGradients:
             self.take(parameter, parameter.grad)
 
     def _fill(self, at: int, gradients: Sequence[Tensor]) -> None:
-        _copy_into(self.buckets[at].views, gradients)
+        copy_into(self.buckets[at].views, gradients)
         self._filled.add(at)
 
     def _send(self) -> None:
@@ -250,11 +265,16 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def flat_buckets(
-    early: Sequence[Tensor], late: Sequence[Tensor], group: ProcessGroup | None = None
+    early: Sequence[Tensor],
+    late: Sequence[Tensor],
+    group: ProcessGroup | None = None,
+    narrow: torch.dtype | None = None,
 ) -> list[FlatBucket]:
-    """Lay out the gradients of parameters: first those that come early, in their order."""
-    first = [_bucket(part, group, comes_early=True) for part in buckets_of(early[::-1])]
-    return [*first, *(_bucket(part, group, comes_early=False) for part in buckets_of(late))]
+    """Lay out the gradients of parameters: first those that come early, in their order. Those in
+    fp32 travel in the type ``narrow``, if there is one."""
+    made = partial(_bucket, group=group, narrow=narrow)
+    first = [made(part, comes_early=True) for part in buckets_of(early[::-1])]
+    return [*first, *(made(part, comes_early=False) for part in buckets_of(late))]
 
 
 def buckets_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -281,16 +301,21 @@ def _cut(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _bucket(
-    parameters: Sequence[Tensor], group: ProcessGroup | None, *, comes_early: bool
+    parameters: Sequence[Tensor],
+    group: ProcessGroup | None,
+    narrow: torch.dtype | None,
+    *,
+    comes_early: bool,
 ) -> FlatBucket:
     first = parameters[0].grad
     assert first is not None
-    step = _ALIGNED_BYTES // first.element_size()
+    dtype = narrow if narrow and first.dtype == torch.float32 else first.dtype
+    step = _ALIGNED_BYTES // dtype.itemsize
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)
         end += -(-parameter.numel() // step) * step
-    memory = torch.zeros(end, dtype=first.dtype, device=first.device)
+    memory = torch.zeros(end, dtype=dtype, device=first.device)
     views = [
         memory.as_strided(p.shape, dense_strides(p), start)
         for p, start in zip(parameters, starts, strict=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Learner:
             if parameter.requires_grad
         }
         self.parameters = list(self.named.values())
+        narrow = torch.bfloat16 if settings.gradient_sync == "bf16" else None
+        self.averages = partial(ranks.averaged, narrow=narrow)
         self._shards, self._summed, self._averaged = None, None, None
         if settings.shards_states and ranks.count > 1:
             keeps_rooms = not settings.shard_gradients
@@ -45,8 +48,9 @@ class Learner:
             else:
                 self._averaged = ranks.averaged_sharded(self._shards)
         else:
-            self._averaged = ranks.averaged(self.parameters)
+            self._averaged = self.averages(self.parameters)
         self._is_whole = settings.gradient_accumulation_steps == 1  # a backward pass is a step's
+        self._has_graphs = settings.compile_unet
         self.steps = self._made_steps(settings)
 
     def _made_steps(self, settings: Settings) -> WeightSteps:
@@ -61,11 +65,19 @@ class Learner:
             module.train(mode)
 
     def backward(self, loss: Tensor) -> None:
-        averaged = self._averaged if self._is_whole else None
-        with nullcontext() if averaged is None else averaged.backward():
-            self.steps.scaled(loss).backward()
+        scaled = self.steps.scaled(loss)
+        with self._travelling(scaled):
+            scaled.backward()
         if self._summed is not None:
             self._summed.end_pass()
+
+    def _travelling(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Have gradients travel while the backward pass of ``loss``, which is in here, goes on."""
+        if self._summed is not None and self._has_graphs:
+            return self._summed.backward(loss)
+        if self._averaged is not None and self._is_whole:
+            return self._averaged.backward()
+        return nullcontext()
 
     def average_gradients(self) -> None:
         """Put the mean over ranks in the place of each gradient that this rank needs."""

@@ -253,7 +253,7 @@ class TrainingLoop:
             self.watch.stage("drawing validation pictures", self.step, self.total)
         style = drawing.style_of(settings, model, self.session.side)
         self.learner.train(False)
-        with self.learner.averaged():
+        with self.learner.averaged(), self.session.idle.here():
             pictures = drawing.validate(settings, model, style, self.ranks)
         self.learner.train()
         path = settings.output / "validation" / f"step-{self.step:06d}.png"

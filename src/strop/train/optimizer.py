@@ -6,7 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,12 @@ class FusedOptimizer(Optimizer):
         if self.stepper is None or self._extras.max_grad_norm is None:
             return None
         return self.stepper.memory.norm
+
+    def clip_to(self, norm: float | None) -> float | None:
+        """Clip to another norm from the next step on, or no more; returns the norm before."""
+        before = self._extras.max_grad_norm
+        self._extras = replace(self._extras, max_grad_norm=norm)
+        return before
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all groups, in order."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from strop.errors import OptionError, TrainingError
 from strop.train.averaged_gradients import AveragedGradients
+from strop.train.flat_gradients import flat_buckets
 from strop.train.messages import FAILED, LostRanksError, Messages
 from strop.train.places import GroupPlace
 from strop.train.settings import Settings
@@ -64,11 +66,14 @@ class Ranks:
         """Return the mean over ranks of a tensor on the device."""
         return value if self.channel is None else self.channel.mean(value)
 
-    def averaged(self, parameters: Sequence[Tensor]) -> AveragedGradients:
-        """Return what puts the mean over ranks in the place of each gradient."""
+    def averaged(
+        self, parameters: Sequence[Tensor], narrow: torch.dtype | None = None
+    ) -> AveragedGradients:
+        """Return what puts the mean over ranks in the place of each gradient. Gradients in fp32
+        travel in the type ``narrow``, if there is one."""
         if self.channel is None:
             return AveragedGradients(parameters, 1, lambda value, what: [value])
-        return self.channel.averaged(parameters)
+        return self.channel.averaged(parameters, narrow)
 
     def averaged_sharded(self, shards: ShardedParameters) -> AveragedGradients:
         """Return what gives each rank the mean gradients of what it steps."""
@@ -196,8 +201,11 @@ class Channel:
             torch.distributed.all_reduce(total)
         return total / self.count
 
-    def averaged(self, parameters: Sequence[Tensor]) -> AveragedGradients:
-        return AveragedGradients(parameters, self.count, self.all_of, self._meeting)
+    def averaged(
+        self, parameters: Sequence[Tensor], narrow: torch.dtype | None = None
+    ) -> AveragedGradients:
+        lay_out = partial(flat_buckets, narrow=narrow)
+        return AveragedGradients(parameters, self.count, self.all_of, self._meeting, lay_out)
 
     def averaged_sharded(self, shards: ShardedParameters) -> AveragedGradients:
         return AveragedGradients(

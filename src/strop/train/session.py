@@ -33,6 +33,7 @@ from strop.train.compiled import prepare
 from strop.train.conditions import read_controlled
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
 from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
+from strop.train.idle_parts import IdleParts, idle_parts
 from strop.train.learner import Learner
 from strop.train.lock import Hold
 from strop.train.model import DiffusionModel
@@ -57,6 +58,7 @@ class Session:
     step: int
     total: int
     hold: Hold | None  # of the output folder, until the loop has ended; rank 0 has it
+    idle: IdleParts  # of the model, in no step
     swap: BlockSwap | None = None  # of blocks whose weights lie in the host's memory
     run: str = ""  # what its checkpoints call this training, in all of its attempts
     ranks: Ranks = ALONE
@@ -130,6 +132,7 @@ def _prepare(
     source = _source(settings, model, side, folder, ranks, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
+    idle = idle_parts(settings, model)
     learner, swap = _learner(settings, model, ranks)
     step = 0 if found is None else _resume(settings, found, source, learner, total, warn)
     ranks.check_same("settings", lambda: settings.fixed)
@@ -146,6 +149,7 @@ def _prepare(
         step,
         total,
         hold,
+        idle,
         swap,
         began.run,
         ranks,

@@ -59,6 +59,15 @@ def check_together(settings: Settings) -> None:
     _check_adapters(s)
     _check_swap(s)
     _check_optimizer(s)
+    _check_sync(s)
+
+
+def _check_sync(s: Settings) -> None:
+    if s.gradient_sync != "fp32" and s.shards_states:
+        raise OptionError(
+            f"gradient_sync {s.gradient_sync} is built for gradients that all processes get: leave "
+            "it out, or shard_optimizer and shard_gradients"
+        )
 
 
 def _check_optimizer(s: Settings) -> None:

@@ -4,6 +4,9 @@ As soon as all gradients of a bucket are there, they are sent to the ranks that 
 (reduce-scatter), and their memory is freed. So a rank keeps the sums of its own share, and at most
 two buckets on their way (ZeRO-2: https://arxiv.org/abs/1910.02054, section 5.2). Buckets travel in
 one order on all ranks: that in which those of rank 0 were complete in the first backward pass.
+
+Autograd hands out the gradients of a compiled graph together, when all of it has run. So the graph
+writes them into their buckets, tells of each when it is complete, and autograd gets none.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.dispatch.gradient_edges import leaves_of_one_graph
+from strop.dispatch.gradient_listeners import listening
 from strop.errors import TrainingError
+from strop.runtime.run.sizes import Look
+from strop.train.flat_gradients import copy_into, home_at
 from strop.train.sharded_parameters import (
     IN_FLIGHT,
     Room,
@@ -41,10 +48,11 @@ class ShardedGradients:
     """Take the gradients of sharded parameters as they come, and leave each rank the means of its
     own.
 
-    A step is backward passes, each ended by ``end_pass``, and ``finish``. ``meeting`` is what
-    waiting for other ranks happens in, and ``agree`` returns what rank 0 hands it. ``peak_bytes``
-    is the most that its memory has been: the share of this rank, gradients that wait for the rest
-    of their bucket, and buckets on their way.
+    A step is backward passes, each within ``backward`` where modules are compiled, and each ended
+    by ``end_pass``, and then ``finish``. ``meeting`` is what waiting for other ranks happens in,
+    and ``agree`` returns what rank 0 hands it. ``peak_bytes`` is the most that its memory has been:
+    the share of this rank, gradients that wait for the rest of their bucket, and buckets on their
+    way.
     """
 
     def __init__(
@@ -85,18 +93,39 @@ class ShardedGradients:
         """Tell of each parameter whether it has had a gradient in this step."""
         return [parameter in self._seen for parameter in self._shards.parameters]
 
-    @torch.no_grad()
-    def _take(self, parameter: Tensor) -> None:
-        """Move a gradient that is complete into its bucket."""
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Take gradients from compiled graphs in here, where the backward pass of ``loss`` is."""
+        alone = leaves_of_one_graph(loss)
+        told = [parameter for parameter in self._places if parameter in alone]
+        return listening(told, self, num_own_hooks=1)
+
+    def home(self, parameter: Tensor, look: Look) -> Tensor | None:
+        """Return the place of a gradient in its bucket."""
         at, place = self._places[parameter]
-        assert parameter.grad is not None
+        return home_at(self._room(at).views[place], look)
+
+    def take(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Keep a gradient that a compiled graph has computed."""
+        self._put(parameter, gradient)
+        return True
+
+    def _take(self, parameter: Tensor) -> None:
+        """Keep a gradient that torch has put together. Its hooks are also called where a compiled
+        graph has handed on none, as it was kept."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._put(parameter, gradient)
+
+    @torch.no_grad()
+    def _put(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Put a gradient that is complete into its bucket."""
+        at, place = self._places[parameter]
         if parameter in self._here:
             raise TrainingError(
                 "a weight has had two gradients in one backward pass, as from checkpoints with "
                 "use_reentrant=True: keep gradients whole, without --shard_gradients"
             )
-        self._room(at).views[place].copy_(parameter.grad)
-        parameter.grad = None
+        copy_into([self._room(at).views[place]], [gradient])
         self._here.add(parameter)
         self._missing[at] -= 1
         if not self._missing[at]:

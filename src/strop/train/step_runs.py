@@ -81,7 +81,7 @@ class GraphRuns:
             updating,
             size,
             graph=True,
-            averages=ranks.averaged if ranks.count > 1 else None,
+            averages=learner.averages if ranks.count > 1 else None,
             on_failure=self._go_on,
         )
 

@@ -244,6 +244,15 @@ class TrainingSettings:
         "Keep the summed gradients of each weight on that process alone as well, which gets them "
         "while the backward pass goes on (ZeRO stage 2); it cuts the optimizer's state, too.",
     )
+    gradient_sync: str = setting(
+        "fp32",
+        str,
+        "Training",
+        "Send gradients between processes in this number format; bf16 is half as much to send, and "
+        "rounds each rank's gradients.",
+        choices=("fp32", "bf16"),
+        fixed=True,
+    )
     max_restarts: int = setting(
         0,
         int,

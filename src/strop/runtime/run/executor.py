@@ -29,6 +29,7 @@ from strop.runtime.run.link import Linked, Resources, link
 from strop.runtime.run.ready_results import Stage, Told, places_of, stages_of
 from strop.runtime.run.replay_gain import reason_against
 from strop.runtime.run.shape_plan import ShapePlans
+from strop.runtime.run.sizes import Look
 from strop.runtime.run.weight_stream import Streaming
 from strop.runtime.run.workspace import KEPT_BYTES, Workspace
 
@@ -315,33 +316,47 @@ class Bound:
         return stages_of(self.plan)
 
     def _run_late(self, linked: Linked, told: Told | None = None) -> list[Any]:
-        plan, slots, device = self.plan, linked.slots, self._workspace.device
-        for number, look in plan.results:
-            home = None
-            if told is not None and number in self._places:
-                home = told.home(self._places[number], look)
-            shape, strides, dtype = look
-            linked.put(
-                number,
-                torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                if home is None
-                else home,
-            )
+        kept: set[int] = set()  # places of results of which ``told`` has all that there is
         if told is None:
-            self._walk(linked, plan.order.late)
+            for number, look in self.plan.results:
+                self._make(linked, number, look, None)
+            self._walk(linked, self.plan.order.late)
         else:
-            for stage in self._stages:
-                self._walk(linked, stage.steps)
-                for place in stage.ready:
-                    told.ready(place, linked.returned[place]())
-        returned = [get() for get in linked.returned]
+            kept = self._run_stages(linked, told)
+        returned = [None if at in kept else get() for at, get in enumerate(linked.returned)]
         for place, first in self._repeated:
             returned[place] = returned[first]
-        for number in plan.released:
-            slots[number] = None
+        for number in self.plan.released:
+            linked.slots[number] = None
         if self.program.device == "cpu":
             self._resources.faults.check()
         return returned
+
+    def _run_stages(self, linked: Linked, told: Told) -> set[int]:
+        """Run the late steps; returns the places of the results that are kept by who is told of
+        them."""
+        looks, places, kept = dict(self.plan.results), self._places, set[int]()
+        for stage in self._stages:
+            for number in stage.made:
+                look, place = looks[number], places.get(number)
+                home = None if place is None else told.home(place, look)
+                self._make(linked, number, look, home)
+            self._walk(linked, stage.steps)
+            for place in stage.ready:
+                if told.ready(place, linked.returned[place]()):
+                    kept.add(place)
+                    ref = self.program.returned[place].tensor
+                    assert ref is not None
+                    linked.slots[ref.buffer] = None
+        return kept
+
+    def _make(self, linked: Linked, number: int, look: Look, home: Tensor | None) -> None:
+        """Have a result written into its home, or into new memory."""
+        shape, strides, dtype = look
+        if home is None:
+            device = self._workspace.device
+            home = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        linked.put(number, home)
 
     # between the parts of a run
 
