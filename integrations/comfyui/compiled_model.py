@@ -22,6 +22,7 @@ import strop
 from strop.extensions import defaults_of, dense, empty
 
 from .calls import Call, TracedOptions
+from .gguf_weights import plain_codes
 from .interrupts import keep_interrupt, stop_if_interrupted
 from .weights import Weights
 
@@ -54,7 +55,7 @@ class ComfyModel(nn.Module):
         given |= dict.fromkeys(lengths, given["context"].shape[1])
         if given.get("control") is not None:  # the forward takes what it has used out of its lists
             given["control"] = {name: [*parts] for name, parts in given["control"].items()}
-        with keep_interrupt():
+        with keep_interrupt(), plain_codes(self.model):
             return getattr(self.model, self.name)(**given)
 
 
@@ -79,12 +80,10 @@ class CompiledModel:
     ) -> Any:
         stop_if_interrupted()
         call = Call.of(original, args, kwargs)
-        if not call.reason:
-            self._take(model, original)
-        reason = call.reason or self._weights.reason(model)
-        if reason:
+        if reason := call.reason or self._weights.reason(model):
             self._say(reason, call)
             return original(*args, **kwargs)
+        self._take(model, original)
         assert self.module is not None
         empty(self._defaults)
         token = _PLAIN.set(functools.partial(original, *args, **kwargs))
