@@ -33,6 +33,8 @@ from strop.wording import counted
 
 router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
 _LORA = re.compile(r"<lora:([^:<>]{1,200})(?::([^:<>]{1,30}))?>")
+_WEIGHT = re.compile(r"[(\[][^()\[\]]{1,200}:\s*[0-9.]{1,9}[)\]]|\bBREAK\b")
+_AS_WRITTEN = "(words:1.3), [a:b:0.5] and BREAK are read as words: prompts have no weights here"
 _STRENGTH = 0.75
 _MOST_BLUR, _MOST_PADDING = 64, 1024  # as far as A1111's sliders go, and farther
 # Arguments that have no effect unless another one is given, which is refused.
@@ -236,11 +238,17 @@ def _answer(body: TextBody, job: PictureJob) -> dict[str, Any]:
         "batch_size": len(requests),
         "denoising_strength": None if first.start is None else first.strength,
         "infotexts": [_infotext(request) for request in requests],
-        "notes": [*job.order.notes],
+        "notes": [*job.order.notes, *_notes_on(first)],
     }
     known = body.model_dump(include=set(type(body).model_fields) - {"init_images", "mask"})
     images = [in_base64(picture) for picture in job.made]
     return {"images": images, "parameters": known, "info": json.dumps(info)}
+
+
+def _notes_on(request: PictureRequest) -> list[str]:
+    """Say that what A1111 reads as a weight is text here."""
+    has_weight = _WEIGHT.search(request.prompt) or _WEIGHT.search(request.negative)
+    return [_AS_WRITTEN] if has_weight else []
 
 
 def _infotext(request: PictureRequest) -> str:
