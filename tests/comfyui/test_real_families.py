@@ -47,13 +47,12 @@ MOST_GRAPHS = {"flux": 2, "wan": 1, "qwen_image": 3, "z_image": 3}
 
 
 def write_loras(folder: Path) -> None:
-    """Write a LoRA for one layer of each family."""
     source = torch.manual_seed(0)
+    folder.mkdir(parents=True)
     for family, (layer, rows, columns) in LAYERS.items():
         key = f"diffusion_model.{layer}"
         up = torch.randn(rows, 4, generator=source)
         down = torch.randn(4, columns, generator=source)
-        folder.mkdir(parents=True, exist_ok=True)
         found = {f"{key}.lora_up.weight": up, f"{key}.lora_down.weight": down}
         save_file(found, folder / f"{family}-{LORA}")
 
@@ -101,19 +100,9 @@ def workflow(
         graph["lora"] = node("LoraLoaderModelOnly", model=model, lora_name=name, strength_model=1.0)
         model = ["lora", 0]
     graph["strop"] = node("StropOptimizeModel", model=model, enabled=strop)
-    graph["draw"] = node(
-        "KSampler",
-        model=["strop", 0],
-        seed=3,
-        steps=2,
-        cfg=2.0,
-        sampler_name="euler",
-        scheduler="simple",
-        positive=["prompt", 0],
-        negative=["without", 0],
-        latent_image=["latent", 0],
-        denoise=1.0,
-    )
+    how = {"seed": 3, "steps": 2, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"}
+    how |= {"positive": ["prompt", 0], "negative": ["without", 0], "latent_image": ["latent", 0]}
+    graph["draw"] = node("KSampler", model=["strop", 0], denoise=1.0, **how)
     graph["save"] = node("SaveLatent", samples=["draw", 0], filename_prefix="latent")
     graph["report"] = node("StropReport", after=["draw", 0], model=["strop", 0])
     return graph

@@ -102,12 +102,8 @@ def dpm_2m(x: Tensor, sigmas: Tensor, noises: Any) -> Tensor:
     raise AssertionError("the last sigma is 0")
 
 
-def ddim(x: Tensor, sigmas: Tensor, _: Any) -> Tensor:
-    """Song et al. 2020, eta 0: Euler's steps of x / sqrt(1 + sigma ** 2) between its own times."""
-    return euler(x, sigmas, None)
-
-
 def ddim_sigmas() -> Tensor:
+    """Its steps with eta 0 are Euler's of x / sqrt(1 + sigma ** 2) (Song et al. 2020)."""
     times = torch.arange(0, 1000, 1000 // STEPS).flip(0) + 1
     return torch.cat([SIGMAS[times], SIGMAS[:1]])
 
@@ -118,7 +114,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], dict[str, Schedule]]] = {
     "Heun": (heun, {"uniform": uniform, "karras": karras, "simple": simple}),
     "DPM++ 2M": (dpm_2m, {"karras": karras, "exponential": exponential, "simple": simple}),
     "DPM++ 2M SDE": (dpm_2m, {"exponential": exponential, "karras": karras, "simple": simple}),
-    "DDIM": (ddim, {"ddim": ddim_sigmas}),
+    "DDIM": (euler, {"ddim": ddim_sigmas}),
 }
 NOISY = ("Euler a", "DPM++ 2M SDE")
 
