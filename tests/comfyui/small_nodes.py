@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "qwen_image": (supported_models.QwenImage, "qwen_image", _QWEN, "qwen_image"),
     "z_image": (supported_models.ZImage, "lumina2", {**_Z, "z_image_modulation": True}, "lumina2"),
 }
-WEIGHTS = ("fp32", "bf16", "fp8", "fp8 scaled", "Q8_0", "Q5_0", "Q4_0")
+WEIGHTS = ("fp32", "bf16", "fp8", "fp8 scaled", "Q8_0", "Q4_0")
 
 
 @contextlib.contextmanager

@@ -19,10 +19,6 @@ BLOCK, BYTES = 32, 34  # a scale in fp16, then as many codes in int8: blocks of 
 class GGMLTensor(Tensor):
     """Holds codes, the kind of them, the shape of the weight, and adapters beside it."""
 
-    tensor_type: Any
-    tensor_shape: Any
-    patches: list[Any]
-
     @staticmethod
     def holding(codes: Tensor, kind: str | None, shape: Any) -> GGMLTensor:
         found = codes.as_subclass(GGMLTensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,16 +48,18 @@ def simple() -> Tensor:
     return _with_end(SIGMAS.flip(0)[:: 1000 // STEPS])
 
 
+def between(at: Callable[[float], float], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return sigmas that lie evenly by a function of them."""
+    ends = at(float(SIGMAS[-1])), at(float(SIGMAS[0]))
+    return _with_end(back(torch.linspace(*ends, STEPS, dtype=torch.float64)))
+
+
 def karras() -> Tensor:
-    ends = SIGMAS[-1] ** (1 / 7), SIGMAS[0] ** (1 / 7)
-    return _with_end(
-        (ends[0] + torch.linspace(0, 1, STEPS, dtype=torch.float64) * (ends[1] - ends[0])) ** 7
-    )
+    return between(lambda sigma: sigma ** (1 / 7), lambda x: x**7)
 
 
 def exponential() -> Tensor:
-    ends = SIGMAS[-1].log().item(), SIGMAS[0].log().item()
-    return _with_end(torch.linspace(*ends, STEPS, dtype=torch.float64).exp())
+    return between(math.log, torch.exp)
 
 
 def euler(x: Tensor, sigmas: Tensor, _: Any) -> Tensor:

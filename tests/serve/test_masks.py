@@ -189,6 +189,11 @@ def test_the_native_interface_takes_a_mask_and_a_sampler() -> None:
         ({"latent_mask": "x"}, 422, "latent_mask: this server does not do that"),
         ({"init_images": [encoded(png(65, 64))]}, 400, "init_images: a part of it"),
         ({"width": 4096, "height": 4096}, 400, "--max-pixels"),
+        (
+            {"init_images": [encoded(png(300, 2))], "resize_mode": 2, "inpaint_full_res": 0},
+            400,
+            "init_images: a part of 300x2 is too narrow to be drawn as 32x16",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_mask_is_named(more: dict[str, Any], status: int, part: str) -> None:

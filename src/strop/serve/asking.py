@@ -69,9 +69,9 @@ async def masked(
                 " one, or start the server with a larger --max-pixels",
                 field="start",
             )
+        made = await asyncio.to_thread(canvas, wish.start, how, size, wish.resize)
     except Refused as refused:
         raise refused.in_words_of(names or {}) from refused
-    made = await asyncio.to_thread(canvas, wish.start, how, size, wish.resize)
     if made is None:
         text = "mask: nothing of it is white, so there is nothing to draw"
         raise Refused(400, "empty_mask", text, field="mask")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.drawing.request import PictureSize
+from strop.serve.refused import Refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,11 +67,16 @@ class Canvas:
 
 
 def resized(picture: Image, size: PictureSize, how: str) -> Image:
-    """Return a picture in a size, by one of ``RESIZES``."""
+    """Return a picture in a size, by one of ``RESIZES``. Raises Refused for one so narrow that
+    nothing of it would be left."""
     if (size.width, size.height) == picture.size:
         return picture
     if how == "default":
         return picture.resize((size.width, size.height))
+    (w, h), text = picture.size, f"start: a part of {picture.width}x{picture.height} is too narrow"
+    if how == "fill" and not (w * size.height // h and h * size.width // w):
+        text = f"{text} to be drawn as {size}; take another size"
+        raise Refused(400, "invalid_picture", text, field="start")
     made: Image = _processor().resize(picture, size.height, size.width, how)
     return made
 
