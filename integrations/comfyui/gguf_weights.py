@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from strop import extensions
@@ -61,7 +62,7 @@ def _weights_of(
     layer: Any, input: Any = None, dtype: Any = None, device: Any = None, bias_dtype: Any = None
 ) -> tuple[Any, Any]:
     """Return the weight and the bias of a layer as its own function does, without patches."""
-    dtype = dtype or getattr(input, "dtype", None)
+    dtype = dtype or getattr(input, "dtype", torch.float32)
     owner = next(kind for kind in type(layer).__mro__ if "is_ggml_quantized" in vars(kind))
     dequantised = sys.modules[owner.__module__].dequantize_tensor
     weight = dequantised(layer.weight, dtype, layer.dequant_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -136,3 +137,15 @@ def test_an_adapter_beside_codes_runs_as_before(patcher, optimize) -> None:
     layer.weight.patches = []
     assert_same(draw(fast), plain)
     assert len(counters(fast)[1].all) == 1
+
+
+def test_text_encoders_and_vaes_with_codes_are_compiled(pack) -> None:
+    layers = nn.Sequential(
+        *(CodedLinear(random(64, 64, seed=n), random(64, seed=n)) for n in (1, 2))
+    )
+    part = sys.modules[f"{pack.__name__}.parts"].CompiledPart(layers, "forward")
+    for rows in (3, 5):
+        x = random(rows, 64, seed=rows)
+        assert_same(part(x), layers(x))
+    found = part.module.forward.counters
+    assert (found.calls, found.eager_calls) == (2, 0)

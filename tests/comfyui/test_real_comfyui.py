@@ -137,7 +137,7 @@ def test_a_node_that_patches_the_model_is_named(comfy) -> None:
 def test_an_interrupt_stops_a_prompt(comfy) -> None:
     expected, _ = latent(comfy, seed=5)
     done: list[Any] = []
-    work = threading.Thread(target=lambda: done.append(comfy.run(text_to_latent(steps=200))))
+    work = threading.Thread(target=lambda: done.append(comfy.run(text_to_latent(steps=5000))))
     work.start()
     time.sleep(5)
     comfy.ask("/interrupt", {})
