@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ import strop
 from strop.extensions import defaults_of, dense, empty
 
 from .calls import Call, TracedOptions
+from .gguf_weights import plain_codes
 from .interrupts import keep_interrupt, stop_if_interrupted
 from .weights import Weights
 
@@ -42,15 +43,19 @@ class ComfyModel(nn.Module):
         self.model, self.name = model, name
         self._number = id(self)  # a copy, which Strop traces, has another
 
-    def forward(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Return what the model returns for these arguments, by their names. A call that Strop
-        leaves to eager runs as it came, with all its options."""
+    def forward(
+        self, given: Mapping[str, Any], options: Mapping[str, Any], lengths: Sequence[str] = ()
+    ) -> Any:
+        """Return what the model returns for these arguments, by their names, and for ``lengths``,
+        which are that of ``context``. A call that Strop leaves to eager runs as it came, with all
+        its options."""
         if id(self) == self._number:
             return _PLAIN.get()()
         given = {**given, "transformer_options": TracedOptions(options)}
+        given |= dict.fromkeys(lengths, given["context"].shape[1])
         if given.get("control") is not None:  # the forward takes what it has used out of its lists
             given["control"] = {name: [*parts] for name, parts in given["control"].items()}
-        with keep_interrupt():
+        with keep_interrupt(), plain_codes(self.model):
             return getattr(self.model, self.name)(**given)
 
 
@@ -75,17 +80,15 @@ class CompiledModel:
     ) -> Any:
         stop_if_interrupted()
         call = Call.of(original, args, kwargs)
-        if not call.reason:
-            self._take(model, original)
-        reason = call.reason or self._weights.reason(model)
-        if reason:
+        if reason := call.reason or self._weights.reason(model):
             self._say(reason, call)
             return original(*args, **kwargs)
+        self._take(model, original)
         assert self.module is not None
         empty(self._defaults)
         token = _PLAIN.set(functools.partial(original, *args, **kwargs))
         try:
-            return self.module(dense(call.given), call.options)
+            return self.module(dense(call.given), call.options, call.lengths)
         finally:
             _PLAIN.reset(token)
 

@@ -18,6 +18,7 @@ from torch import nn
 import strop
 from strop.extensions import dense
 
+from .gguf_weights import plain_codes
 from .interrupts import keep_interrupt, stop_if_interrupted
 from .weights import Weights
 
@@ -32,9 +33,12 @@ class ComfyMethod(nn.Module):
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
         self.model, self.name = model, name
+        self._number = id(self)  # a copy, which Strop traces, has another
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with keep_interrupt():
+        is_traced = id(self) != self._number
+        codes = plain_codes(self.model) if is_traced else contextlib.nullcontext()
+        with keep_interrupt(), codes:
             return getattr(self.model, self.name)(*args, **kwargs)
 
 

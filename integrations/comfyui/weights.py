@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from .gguf_weights import layers_of, reason_of
+
 
 class Weights:
     """This looks at the layers of a model that ComfyUI may cast or patch while they run."""
@@ -13,6 +15,7 @@ class Weights:
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._layers: list[Any] = []
+        self._of_gguf: list[nn.Module] = []
 
     def reason(self, model: nn.Module) -> str:
         """Say why compiled code cannot use the weights as they are, or nothing. The layers are
@@ -20,6 +23,7 @@ class Weights:
         if model is not self._model:
             self._model = model
             self._layers = [part for part in model.modules() if hasattr(part, "weight_function")]
+            self._of_gguf = layers_of(model)
         for layer in self._layers:
             if layer.weight_function or layer.bias_function:
                 return (
@@ -28,4 +32,4 @@ class Weights:
                 )
             if hasattr(layer, "_v"):
                 return "weights are loaded layer by layer, under dynamic VRAM"
-        return ""
+        return reason_of(self._of_gguf)

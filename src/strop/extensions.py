@@ -11,8 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop.frontend import composed_tensors
+
 NAME = "transformer_options"
 PLAIN_DATA = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device, type(None))
+
+
+def read_codes(kind: type[torch.Tensor], others: tuple[str, ...] = ()) -> None:
+    """Have compiled code read weights of a class of tensors that an extension has for codes.
+
+    A trace meets plain tensors with the class's attributes: the module that holds such weights
+    must take the codes apart itself. All attributes but ``others`` say what the codes mean, and
+    become part of a program's key.
+    """
+    composed_tensors.read_codes(kind, composed_tensors.CodesInMemory("", (), others))
 
 
 def dense(value: Any) -> Any:

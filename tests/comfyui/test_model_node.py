@@ -345,6 +345,44 @@ def test_a_forward_whose_arguments_have_no_names(optimize) -> None:
     assert reason == "its forward takes arguments without names (*args)"
 
 
+def test_texts_of_many_lengths_whose_length_is_an_argument(optimize) -> None:
+    """Lumina, Z-Image and OmniGen are told it as a number; each would be a graph of its own. One
+    that is not the length, since a mask leaves words out, is a number as others."""
+
+    class ReadsLength(OriginalUNet):
+        def _forward(
+            self,
+            x: Tensor,
+            timesteps: Tensor,
+            context: Tensor,
+            y: Tensor | None = None,
+            control: Any = None,
+            transformer_options: Any = None,
+            num_tokens: int = 0,
+        ) -> Tensor:
+            context = context * context[:, :num_tokens].mean()
+            return super()._forward(x, timesteps, context, y, control, transformer_options)
+
+    class TellsLength(BaseModel):
+        kept = 100
+
+        def apply_model(self, x: Tensor, t: Tensor, **conds: Any) -> Tensor:
+            length = min(self.kept, conds["c_crossattn"].shape[1])
+            return super().apply_model(x, t, **conds, num_tokens=length)
+
+    torch.manual_seed(0)
+    patcher = ModelPatcher(TellsLength(ReadsLength().eval().requires_grad_(False)))
+    fast = optimize(patcher)
+    for kept, graphs in ((100, 1), (3, 2)):
+        patcher.model.kept = kept
+        for length in (5, 9, 12):
+            prompts = random(1, length, PROMPT, seed=1), random(1, length, PROMPT, seed=2)
+            drawn = [sample(one, random(1, 4, 8, 8, seed=3), prompts) for one in (fast, patcher)]
+            assert_same(*drawn)
+        assert len(counters(fast)[1].all) == graphs
+    assert counters(fast)[0].eager_calls == 0
+
+
 class DynamicPatcher(ModelPatcher):
     """Has weights that are nowhere until a layer asks, and can load the model as a whole."""
 

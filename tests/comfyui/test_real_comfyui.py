@@ -6,10 +6,8 @@ written here in its formats. Latents and pictures are those without the nodes.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -139,7 +137,7 @@ def test_a_node_that_patches_the_model_is_named(comfy) -> None:
 def test_an_interrupt_stops_a_prompt(comfy) -> None:
     expected, _ = latent(comfy, seed=5)
     done: list[Any] = []
-    work = threading.Thread(target=lambda: done.append(comfy.run(text_to_latent(steps=200))))
+    work = threading.Thread(target=lambda: done.append(comfy.run(text_to_latent(steps=5000))))
     work.start()
     time.sleep(5)
     comfy.ask("/interrupt", {})
@@ -185,32 +183,3 @@ def test_the_switch(models, cache_folder) -> None:
         expected, report = latent(comfy, strop=False)
         assert f"{calls} calls (0 eager" in report
         assert_same(load_file(file)["latent_tensor"], expected)
-
-
-@pytest.fixture(scope="module")
-def own_models(cache_folder: Path) -> dict[str, Any]:
-    """What ``own_models.py`` says of each model."""
-    program = Path(__file__).with_name("own_models.py")
-    environment = {"PYTHONPATH": str(server.ROOT / "src"), "STROP_CACHE_DIR": str(cache_folder)}
-    ran = subprocess.run(
-        [PYTHON, str(program), CHECKOUT, str(server.PACK)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 4, ran.stderr[-4000:]
-    return {found.pop("model"): found for found in map(json.loads, lines)}
-
-
-@pytest.mark.parametrize("name", ["flux", "wan", "qwen_image", "z_image"])
-def test_transformers_of_its_own_code(name, own_models) -> None:
-    """Three sizes are one graph. Qwen-Image's single frame is taken for a video's at first."""
-    found = own_models[name]
-    assert found["graphs"] == (2 if name == "qwen_image" else 1)
-    assert found["eager"] == 0
-    assert not found["plain"]
-    for error, span in zip(found["errors"], found["spans"], strict=True):
-        assert error <= span * 1e-3
-        assert span > 1

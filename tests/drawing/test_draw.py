@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import EulerDiscreteScheduler, HeunDiscreteScheduler
 from PIL import Image
 
 from strop.drawing.draw import NotFiniteError, batch_key, draw, to_preview
 from strop.drawing.request import PictureRequest, PictureSize, StepDone
+from strop.drawing.samplers import UnknownSamplerError
 from strop.models import sprites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -124,3 +126,27 @@ def test_a_picture_that_is_not_finite_is_refused(tiny_model: Path) -> None:
         damaged.vae.decoder.conv_out.bias.fill_(float("nan"))
     with pytest.raises(NotFiniteError, match="NaN"):
         draw(damaged, [RED])
+
+
+def test_a_sampler_draws_as_its_scheduler_does_and_leaves_nothing_behind(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heun's calls the model twice in a step, and steps are told as often."""
+    own = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    monkeypatch.setattr(pipe, "scheduler", own)
+    told: list[StepDone] = []
+    heun = replace(RED, steps=4, sampler="Heun", schedule="karras")
+    found = draw(pipe, [heun], told.append)[0]
+    assert pipe.scheduler is own
+    assert [(done.number, done.total) for done in told] == [(n, 7) for n in range(1, 8)]
+    with pytest.raises(UnknownSamplerError, match="LMS"):
+        draw(pipe, [replace(RED, sampler="LMS")])
+    assert pipe.scheduler is own
+    begun = replace(heun, start=Image.new("RGB", (64, 32), "red"), strength=0.5)
+    assert batch_key(begun) != batch_key(replace(begun, mask=begun.start))
+    assert batch_key(heun) != batch_key(replace(heun, schedule="simple"))
+    told.clear()
+    draw(pipe, [begun], told.append)
+    assert [(done.number, done.total) for done in told] == [(n, 3) for n in range(1, 4)]
+    pipe.scheduler = HeunDiscreteScheduler.from_config(own.config, use_karras_sigmas=True)
+    assert torch.equal(found, _direct(pipe, replace(heun, sampler=""), width=64, height=32))

@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "errors": (),
     "wording": (),
-    "extensions": (),
+    "extensions": ("frontend.composed_tensors",),  # which classes of weights it can take apart
     "options": ("errors", "ir.device"),
     "ir": ("errors",),
     "frontend": ("errors", "options", "ir"),

@@ -63,9 +63,9 @@ def test_the_code_runs(tiny_model: Path, cache_folder: Path, tmp_path: Path) -> 
 
 
 def test_the_paths_of_the_page_are_those_of_the_server() -> None:
-    from strop.serve import native_api, openai_api, pages, sdapi
+    from strop.serve import native_api, openai_api, pages, sdapi, sdapi_state
 
-    parts = (openai_api, sdapi, native_api, pages)
+    parts = (openai_api, sdapi, sdapi_state, native_api, pages)
     known = {route.path for part in parts for route in part.router.routes}
     table = PAGE.split("## Interfaces")[1].split("##")[0]
     named = set(re.findall(r"`(?:GET|POST|GET` or `DELETE) (/[\w/.-]+)`", table))

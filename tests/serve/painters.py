@@ -12,7 +12,8 @@ from strop.serve.studio import BatchDone, PictureBatch, StepTold, Stopped
 from tests.waiting import LIMIT_S
 
 SIZE, LORAS = PictureSize(32, 16), ("ink", "style")
-CARD = ModelCard("fake", SIZE, 8, 4.0, LORAS, True, lambda text, _: (text, ""), steps=4)
+SAMPLERS = {"Euler a": ("uniform", "sgm_uniform"), "DPM++ 2M": ("karras", "simple")}
+CARD = ModelCard("fake", SIZE, 8, 4.0, LORAS, True, lambda text, _: (text, ""), 4, SAMPLERS)
 
 
 @dataclass

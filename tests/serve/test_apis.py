@@ -256,7 +256,17 @@ REFUSED: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     (GENERATE, {"prompt": "x", "loras": {"ink": 11}}, 400, "within -10 and 10"),
     (EDIT, {"prompt": "x"}, 415, "multipart"),
     ("/sdapi/v1/txt2img", {"prompt": "x", "enable_hr": True}, 422, "enable_hr"),
-    ("/sdapi/v1/txt2img", {"prompt": "x", "sampler_name": "Euler a"}, 422, "sampler_name"),
+    ("/sdapi/v1/txt2img", {"prompt": "x", "sampler_name": "LMS"}, 400, "there are Euler a, DPM++"),
+    ("/sdapi/v1/txt2img", {"prompt": "x", "sampler_index": "PLMS"}, 400, "sampler_name: "),
+    ("/sdapi/v1/txt2img", {"prompt": "x", "scheduler": "karras"}, 400, "scheduler: it belongs to"),
+    (
+        "/sdapi/v1/txt2img",
+        {"prompt": "x", "sampler_name": "Euler a", "scheduler": "Beta"},
+        400,
+        "scheduler: Euler a has none of that name; it has automatic, uniform, sgm_uniform",
+    ),
+    ("/api/pictures", {"prompt": "x", "sampler": "LMS"}, 400, "sampler: this model"),
+    ("/api/pictures", {"prompt": "x", "mask": encoded(png())}, 400, "mask: it belongs to a start"),
     ("/sdapi/v1/txt2img", {"prompt": "x", "send_images": False}, 422, "send_images"),
     ("/sdapi/v1/txt2img", {"prompt": "x", "s_noise": 0}, 422, "s_noise"),
     ("/sdapi/v1/txt2img", {"prompt": "x", "cfg_scale": 51}, 400, "cfg_scale: 51 is not"),
@@ -303,6 +313,7 @@ def test_what_is_wrong_is_named(path: str, body: dict[str, Any], status: int, pa
                 *body,
                 "prompt",
                 "init_images",
+                "sampler_name",
             }
         assert not painter.batches
 
@@ -314,7 +325,7 @@ def test_what_is_wrong_is_named(path: str, body: dict[str, Any], status: int, pa
     [
         ({}, "exactly one"),
         ({"image": png(), "image[]": png()}, "exactly one"),
-        ({"image": png(), "mask": png()}, "whole pictures"),
+        ({"image": png(), "mask": png()}, "nothing of it is transparent"),
         ({"image": b"no picture"}, "PNG or JPEG"),
     ],
     ids=str,

@@ -7,14 +7,18 @@ import itertools
 import re
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import strop
 from strop.serve import running
 from strop.serve.app import build_app
+from strop.serve.guard import GuardRules
 from strop.serve.service import Service
 from tests.waiting import LIMIT_S
 
@@ -94,7 +98,7 @@ def test_every_field_has_a_label_and_every_id_is_there_once() -> None:
     ids = [attrs["id"] for _, attrs in tags if attrs.get("id")]
     assert len(ids) == len(set(ids))
     labels = {attrs.get("for") for tag, attrs in tags if tag == "label"}
-    fields = {attrs["id"] for tag, attrs in tags if tag in ("input", "textarea")}
+    fields = {attrs["id"] for tag, attrs in tags if tag in ("input", "select", "textarea")}
     assert fields <= labels
     for name in ("aria-controls", "aria-labelledby"):
         assert {attrs[name] for _, attrs in tags if attrs.get(name)} <= set(ids)
@@ -132,44 +136,115 @@ def test_every_file_is_served() -> None:
     run(scenario)
 
 
-@pytest.mark.skipif(
+in_a_browser = pytest.mark.skipif(
     BROWSER is None or importlib.util.find_spec("playwright") is None,
     reason="it wants chromium on the path, and the package playwright",
 )
-@pytest.mark.filterwarnings("ignore")
-def test_in_a_browser() -> None:
-    """Under the server's own content policy: draw by keyboard, look, read the report."""
-    from playwright.sync_api import expect, sync_playwright
+
+
+@contextmanager
+def opened_page(painter: FakePainter, secret: str = "") -> Iterator[tuple[Any, list[str], Any]]:
+    """A phone with the page of a server, what it complains of, and what ends the server."""
+    from playwright.sync_api import sync_playwright
 
     listening = running.bound("127.0.0.1", 0)
-    service = Service(FakePainter(), LIMITS)
-    server = running.PictureServer(running.config_of(build_app(service)), service)
+    service = Service(painter, LIMITS)
+    app = build_app(service, GuardRules(secret))
+    server = running.PictureServer(running.config_of(app), service)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
+
+    def end() -> None:
+        if thread.is_alive():
+            server.handle_exit(2, None)
+            server.handle_exit(2, None)  # at once
+        thread.join(LIMIT_S)
+        listening.close()
+
     try:
         with sync_playwright() as started:
             browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme="dark")
             said: list[str] = []
-            page.on("console", lambda message: said.append(message.text))
+            page.on(
+                "console",
+                lambda m: said.append(m.text) if m.type in ("error", "warning") else None,
+            )
             page.on("pageerror", lambda error: said.append(str(error)))
             page.goto(running.address_of(listening))
-            expect(page.locator("#model")).to_contain_text("fake")
-            page.fill("#prompt", "a cat")
-            page.keyboard.press("Control+Enter")
-            expect(page.locator("#gallery li")).to_have_count(1)
-            page.locator("#gallery button").focus()
-            page.keyboard.press("Enter")
-            expect(page.locator("#parameters")).to_contain_text("a cat")
-            page.keyboard.press("Escape")
-            page.locator("#tab-draw").focus()
-            page.keyboard.press("ArrowRight")
-            expect(page.locator("#report")).to_contain_text("3 graphs")
-            assert page.evaluate("document.documentElement.scrollWidth") <= 360
-            assert not said
+            yield page, said, end
             browser.close()
     finally:
-        server.handle_exit(2, None)
-        thread.join(LIMIT_S)
-        listening.close()
+        end()
     assert not thread.is_alive()
+
+
+@in_a_browser
+@pytest.mark.filterwarnings("ignore")
+def test_in_a_browser() -> None:
+    """Under the server's own content policy: draw by keyboard, look, read the report."""
+    from playwright.sync_api import expect
+
+    painter = FakePainter()
+    with opened_page(painter) as (page, said, _):
+        expect(page.locator("#model")).to_contain_text("fake")
+        page.fill("#prompt", "a cat")
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#gallery li")).to_have_count(1)
+        expect(page.locator("#status")).to_be_in_viewport()
+        page.locator("#gallery button").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#parameters")).to_contain_text("a cat")
+        page.keyboard.press("Escape")
+        page.select_option("#sampler", "Euler a")
+        page.select_option("#schedule", "sgm_uniform")
+        page.click("#go")
+        expect(page.locator("#gallery li")).to_have_count(2)
+        request = painter.batches[-1].requests[0]
+        assert (request.sampler, request.schedule) == ("Euler a", "sgm_uniform")
+        page.select_option("#sampler", "")
+        page.locator("#gallery button").first.click()
+        page.click("#reuse")
+        expect(page.locator("#schedule")).to_have_value("sgm_uniform")
+        page.locator("#tab-draw").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#report")).to_contain_text("3 graphs")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert not said
+
+
+@in_a_browser
+@pytest.mark.filterwarnings("ignore")
+def test_a_browser_is_told_of_a_server_that_ends() -> None:
+    from playwright.sync_api import expect
+
+    painter = FakePainter()
+    painter.gate.clear()
+    with opened_page(painter) as (page, _, end):
+        page.fill("#prompt", "a cat")
+        page.click("#go")
+        expect(page.locator("#cancel")).to_be_enabled()
+        end()
+        expect(page.locator("#status")).to_have_class("bad")
+        page.click("#go")
+        expect(page.locator("#status")).to_contain_text("The server does not answer")
+        expect(page.locator("#go")).to_be_enabled()
+
+
+@in_a_browser
+@pytest.mark.filterwarnings("ignore")
+def test_a_browser_is_asked_for_a_token_and_can_leave() -> None:
+    from playwright.sync_api import expect
+
+    with opened_page(FakePainter(), "a-token-of-22-letters") as (page, _, _end):
+        expect(page.locator("#ask")).to_be_visible()
+        page.fill("#token", "wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#token-wrong")).to_contain_text("That was not the token")
+        page.keyboard.press("Escape")
+        expect(page.locator("#status")).to_contain_text("asks for a token")
+        expect(page.locator("#ask")).not_to_be_visible()
+        page.reload()
+        page.fill("#token", "a-token-of-22-letters")
+        page.keyboard.press("Enter")
+        expect(page.locator("#model")).to_contain_text("fake")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image, ImageChops
 
 import strop
 from strop.api import dispatchers_of
 from strop.cli import adapters, models, pictures, sampling
 from strop.cli import serve as command
 from strop.drawing.request import PictureRequest, PictureSize
+from strop.drawing.samplers import SAMPLERS
 from strop.serve.limits import ServeLimits
 from strop.serve.order import Adapters
 from strop.serve.studio import PictureBatch, StepTold, Stopped, Studio
@@ -112,6 +116,72 @@ def test_eager_draws_the_same_picture(served: Studio) -> None:
     before = unet.counters.calls
     _draw(served, RED, is_eager=True)
     assert unet.counters.calls == before
+
+
+def _sent(picture: Image.Image) -> str:
+    target = io.BytesIO()
+    picture.save(target, format="PNG")
+    return base64.b64encode(target.getvalue()).decode()
+
+
+def _graphs(served: Studio) -> dict[str, int]:
+    return {name: len(d.variants.all) for name, d in dispatchers_of(served._pipes[False]).items()}
+
+
+def test_samplers_and_masks_at_many_sizes_compile_nothing_anew(served: Studio) -> None:
+    """Over A1111's interface: every sampler, beside eager; then parts of pictures drawn anew, whose
+    rest keeps its bytes."""
+    start = Image.effect_noise((96, 64), 80).convert("RGB")
+    hole = Image.new("L", start.size)
+    hole.paste(255, (8, 8, 40, 40))
+    text = {"prompt": RED.prompt, "seed": 1, "steps": 4, "cfg_scale": 4.0}
+    part = {"init_images": [_sent(start)], "mask": _sent(hole), "mask_blur": 0, "steps": 6}
+
+    async def scenario() -> None:
+        async with asking(served, LIMITS) as asked:
+            await asked.client.post("/sdapi/v1/img2img", json={**text, **part})  # which encodes
+            before = _graphs(served)
+            assert {*served.card.samplers} == SAMPLERS.keys() - {"Heun"}  # see its own test
+            for number, name in enumerate(served.card.samplers):
+                size = {"width": 32 + 16 * number, "height": 64}
+                body = {**text, **size, "sampler_name": name}
+                answer = await asked.client.post("/sdapi/v1/txt2img", json=body)
+                assert answer.status_code == 200, answer.text
+                own = opened(answer.json()["images"][0]).tobytes()
+                wish = PictureSize(size["width"], size["height"])
+                request = replace(RED, size=wish, steps=4, sampler=name)
+                (eager,) = _draw(served, request, is_eager=True)
+                assert max(abs(a - b) for a, b in zip(own, eager, strict=True)) <= 1, name
+                (other,) = _draw(served, replace(request, sampler=""))
+                assert (other == own) is (name == "DPM++ 2M"), "which is this model's own"
+            for width, close, name in ((64, 0, "Euler a"), (96, 1, ""), (32, 1, "DDIM")):
+                body = {**text, **part, "inpaint_full_res": close, "sampler_name": name}
+                answer = await asked.client.post(
+                    "/sdapi/v1/img2img", json={**body, "width": width, "height": 64}
+                )
+                assert answer.status_code == 200, answer.text
+                found = opened(answer.json()["images"][0])
+                assert found.size == (start.size if close else (width, 64))
+                base = start if close else start.resize((width, 64))
+                rest = (48 if close else 32, 0, *found.size)
+                apart = ImageChops.difference(found, base)
+                assert apart.crop(rest).getbbox() is None
+                assert apart.getbbox() is not None
+            assert _graphs(served) == before
+
+    run(scenario)
+    assert not any(strop.explain(served._pipes[False]).fallbacks)
+
+
+def test_a_part_of_a_picture_is_that_of_eager(served: Studio) -> None:
+    start, hole = Image.effect_noise((64, 32), 80).convert("RGB"), Image.new("L", (64, 32))
+    hole.paste(255, (0, 0, 32, 32))
+    request = replace(RED, start=start, mask=hole, strength=0.9, steps=5)
+    (ours,) = _draw(served, request)
+    other = replace(request, seed=2, mask=Image.new("L", start.size, 255))
+    for same in (*_draw(served, request, is_eager=True), _draw(served, request, other)[0]):
+        assert max(abs(a - b) for a, b in zip(ours, same, strict=True)) <= 1
+    assert _draw(served, replace(request, mask=None)) != [ours]
 
 
 def test_previews_do_not_change_a_picture(served: Studio) -> None:

@@ -236,6 +236,7 @@ def load_studio(
     import strop
     from strop.cli.stages import compiling, spinner
     from strop.drawing.draw import draw
+    from strop.drawing.samplers import samplers_of
     from strop.serve.order import ModelCard
     from strop.serve.studio import Studio
 
@@ -258,6 +259,7 @@ def load_studio(
         tuple(loras),
         has_eager,
         _spell(model),
+        samplers=samplers_of(pipe.scheduler),
     )
     return Studio(card, pipe, pipes[1] if has_eager else None)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.drawing.request import PictureRequest, StepDone
+from strop.drawing.samplers import sampling
 from strop.errors import StropError
 from strop.models.guidance import guided
 
@@ -25,7 +26,8 @@ def batch_key(request: PictureRequest) -> tuple[Any, ...]:
     the same as an empty one: some models then guide away from zeros."""
     start = None if request.start is None else request.strength
     common = (request.size, request.steps, request.guidance, bool(request.negative), start)
-    return (*common, tuple(sorted(request.more)))
+    how = (request.mask is None, request.sampler, request.schedule)
+    return (*common, *how, tuple(sorted(request.more)))
 
 
 def draw(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None = None) -> Tensor:
@@ -43,16 +45,27 @@ def draw(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None =
 
     Raises:
         NotFiniteError: a picture holds NaN or inf.
+        UnknownSamplerError: there is no such sampler for this model.
         ValueError: there are several requests which do not belong together.
     """
     first = requests[0]
     if len({batch_key(request) for request in requests}) > 1 or (first.more and requests[1:]):
         raise ValueError("these requests cannot be drawn by one call")
-    pipe = pipe if first.start is None else _from_pictures(pipe)
+    with sampling(pipe, first.sampler, first.schedule):
+        pixels = _drawn(
+            pipe if first.start is None else _with_start(pipe, first), requests, on_step
+        )
+    if not bool(torch.isfinite(pixels).all()):
+        raise NotFiniteError("the picture holds NaN or inf; try fp32, or report the model")
+    return pixels
 
-    def after_step(_: Any, number: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+
+def _drawn(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None) -> Tensor:
+    first = requests[0]
+
+    def after_step(own: Any, number: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
         if on_step is not None:
-            on_step(StepDone(number + 1, first.num_steps, kept["latents"]))
+            on_step(StepDone(number + 1, own.num_timesteps, kept["latents"]))
         return kept
 
     prompts = [request.prompt for request in requests]
@@ -66,10 +79,7 @@ def draw(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None =
         **_guided(pipe, requests),
         **first.more,
     ).images
-    pixels = images.float().cpu()
-    if not bool(torch.isfinite(pixels).all()):
-        raise NotFiniteError("the picture holds NaN or inf; try fp32, or report the model")
-    return pixels
+    return images.float().cpu()
 
 
 def _sizes(pipe: Any, requests: Sequence[PictureRequest]) -> dict[str, Any]:
@@ -79,6 +89,8 @@ def _sizes(pipe: Any, requests: Sequence[PictureRequest]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if first.start is not None:
         found = {"image": [request.start for request in requests], "strength": first.strength}
+    if first.mask is not None:
+        found["mask_image"] = [request.mask for request in requests]
     if first.start is None or "width" in inspect.signature(type(pipe).__call__).parameters:
         found |= {"width": first.size.width, "height": first.size.height}
     return found
@@ -92,12 +104,13 @@ def _guided(pipe: Any, requests: Sequence[PictureRequest]) -> dict[str, Any]:
     return found
 
 
-def _from_pictures(pipe: Any) -> Any:
-    """Return the pipeline of the same parts that begins with a picture. Making it takes less than
-    a millisecond; what is compiled stays so."""
-    from diffusers import AutoPipelineForImage2Image
+def _with_start(pipe: Any, request: PictureRequest) -> Any:
+    """Return the pipeline of the same parts that begins with a picture, or that draws parts of one
+    anew. Making it takes less than a millisecond; what is compiled stays so."""
+    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
 
-    made = AutoPipelineForImage2Image.from_pipe(pipe)
+    kind = AutoPipelineForImage2Image if request.mask is None else AutoPipelineForInpainting
+    made = kind.from_pipe(pipe)
     made.set_progress_bar_config(disable=True)
     return made
 

@@ -31,8 +31,10 @@ class PictureRequest:
     """Say what to draw. The noise comes from the CPU, so a seed means the same on every device.
 
     ``start`` is a picture, as large as ``size``, that the drawing begins with, and ``strength``
-    how much of it is noise: 1 leaves nothing of it. ``more`` are arguments of the pipeline for what
-    is added to the model.
+    how much of it is noise: 1 leaves nothing of it. ``mask``, as large again, is white where the
+    start is drawn anew; without one all of it is. ``sampler`` and ``schedule`` are of
+    ``strop.drawing.samplers``; without a name it is the model's own. ``more`` are arguments of the
+    pipeline for what is added to the model.
     """
 
     prompt: str
@@ -43,11 +45,15 @@ class PictureRequest:
     negative: str = ""
     start: Image | None = None
     strength: float = 1.0
+    mask: Image | None = None
+    sampler: str = ""
+    schedule: str = "automatic"
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps are taken: a start spares those before it."""
+        """Return how many steps are taken: a start spares those before it. Heun's sampler calls the
+        model twice in each but the last."""
         return (
             self.steps if self.start is None else min(int(self.steps * self.strength), self.steps)
         )

@@ -41,6 +41,14 @@ _WITH_MEMORY = {
     "diffusers.quantizers.gguf.utils.GGUFParameter": CodesInMemory("as_tensor"),
     "bitsandbytes.nn.modules.Params4bit": CodesInMemory("", ("quant_state",), ("module",)),
 }
+
+
+def read_codes(kind: type[Tensor], codes: CodesInMemory) -> None:
+    """Have programs read the memory of a class of tensors of an extension: its module takes them
+    apart. Doing so twice is the same as once."""
+    _WITH_MEMORY[qualified(kind)] = codes
+
+
 # What a class of tensors has for a rule for functions where it has none of its own.
 _USUAL_RULES = (
     torch._C._disabled_torch_function_impl,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from strop.serve.jobs import FinishedPicture, PictureJob
-from strop.serve.order import Wish
+from strop.serve.masks import MaskWish, canvas
+from strop.serve.order import Wish, size_of
 from strop.serve.refused import Refused
 from strop.serve.service import Service
 
@@ -48,6 +50,32 @@ async def drawn(
         for task in (waiting, gone):
             task.cancel()
         await asyncio.gather(waiting, gone, return_exceptions=True)
+
+
+async def masked(
+    wish: Wish, how: MaskWish, service: Service, names: Mapping[str, str] | None = None
+) -> Wish:
+    """Return a wish whose start is drawn anew where a mask is white. Raises Refused for a size that
+    is too large, in the words of the interface."""
+    assert wish.start is not None
+    try:
+        size = size_of(wish, service.painter.card, service.limits)
+        if how.is_close and wish.start.width * wish.start.height > service.limits.most_pixels:
+            raise Refused(
+                400,
+                "picture_too_large",
+                f"start: a part of it is put back into {wish.start.width}x{wish.start.height}, more"
+                f" than the {service.limits.most_pixels} pixels of a picture here; send a smaller"
+                " one, or start the server with a larger --max-pixels",
+                field="start",
+            )
+        made = await asyncio.to_thread(canvas, wish.start, how, size, wish.resize)
+    except Refused as refused:
+        raise refused.in_words_of(names or {}) from refused
+    if made is None:
+        text = "mask: nothing of it is white, so there is nothing to draw"
+        raise Refused(400, "empty_mask", text, field="mask")
+    return replace(wish, canvas=made)
 
 
 async def _hung_up(request: Request) -> None:

@@ -109,7 +109,9 @@ class PictureJob:
         held = _JOB_BYTES + sum(len(jpeg) for _, jpeg in self.previews.values())
         held += sum(len(picture.png) for picture in self.made)
         first = self.order.requests[0]  # whose start is that of all
-        return held if first.start is None else held + 3 * first.size.num_pixels
+        held += 0 if first.start is None else 3 * first.size.num_pixels
+        overlay = self.order.overlay
+        return held if overlay is None else held + overlay.num_bytes
 
 
 class LineTicket:

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from strop.errors import OptionError
-from strop.serve.asking import GivenService
+from strop.serve.asking import GivenService, masked
 from strop.serve.jobs import JobState, PictureJob
+from strop.serve.masks import MaskWish
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
@@ -41,6 +42,9 @@ class OrderBody(BaseModel):
     loras: dict[str, float] = Field({}, description="scales by name, in the order they are added")
     start: str | None = Field(None, description="a PNG or JPEG picture in base64")
     strength: float = 0.75
+    mask: str | None = Field(None, description="white where the start is drawn anew; else all is")
+    sampler: str = Field("", description="of those that /api/model names; else the model's own")
+    schedule: str = Field("", description="of the sampler; else its automatic one")
     preview_every: int = Field(0, description="show the picture after so many steps; 0: never")
     eager: bool = Field(False, description="draw without Strop, to compare")
     alone: bool = Field(False, description="draw in a batch of its own: the bits of generate")
@@ -68,7 +72,15 @@ async def order_pictures(body: OrderBody, service: GivenService) -> Any:
         body.preview_every,
         body.eager,
         body.alone,
+        body.sampler,
+        body.schedule,
     )
+    if body.mask is not None:
+        if start is None:
+            raise Refused(400, "invalid_value", "mask: it belongs to a start", field="mask")
+        most = service.limits.most_start_pixels
+        mask = await asyncio.to_thread(from_text, body.mask, most, "mask", is_mask=True)
+        wish = await masked(wish, MaskWish(mask), service)
     return state_of(service.accept(wish), service)
 
 
@@ -134,6 +146,8 @@ def _picture_of(job: PictureJob, number: int) -> dict[str, Any]:
         "seed": request.seed,
         "loras": dict(job.order.adapters),
         "strength": None if request.start is None else request.strength,
+        "sampler": request.sampler,
+        "schedule": request.schedule if request.sampler else "",
         "eager": job.order.is_eager,
         "url": None,
     }
@@ -192,6 +206,7 @@ async def model(service: GivenService) -> Any:
         "guidance": card.guidance,
         "most_count": limits.most_count,
         "most_batch": limits.most_batch,
+        "samplers": {name: [*schedules] for name, schedules in card.samplers.items()},
         "loras": [*card.loras],
         "most_scale": limits.most_scale,
         "eager": card.has_eager,

@@ -18,15 +18,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from strop.serve.asking import GivenService, drawn, in_base64
+from strop.serve.asking import GivenService, drawn, in_base64, masked
+from strop.serve.masks import MaskWish
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
 from strop.serve.service import Service
-from strop.serve.starts import from_bytes
+from strop.serve.starts import erased, from_bytes
 from strop.serve.wrong_fields import refused_for
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
-_NAMES = {"count": "n", "width": "size", "height": "size", "negative": "negative_prompt"}
+_NAMES = {
+    "count": "n",
+    "width": "size",
+    "height": "size",
+    "negative": "negative_prompt",
+    "start": "image",
+}
 _MOST_FIELDS = 40
 _MOST_FIELD_BYTES = 1 << 16
 
@@ -100,6 +107,7 @@ async def generations(body: GenerationBody, request: Request, service: GivenServ
                         "required": ["image", "prompt"],
                         "properties": {
                             "image": {"type": "string", "format": "binary"},
+                            "mask": {"type": "string", "format": "binary"},
                             "prompt": {"type": "string"},
                             "strength": {"type": "number"},
                         },
@@ -111,10 +119,10 @@ async def generations(body: GenerationBody, request: Request, service: GivenServ
 )
 async def edits(request: Request, service: GivenService) -> Any:
     """Draw pictures that begin with the client's picture. Besides the arguments of generations
-    there are ``image``, a file, and ``strength``, above 0 and at most 1."""
+    there are ``image``, a file, ``strength``, above 0 and at most 1, and perhaps ``mask``, a file:
+    what is transparent in it is drawn anew, and the rest keeps its bytes."""
     fields, files = await _form(request)
-    if set(files) & {"mask"}:
-        raise Refused(400, "unsupported", "mask: this server redraws whole pictures", field="mask")
+    mask = files.pop("mask", None)
     images = [files[name] for name in ("image", "image[]") if name in files]
     if len(images) != 1 or len(files) != 1:
         raise Refused(400, "invalid_value", "image: send exactly one picture", field="image")
@@ -129,8 +137,12 @@ async def edits(request: Request, service: GivenService) -> Any:
             400, "invalid_value", "strength: it is no number", field="strength"
         ) from error
     _check_model(body.model, service)
-    start = await asyncio.to_thread(from_bytes, images[0], service.limits.most_start_pixels)
+    most = service.limits.most_start_pixels
+    start = await asyncio.to_thread(from_bytes, images[0], most)
     wish = replace(body.wish(), start=start, strength=share)
+    if mask is not None:
+        hidden = await asyncio.to_thread(from_bytes, mask, most, "mask", erased)
+        wish = await masked(wish, MaskWish(hidden), service, _NAMES)
     return await _answer(request, service, wish)
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from strop.drawing.request import PictureRequest, PictureSize
+from strop.drawing.samplers import AUTOMATIC
 from strop.serve.limits import MOST_SEED, ServeLimits
+from strop.serve.masks import Canvas, Overlay, resized
 from strop.serve.refused import Refused
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ Spell = Callable[[str, str], tuple[str, str]]
 @dataclass(frozen=True)
 class ModelCard:
     """Say what the model that is served takes. Both sides of a picture are multiples of
-    ``factor``."""
+    ``factor``. ``samplers`` has the schedules of those that draw with it beside its own."""
 
     name: str
     size: PictureSize
@@ -33,11 +35,14 @@ class ModelCard:
     has_eager: bool
     spell: Spell
     steps: int = 20
+    samplers: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Hold what a client has asked for; None stands for the model's own. A start has any size."""
+    """Hold what a client has asked for; None stands for the model's own. A start has any size, and
+    ``resize`` brings it to that of the pictures. Where there is a ``canvas``, which has that size,
+    it is drawn on instead."""
 
     prompt: str
     negative: str = ""
@@ -53,6 +58,10 @@ class Wish:
     preview_every: int = 0
     is_eager: bool = False
     is_alone: bool = False
+    sampler: str = ""
+    schedule: str = ""
+    resize: str = "default"
+    canvas: Canvas | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ class Order:
     """Hold pictures to draw, one request each, with the adapters that are active meanwhile.
 
     ``is_eager`` draws with the model that Strop has not compiled. ``is_alone`` keeps pictures of
-    others out of the batch, so that the result has the bits of ``strop generate``.
+    others out of the batch, so that the result has the bits of ``strop generate``. ``overlay``
+    comes over each picture that was drawn.
     """
 
     requests: Sequence[PictureRequest]
@@ -69,11 +79,12 @@ class Order:
     is_eager: bool = False
     is_alone: bool = False
     notes: Sequence[str] = ()
+    overlay: Overlay | None = None
 
 
 def order(wish: Wish, card: ModelCard, limits: ServeLimits) -> Order:
     """Check a wish and fill in what it leaves open. Raises Refused with status 400."""
-    size = _size(wish, card, limits)
+    size = size_of(wish, card, limits)
     steps = _whole("steps", card.steps if wish.steps is None else wish.steps, 1, limits.most_steps)
     guidance = card.guidance if wish.guidance is None else wish.guidance
     _number("guidance", guidance, 0, limits.most_guidance)
@@ -83,7 +94,9 @@ def order(wish: Wish, card: ModelCard, limits: ServeLimits) -> Order:
         _spelled("negative", wish.negative, card, limits) if wish.negative else ("", "")
     )
     first = PictureRequest(prompt, size, steps, guidance, _seed(wish), negative)
-    if wish.start is not None:
+    sampler, schedule = _sampler(wish, card)
+    first = replace(first, sampler=sampler, schedule=schedule)
+    if wish.start is not None or wish.canvas is not None:
         first = _with_start(first, wish)
     if wish.is_eager and not card.has_eager:
         raise _wrong("eager", "this server has no eager model; start it with --eager")
@@ -94,6 +107,7 @@ def order(wish: Wish, card: ModelCard, limits: ServeLimits) -> Order:
         wish.is_eager,
         wish.is_alone,
         tuple(text for text in (note, other) if text),
+        None if wish.canvas is None else wish.canvas.overlay,
     )
 
 
@@ -116,7 +130,8 @@ def _short(value: int) -> str:
     return str(value) if abs(value) < 10**12 else "the number"
 
 
-def _size(wish: Wish, card: ModelCard, limits: ServeLimits) -> PictureSize:
+def size_of(wish: Wish, card: ModelCard, limits: ServeLimits) -> PictureSize:
+    """Return the size that a wish stands for. Raises Refused with status 400."""
     width = card.size.width if wish.width is None else wish.width
     height = card.size.height if wish.height is None else wish.height
     for name, side in (("width", width), ("height", height)):
@@ -155,13 +170,31 @@ def _seed(wish: Wish) -> int:
     return _whole("seed", wish.seed, 0, MOST_SEED)
 
 
+def _sampler(wish: Wish, card: ModelCard) -> tuple[str, str]:
+    """Return a sampler and its schedule, both as the card has them; no name is the model's own."""
+    known = {name.lower(): name for name in card.samplers}
+    if wish.schedule and not wish.sampler:
+        raise _wrong("schedule", "it belongs to a sampler; name one, or leave both out")
+    if wish.sampler and wish.sampler.lower() not in known:
+        have = ", ".join(card.samplers) or "none but its own"
+        raise _wrong("sampler", f"this model is not drawn with it here; there are {have}")
+    sampler = known.get(wish.sampler.lower(), "")
+    schedule = wish.schedule.lower() or AUTOMATIC
+    schedules = (AUTOMATIC, *card.samplers.get(sampler, ()))
+    if schedule not in schedules:
+        raise _wrong("schedule", f"{sampler} has none of that name; it has {', '.join(schedules)}")
+    return sampler, schedule
+
+
 def _with_start(request: PictureRequest, wish: Wish) -> PictureRequest:
-    assert wish.start is not None
     if not (math.isfinite(wish.strength) and 0 < wish.strength <= 1):
         raise _wrong("strength", f"{wish.strength:g} is not above 0 and at most 1")
-    size = (request.size.width, request.size.height)
-    start = wish.start if wish.start.size == size else wish.start.resize(size)
-    begun = replace(request, start=start, strength=wish.strength)
+    if wish.canvas is not None:
+        start, mask = wish.canvas.start, wish.canvas.mask
+    else:
+        assert wish.start is not None
+        start, mask = resized(wish.start, request.size, wish.resize), None
+    begun = replace(request, start=start, mask=mask, strength=wish.strength)
     if not begun.num_steps:
         raise _wrong(
             "strength",

@@ -14,12 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from PIL import ImageOps
+from PIL.Image import Image
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from strop.serve.asking import GivenService, drawn, in_base64
+from strop.drawing.request import PictureRequest
+from strop.drawing.samplers import AUTOMATIC
+from strop.serve.asking import GivenService, drawn, in_base64, masked
 from strop.serve.jobs import PictureJob
+from strop.serve.masks import RESIZES, MaskWish
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
+from strop.serve.sdapi_state import ALIASES, MODEL, label_of
 from strop.serve.service import Service
 from strop.serve.starts import from_text
 from strop.serve.wrong_fields import in_ascii
@@ -27,10 +33,16 @@ from strop.wording import counted
 
 router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
 _LORA = re.compile(r"<lora:([^:<>]{1,200})(?::([^:<>]{1,30}))?>")
+_WEIGHT = re.compile(r"[(\[][^()\[\]]{1,200}:\s*[0-9.]{1,9}[)\]]|\bBREAK\b")
+_AS_WRITTEN = "(words:1.3), [a:b:0.5] and BREAK are read as words: prompts have no weights here"
 _STRENGTH = 0.75
+_MOST_BLUR, _MOST_PADDING = 64, 1024  # as far as A1111's sliders go, and farther
 # Arguments that have no effect unless another one is given, which is refused.
 _DEPENDENT = ("hr_", "mask_", "inpaint", "refiner_switch", "firstphase_")
 _NAMES = {
+    "sampler": "sampler_name",
+    "schedule": "scheduler",
+    "start": "init_images",
     "guidance": "cfg_scale",
     "strength": "denoising_strength",
     "negative": "negative_prompt",
@@ -39,7 +51,6 @@ _NAMES = {
 }
 # Arguments whose false or 0 asks for something as well.
 _NEVER_EMPTY = ("send_images", "s_noise", "initial_noise_multiplier")
-_MODEL = "sd_model_checkpoint"
 # What clients send by default, besides null, false, 0, -1 and what is empty.
 _USUAL: Mapping[str, Sequence[Any]] = {
     "s_noise": (1,),
@@ -48,9 +59,6 @@ _USUAL: Mapping[str, Sequence[Any]] = {
     "do_not_save_samples": (True,),
     "do_not_save_grid": (True,),
     "send_images": (True,),
-    "sampler_name": ("automatic", "Automatic"),
-    "sampler_index": ("automatic", "Automatic"),
-    "scheduler": ("automatic", "Automatic"),
     "initial_noise_multiplier": (1,),
 }
 
@@ -70,6 +78,17 @@ class TextBody(BaseModel):
     batch_size: int = 1
     n_iter: int = 1
     denoising_strength: float | None = None  # it is of img2img, and of enable_hr, which is refused
+    sampler_name: str = ""
+    sampler_index: str = ""  # its older name
+    scheduler: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        """Leave out what is null, which asks for A1111's own choice."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
     def wish(self, service: Service) -> Wish:
         """Return it in Strop's words. Raises Refused for what asks for anything else."""
@@ -80,6 +99,7 @@ class TextBody(BaseModel):
                 "batch_size", f"a request has at most {counted(most, 'picture')}, and 1 at least"
             )
         prompt, loras = _loras(self.prompt)
+        sampler, schedule = _sampler(self.sampler_name or self.sampler_index, self.scheduler)
         return Wish(
             prompt,
             self.negative_prompt,
@@ -90,6 +110,8 @@ class TextBody(BaseModel):
             None if self.seed == -1 else self.seed,
             self.batch_size * self.n_iter,
             loras,
+            sampler=sampler,
+            schedule=schedule,
         )
 
     def _check_rest(self, model: str) -> None:
@@ -99,20 +121,68 @@ class TextBody(BaseModel):
             )
             if value in empty or value in _USUAL.get(name, ()):
                 continue
-            if name == "override_settings" and value == {_MODEL: model}:
+            if name == "override_settings" and value == {MODEL: model}:
                 continue
             if not name.startswith(_DEPENDENT):
                 raise _wrong(in_ascii(name, 60), "this server does not do that; leave it out")
 
 
 class PictureBody(TextBody):
-    """Hold A1111's arguments of img2img."""
+    """Hold A1111's arguments of img2img. Those of a mask have A1111's own values by default."""
 
     init_images: list[str] = []
+    resize_mode: int = Field(0, description="0 stretches, 1 cuts, 2 makes edges longer")
+    mask: str | None = Field(None, description="white, or opaque, where the picture is drawn anew")
+    mask_blur: int | None = None
+    mask_blur_x: int = 4
+    mask_blur_y: int = 4
+    mask_round: bool = True
+    inpainting_fill: int = Field(0, description="0 fills with colours from around, 1 keeps")
+    inpaint_full_res: bool = Field(True, description="draw the surroundings of the mask alone")
+    inpaint_full_res_padding: int = 0
+    inpainting_mask_invert: bool = False
+
+    @property
+    def resize(self) -> str:
+        """Return how the picture comes to its size. Raises Refused."""
+        if not 0 <= self.resize_mode < len(RESIZES):
+            raise _wrong("resize_mode", "take 0 (stretch), 1 (crop) or 2 (fill)")
+        return RESIZES[self.resize_mode]
+
+    def mask_wish(self, mask: Image, strength: float) -> MaskWish:
+        """Return how the mask is used. Raises Refused for what is not built."""
+        x, y = (self.mask_blur_x, self.mask_blur_y)
+        x, y = (x, y) if self.mask_blur is None else (self.mask_blur, self.mask_blur)
+        if not (0 <= x <= _MOST_BLUR and 0 <= y <= _MOST_BLUR):
+            raise _wrong("mask_blur", f"it is not within 0 and {_MOST_BLUR} pixels")
+        if not 0 <= self.inpaint_full_res_padding <= _MOST_PADDING:
+            raise _wrong("inpaint_full_res_padding", f"it is not within 0 and {_MOST_PADDING}")
+        if not self.mask_round:
+            raise _wrong("mask_round", "a latent is drawn anew or kept, nothing between; leave it")
+        if not 0 <= self.inpainting_fill <= 3:
+            raise _wrong("inpainting_fill", "take 0 (colours from around) or 1 (the original)")
+        if self.inpainting_fill > 1 and strength < 1:
+            text = "latents of noise (2) or of nothing (3) are built for denoising_strength 1 alone"
+            raise _wrong("inpainting_fill", f"{text}; take 0 (colours from around) or 1")
+        mask = ImageOps.invert(mask) if self.inpainting_mask_invert else mask
+        is_filled, padding = self.inpainting_fill == 0, self.inpaint_full_res_padding
+        return MaskWish(mask, (x, y), is_filled, self.inpaint_full_res, padding)
 
 
 def _wrong(name: str, message: str) -> Refused:
     return Refused(422, "unsupported", f"{name}: {message}", field=name)
+
+
+def _sampler(name: str, schedule: str) -> tuple[str, str]:
+    """Return a sampler and a schedule in Strop's words: A1111 has more names for them, among others
+    those of both in one ("DPM++ 2M Karras")."""
+    schedule = schedule.strip().lower().replace(" ", "_")
+    schedule = {"sgmuniform": "sgm_uniform", AUTOMATIC: ""}.get(schedule, schedule)
+    head, _, last = name.strip().rpartition(" ")
+    if last.lower() in ("karras", "exponential") and head:
+        name, schedule = head, schedule or last.lower()
+    name = ALIASES.get(name.strip().lower(), name.strip())
+    return ("" if name.lower() == AUTOMATIC else name), schedule
 
 
 def _loras(prompt: str) -> tuple[str, dict[str, float]]:
@@ -135,13 +205,18 @@ async def txt2img(body: TextBody, request: Request, service: GivenService) -> An
 
 @router.post("/img2img")
 async def img2img(body: PictureBody, request: Request, service: GivenService) -> Any:
-    """Draw pictures that begin with the client's picture, which is stretched to their size."""
+    """Draw pictures that begin with the client's picture, or parts of it anew where it comes with a
+    mask."""
     if len(body.init_images) != 1:
         raise _wrong("init_images", "send exactly one picture, in base64")
     most = service.limits.most_start_pixels
     start = await asyncio.to_thread(from_text, body.init_images[0], most, "init_images")
     strength = _STRENGTH if body.denoising_strength is None else body.denoising_strength
-    wish = replace(body.wish(service), start=start, strength=strength)
+    wish = replace(body.wish(service), start=start, strength=strength, resize=body.resize)
+    if body.mask is not None:
+        mask = await asyncio.to_thread(from_text, body.mask, most, "mask", is_mask=True)
+        how = body.mask_wish(mask, strength)
+        wish = await masked(wish, how, service, _NAMES)
     return _answer(body, await drawn(request, service, wish, _NAMES))
 
 
@@ -150,65 +225,44 @@ def _answer(body: TextBody, job: PictureJob) -> dict[str, Any]:
     first = requests[0]
     info = {
         "prompt": first.prompt,
+        "all_prompts": [request.prompt for request in requests],
         "negative_prompt": first.negative,
+        "all_negative_prompts": [request.negative for request in requests],
         "seed": first.seed,
         "all_seeds": [request.seed for request in requests],
+        "sampler_name": first.sampler or "Automatic",
         "width": first.size.width,
         "height": first.size.height,
         "steps": first.steps,
         "cfg_scale": first.guidance,
         "batch_size": len(requests),
-        "notes": [*job.order.notes],
+        "denoising_strength": None if first.start is None else first.strength,
+        "infotexts": [_infotext(request) for request in requests],
+        "notes": [*job.order.notes, *_notes_on(first)],
     }
-    known = body.model_dump(include=set(type(body).model_fields) - {"init_images"})
+    known = body.model_dump(include=set(type(body).model_fields) - {"init_images", "mask"})
     images = [in_base64(picture) for picture in job.made]
     return {"images": images, "parameters": known, "info": json.dumps(info)}
 
 
-@router.get("/sd-models")
-async def sd_models(service: GivenService) -> Any:
-    """List the model that is served."""
-    name = service.painter.card.name
-    return [{"title": name, "model_name": name, "hash": None, "filename": name}]
+def _notes_on(request: PictureRequest) -> list[str]:
+    """Say that what A1111 reads as a weight is text here."""
+    has_weight = _WEIGHT.search(request.prompt) or _WEIGHT.search(request.negative)
+    return [_AS_WRITTEN] if has_weight else []
 
 
-@router.get("/loras")
-async def loras(service: GivenService) -> Any:
-    """List the LoRAs of the server."""
-    return [{"name": name, "alias": name, "path": name} for name in service.painter.card.loras]
-
-
-@router.get("/options")
-async def options(service: GivenService) -> Any:
-    """Name the model that is served, the one setting that there is."""
-    return {_MODEL: service.painter.card.name}
-
-
-@router.post("/options")
-async def set_options(wanted: dict[str, Any], service: GivenService) -> Any:
-    """Choose the model that is served. Anything else is refused."""
-    name = service.painter.card.name
-    other = next((key for key, value in wanted.items() if (key, value) != (_MODEL, name)), None)
-    if other is not None:
-        raise _wrong(in_ascii(other, 60), f"this server draws with {name}, and has no settings")
-
-
-@router.get("/progress")
-async def progress(service: GivenService) -> Any:
-    """Say how far the oldest order is that is being drawn."""
-    job = service.jobs.oldest_drawn()
-    step, total = (0, 0) if job is None else (job.step, job.total)
-    state = {"sampling_step": step, "sampling_steps": total, "job_count": int(job is not None)}
-    return {"progress": step / total if total else 0.0, "state": state, "current_image": None}
-
-
-@router.get("/schedulers")
-async def schedulers() -> Any:
-    """List the one schedule: the model's own."""
-    return [{"name": "automatic", "label": "Automatic", "aliases": None}]
-
-
-@router.get("/samplers")
-async def samplers() -> Any:
-    """List the one sampler: the model's own."""
-    return [{"name": "Automatic", "aliases": ["automatic"], "options": {}}]
+def _infotext(request: PictureRequest) -> str:
+    """Return the parameters of a picture in the lines that A1111's clients show and read."""
+    facts = {
+        "Steps": request.steps,
+        "Sampler": request.sampler or "Automatic",
+        "Schedule type": label_of(request.schedule),
+        "CFG scale": request.guidance,
+        "Seed": request.seed,
+        "Size": request.size,
+    }
+    if request.start is not None:
+        facts["Denoising strength"] = request.strength
+    lines = [request.prompt]
+    lines += [f"Negative prompt: {request.negative}"] if request.negative else []
+    return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts.items())])

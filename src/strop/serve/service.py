@@ -14,9 +14,11 @@ from dataclasses import replace
 import torch
 
 from strop.drawing.draw import NotFiniteError
+from strop.drawing.request import PictureSize
 from strop.serve.jobs import FinishedPicture, JobState, JobStore, LineTicket, PictureJob
 from strop.serve.limits import ServeLimits
 from strop.serve.line import WaitingLine
+from strop.serve.masks import Overlay
 from strop.serve.metrics import ServeMetrics
 from strop.serve.order import Wish, order
 from strop.serve.refused import Refused
@@ -188,7 +190,7 @@ class Service:
             if not ticket.is_wanted:
                 continue
             job, request = ticket.job, ticket.request
-            png = await asyncio.to_thread(_as_png, rgb, (request.size.width, request.size.height))
+            png = await asyncio.to_thread(_as_png, rgb, request.size, job.order.overlay)
             waited = begun - job.created
             made = FinishedPicture(png, request, waited, done.seconds, len(tickets))
             if ticket.is_wanted:
@@ -234,9 +236,9 @@ def _note_step(tickets: Sequence[LineTicket], told: StepTold) -> None:
             job.change()
 
 
-def _as_png(rgb: bytes, size: tuple[int, int]) -> bytes:
+def _as_png(rgb: bytes, size: PictureSize, overlay: Overlay | None) -> bytes:
     from PIL import Image
 
-    target = io.BytesIO()
-    Image.frombytes("RGB", size, rgb).save(target, format="PNG")
+    target, drawn = io.BytesIO(), Image.frombytes("RGB", (size.width, size.height), rgb)
+    (drawn if overlay is None else overlay.over(drawn)).save(target, format="PNG")
     return target.getvalue()

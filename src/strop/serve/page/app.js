@@ -74,6 +74,7 @@ async function start(work) {
   byId("now").replaceChildren();
   setRunning("");
   say("Asking.");
+  byId("status").scrollIntoView({ block: "nearest" }); // on a phone it is below the form
   try {
     say(await work(read()));
   } catch (error) {
@@ -85,7 +86,7 @@ async function start(work) {
 
 async function drawOnce(body) {
   const { made, notes } = await draw(body);
-  return [...made.map(captionOf), ...notes].join(". ");
+  return [...new Set(made.map(captionOf)), ...notes].join(". ");
 }
 
 // Each is drawn alone, one after the other, from the same noise.

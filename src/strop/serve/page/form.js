@@ -17,6 +17,7 @@ export function prepare(model) {
   field("guidance").value = model.guidance;
   field("count").max = model.most_count;
   field("compare").hidden = !model.eager;
+  prepareSamplers(model.samplers);
   field("loras").hidden = model.loras.length === 0;
   for (const [number, name] of model.loras.entries()) field("loras").append(slider(name, number));
   field("strength").addEventListener("input", showStrength);
@@ -30,6 +31,9 @@ export function prepare(model) {
 
 export function read() {
   const body = { prompt: field("prompt").value, negative: field("negative").value };
+  if (field("sampler").value) {
+    Object.assign(body, { sampler: field("sampler").value, schedule: field("schedule").value });
+  }
   for (const name of NUMBERS) body[name] = Number(field(name).value);
   if (field("seed").value !== "") body.seed = Number(field("seed").value);
   body.loras = {};
@@ -45,11 +49,28 @@ export function fill(picture) {
     field(name).value = picture[name];
   }
   field("count").value = 1;
+  field("sampler").value = picture.sampler;
+  field("sampler").dispatchEvent(new Event("change"));
+  if (picture.sampler) field("schedule").value = picture.schedule;
   for (const input of field("loras").querySelectorAll("input")) {
     input.value = picture.loras[input.dataset.name] || 0;
     input.dispatchEvent(new Event("input"));
   }
   field("prompt").focus();
+}
+
+// The first of a sampler's schedules is its own, "automatic".
+function prepareSamplers(samplers) {
+  const option = (value, text) => element("option", { value, textContent: text || value });
+  field("sampling").hidden = Object.keys(samplers).length === 0;
+  field("sampler").append(option("", "the model's own"), ...Object.keys(samplers).map((one) => option(one)));
+  const change = () => {
+    const known = samplers[field("sampler").value];
+    field("schedule").replaceChildren(...["automatic", ...(known || [])].map((one) => option(one)));
+    field("schedule").disabled = !known;
+  };
+  field("sampler").addEventListener("change", change);
+  change();
 }
 
 function slider(name, number) {

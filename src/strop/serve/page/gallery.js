@@ -1,7 +1,7 @@
 // Shows pictures that are done, with what draws them again.
 
 const SMALL = 256;
-const SHOWN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "strength"];
+const SHOWN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "strength", "sampler", "schedule"];
 
 export function element(name, attributes = {}, ...children) {
   const made = Object.assign(document.createElement(name), attributes);
