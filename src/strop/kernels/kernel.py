@@ -100,7 +100,7 @@ class Problem:
 
 
 class Lies(Enum):
-    """An operand must lie in memory in one of these ways. All kinds but the last three want an
+    """An operand must lie in memory in one of these ways. All kinds but the last four want an
     address that is a multiple of 16 bytes, and all fewer than 2^31 elements."""
 
     DENSE = "dense in the order of its dims"
@@ -108,6 +108,7 @@ class Lies(Enum):
     ANYHOW = "any strides"
     LINES = "its last dim is dense, and other strides are even, at any address"
     RUNS = "its last dim is dense, and other strides are any, at any address"
+    PIXELS = "the channels of (B, C, H, W) are dense, and pixels in one step, at any address"
     UNALIGNED = "any strides, at any address"
 
 

@@ -17,7 +17,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import libraries
 from strop.kernels.attention import code_rows, cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
-from strop.kernels.conv import code_conv, folded_taps, narrow
+from strop.kernels.conv import code_conv, conv_cpu, folded_taps, narrow
 from strop.kernels.gemm import (
     code_sums,
     geglu,
@@ -46,6 +46,7 @@ KERNELS: tuple[Kernel, ...] = (
     cpu.ROW,
     small_cpu.ROW,
     linear_cpu.ROW,
+    conv_cpu.ROW,
     narrow.ROW,
     folded_taps.ROW,
     geglu.ROW,

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from strop.kernels.kernel import Late, Launch, Launches, Lies, Operand, Stride
-from strop.runtime.run.launched_calls import ALIGNMENT, ANYWHERE, LIMIT, LINES, WIDE, has_lines
+from strop.runtime.run.launched_calls import (
+    ALIGNMENT,
+    ANYWHERE,
+    LIMIT,
+    LINES,
+    WIDE,
+    has_lines,
+    has_pixels,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ def _lies(operand: Operand, place: OperandPlace) -> bool:
     if not 0 < math.prod(place.shape) < LIMIT:
         return False
     if (unit := LINES.get(operand.lies)) and not has_lines(place.shape, place.strides, unit):
+        return False
+    if operand.lies is Lies.PIXELS and not has_pixels(place.shape, place.strides):
         return False
     if operand.lies not in ANYWHERE:
         is_aligned = place.pointer and place.pointer % ALIGNMENT == 0
