@@ -15,10 +15,10 @@ from strop.ir.device import CPU
 from strop.kernels import library
 from strop.kernels.conv import conv_cpu
 from strop.kernels.gemm import linear_cpu
-from strop.kernels.kernel import Launch, Problem, Stride
+from strop.kernels.kernel import NUM_FETCHED, Launch, Problem, Stride
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.native import NativeKernels
+from strop.runtime.build.native import BoundNativeKernel, NativeKernels
 from strop.runtime.build.processors import processor
 from strop.runtime.run.launched_calls import has_pixels
 from strop.testing import assert_as_accurate_as_eager
@@ -180,6 +180,23 @@ def test_in_a_program(dtype: torch.dtype, tmp_path: Any) -> None:
     assert {choice.kernel for choice in bound.plan.choices.values()} == {conv_cpu.NAME}
     assert bound.straight(list) is not None  # nothing but kernels
     assert strop.explain(module).num_graphs == 1
+
+
+@pytest.mark.skipif(not processor().has_bf16, reason="was measured with BF16 alone")
+def test_the_next_weight_is_fetched(tmp_path: Any) -> None:
+    """Each kernel is told of the first part of the next one's weight, if that lies so."""
+    module = Convolutions().eval()
+    module.last.weight.data = module.last.weight.data.contiguous(memory_format=LAST)
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    with torch.no_grad():
+        module(torch.randn(2, 4, 8, 6))
+    dispatcher: Any = module.forward
+    linked = dispatcher.shapes.entries[0].bounds[0]._linked
+    count = len(conv_cpu.source(torch.float32).scalars)
+    bound = [step for step in linked.steps if isinstance(step, BoundNativeKernel)]
+    told = [[*step.scalars][-NUM_FETCHED:] for step in bound if len(step.scalars) == count]
+    down = module.down.weight
+    assert told == [[down.data_ptr(), 4 * 32 * 9, 4 * 16 * 9, 48], [0] * 4, [0] * 4]
 
 
 def problem(dtype: torch.dtype, weight: Any = (64, 64, 3, 3), **other: Any) -> Problem:

@@ -25,7 +25,7 @@ class PreparedCalls(dict[Hashable, Short]):
     microseconds. Calls whose lengths one entry serves all have one short way."""
 
     def __init__(self, cache_dir: str) -> None:
-        """``cache_dir``: where native code is kept."""
+        """Native code is kept in ``cache_dir``."""
         super().__init__()
         self._cache_dir = cache_dir
         self._free: tuple[frozenset[int], ...] = ()  # places of lengths that some entry serves all

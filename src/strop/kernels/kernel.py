@@ -171,12 +171,32 @@ Scalar = int | Stride | Late
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """A launch on a CPU reads this first: of an operand, by its place among the launch's, so many
+    ``rows`` of ``length`` elements each, where the other ``dims`` than the first are dense.
+
+    Whoever runs before it may fetch that: the launch's last NUM_FETCHED scalars, which are 0 at
+    first, tell of what the next such launch reads: its address, and bytes from row to row and of a
+    row, and rows.
+    """
+
+    operand: int
+    rows: int
+    length: int
+    dims: tuple[int, ...]
+
+
+NUM_FETCHED = 4
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One launch gets a pointer for each operand, then the scalars."""
 
     source: KernelSource
     operands: tuple[Operand, ...]
     scalars: tuple[Scalar, ...]
+    fetched: Fetched | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,8 @@ inline int64_t step_of(const Window& of, const int64_t* strides) {
   return of.columns > 1 ? strides[3] : of.rows > 1 ? strides[2] : strides[0];
 }
 
-// Buffers: x, w, the result, and the bias where the last scalar says that there is one.
+// Buffers: x, w, the result, and the bias where scalar 27 says that there is one. Four scalars behind
+// that tell what the next kernel reads.
 template <class T, bool PAIRED>
 void convolve(void* const* buffers, const int64_t* s) {
   const int64_t batch = s[0], outs = s[1], words = PAIRED ? s[4] / 2 : s[4];
@@ -234,7 +235,7 @@ void convolve(void* const* buffers, const int64_t* s) {
   const bool has_few = outs <= FEW_COLUMNS && words % LANES == 0;
   if (has_few && 4 * window.taps() * words <= FEW_WORDS)
     return along_channels<T, PAIRED>(all, of, bias, out, work);
-  multiply_all<T, PAIRED>(all, of, bias, out, work, PANEL);
+  multiply_all<T, PAIRED>(all, of, bias, out, work, of_next_kernel(s + 28));
 }
 
 #undef NUMBERED

@@ -19,12 +19,14 @@ import torch
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
 from strop.kernels.attention.cpu import TYPES, header
-from strop.kernels.gemm.linear_cpu import MAY_BE, blocks, can_multiply
+from strop.kernels.gemm.linear_cpu import FETCHED_ROWS, MAY_BE, blocks, can_multiply
 from strop.kernels.kernel import (
     CHANNELS_LAST,
     NEVER,
+    NUM_FETCHED,
     RESULT,
     Call,
+    Fetched,
     Kernel,
     Launch,
     Launches,
@@ -38,6 +40,7 @@ from strop.kernels.tuned.packed_cpu import CASES
 
 NAME = "cpu_conv"
 MOST_TAPS = 64  # of a window: conv_cpu.h has a bit for each
+MOST_STEPS, MOST_WORDS = 144, 128  # of a part of the weight; of one tap
 X, WEIGHT, BIAS = range(3)
 _DIMS = 4
 
@@ -84,8 +87,8 @@ def _sides(problem: Problem) -> tuple[int, ...]:
 def source(dtype: torch.dtype) -> KernelSource:
     """Return the kernel for operands of a type, which is one for all sizes. Params: x, the weight,
     the result. Scalars: batch, channels out, height, width, channels in, window, stride, padding,
-    dilation, rows and columns of the result, the strides of x, of the weight and of the result, and
-    whether there is a bias."""
+    dilation, rows and columns of the result, the strides of x, of the weight and of the result,
+    whether there is a bias, and what is fetched."""
     name = f"{NAME}_{str(dtype).removeprefix('torch.')}"
     own = Path(__file__).with_name("conv_cpu.h").read_text()
     is_paired = "true" if dtype is torch.bfloat16 else "false"
@@ -96,7 +99,7 @@ def source(dtype: torch.dtype) -> KernelSource:
         f"  {call}(buffers, scalars);\n"
         "}\n"
     )
-    return KernelSource(name, "cpp", text, (dtype,) * 3, scalars=(1,) * 28)
+    return KernelSource(name, "cpp", text, (dtype,) * 3, scalars=(1,) * (28 + NUM_FETCHED))
 
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
@@ -115,8 +118,12 @@ def launch(problem: Problem, device: Device) -> Launches | None:
         *(batch, outs, *sides, ins, *window, *pairs[0], *pairs[1], *pairs[2], *made),
         *(Stride(place, dim) for place in (0, 1, 2) for dim in range(_DIMS)),
         len(biases),
+        *[0] * NUM_FETCHED,
     )
-    part = Launch(source(problem.dtype), operands, scalars)
+    taps, each = math.prod(window), 2 if problem.dtype is torch.bfloat16 else 1
+    at_once = each * min(MOST_STEPS // taps, MOST_WORDS)
+    fetched = Fetched(WEIGHT, min(outs, FETCHED_ROWS), taps * min(ins, at_once), (ins, *window))
+    part = Launch(source(problem.dtype), operands, scalars, fetched)
     return Launches((part,), (), (batch, outs, *made), CHANNELS_LAST)
 
 

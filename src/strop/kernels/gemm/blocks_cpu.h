@@ -131,6 +131,11 @@ struct Shape {
   int64_t first(int64_t block) const { return block * vectors / blocks * LANES; }
 };
 
+// What the next kernel reads first, as NUM_FETCHED scalars of a launch tell (kernels/kernel.py).
+inline Ahead of_next_kernel(const int64_t* s) {
+  return Ahead::of(reinterpret_cast<const void*>(s[0]), s[1], s[2], s[3]);
+}
+
 // One block of columns by the rows of a panel. ``Rows`` knows the operands: how many ``parts`` a sum
 // has, and how many ``sections`` one, between which it fetches; how to ``pack`` columns for a part; what
 // that reads (``ahead``); and a ``tile`` of a part.
@@ -143,6 +148,7 @@ struct Task {
   int64_t block, begin, end;  // rows
   Word* packed;
   float* sums;
+  const Ahead& after;  // all of this
 
   template <int M, int N>
   void tile(int64_t row, int64_t part, int64_t width, const float* added, int64_t first,
@@ -169,7 +175,7 @@ struct Task {
   Ahead next(int64_t part) const {
     const bool is_last = part + 1 == x.parts;
     const int64_t other = is_last ? block + 1 : block;
-    if (other == of.blocks) return {};
+    if (other == of.blocks) return end == of.rows ? after : Ahead{};
     return x.ahead(is_last ? 0 : part + 1, of.first(other), least(of.first(other + 1), of.columns));
   }
 
@@ -200,15 +206,16 @@ struct Task {
   }
 };
 
-// All columns of all rows. ``most``: rows of a panel, of which ``x`` makes itself a picture each
-// time.
+// All columns of all rows, by panels of rows, of which ``all`` makes itself a picture each time.
+// ``after`` is what will be read behind them.
 template <class T, bool PAIRED, class Rows>
-void multiply_all(const Rows& all, const Shape& of, const T* bias, T* out, double work, int64_t most) {
+void multiply_all(const Rows& all, const Shape& of, const T* bias, T* out, double work,
+                  const Ahead& after) {
 #pragma omp parallel if (work > THREADED_FROM)
   {
     const int64_t wanted = (omp_get_num_threads() + of.blocks - 1) / of.blocks;
     const int64_t fair = (of.rows + wanted - 1) / wanted, some = fair < FEWEST ? FEWEST : fair;
-    const int64_t count = (of.rows + least(some, most) - 1) / least(some, most);
+    const int64_t count = (of.rows + least(some, PANEL) - 1) / least(some, PANEL);
     const int64_t height = up_to((of.rows + count - 1) / count, ROWS);
     const int64_t panels = (of.rows + height - 1) / height;
     alignas(64) Word packed[MOST_STEPS * BLOCK];
@@ -218,7 +225,8 @@ void multiply_all(const Rows& all, const Shape& of, const T* bias, T* out, doubl
     for (int64_t task = 0; task < of.blocks * panels; ++task) {
       const int64_t begin = task / of.blocks * height, end = least(begin + height, of.rows);
       x.look_at(begin, end);
-      Task<T, PAIRED, Rows>{x, of, bias, out, task % of.blocks, begin, end, packed, sums}.run();
+      Task<T, PAIRED, Rows>{x, of, bias, out, task % of.blocks, begin, end, packed, sums, after}
+          .run();
     }
   }
 }

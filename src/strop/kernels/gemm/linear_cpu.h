@@ -143,7 +143,8 @@ void along_depth(const T* x, const T* w, const T* bias, T* out, const Sizes& of)
 
 // ---- all ---------------------------------------------------------------------------------------
 
-// Buffers: x, w, the result, and the bias where scalar 7 says that there is one.
+// Buffers: x, w, the result, and the bias where scalar 7 says that there is one. Four scalars behind
+// that tell what the next kernel reads.
 template <class T, bool PAIRED>
 void linear(void* const* buffers, const int64_t* s) {
   const Sizes of = {s[0], s[1], s[2], s[3], {0, 0, s[4], s[5]}, s[6]};
@@ -155,7 +156,7 @@ void linear(void* const* buffers, const int64_t* s) {
   if (has_few && of.w.column == 1) return along_depth<T, PAIRED>(x, w, bias, out, of);
   const double work = 2.0 * of.rows * of.columns * of.depth;
   const Shape shape(of.rows, of.columns, of.out_row);
-  multiply_all<T, PAIRED>(Lines<T, PAIRED>(x, w, of), shape, bias, out, work, PANEL);
+  multiply_all<T, PAIRED>(Lines<T, PAIRED>(x, w, of), shape, bias, out, work, of_next_kernel(s + 8));
 }
 
 #undef NUMBERED

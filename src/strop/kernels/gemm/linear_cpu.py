@@ -24,14 +24,17 @@ from strop.ir.source import KernelSource
 from strop.kernels.attention.cpu import TYPES, header
 from strop.kernels.kernel import (
     NEVER,
+    NUM_FETCHED,
     RESULT,
     Call,
+    Fetched,
     Kernel,
     Launch,
     Launches,
     Lies,
     Operand,
     Problem,
+    Scalar,
     Stride,
 )
 from strop.kernels.packed.costs import Line, Work, case_of
@@ -43,6 +46,7 @@ MAY_BE = {"avx512": WITH_BF16}
 NAME = "cpu_linear"
 X, WEIGHT, BIAS = range(3)
 FEWEST_ROWS = 8  # in fp32, of a tile: sums of fewer run along the depth
+STEPS, FETCHED_ROWS = 128, 64  # of a part of a weight, as blocks_cpu.h packs it
 FEW = Line(1.0, 110000.0, 60000.0)
 
 
@@ -77,7 +81,7 @@ def cost_us(problem: Problem, device: Device) -> float:
 @lru_cache
 def source(dtype: torch.dtype) -> KernelSource:
     """Return the kernel for operands of a type, which is one for all sizes. Params: x, the weight,
-    the result. Scalars: M, N, K, strides, and whether there is a bias."""
+    the result. Scalars: M, N, K, strides, whether there is a bias, and what is fetched."""
     is_paired = dtype is torch.bfloat16
     name = f"{NAME}_{str(dtype).removeprefix('torch.')}"
     own = Path(__file__).with_name("linear_cpu.h").read_text()
@@ -88,7 +92,7 @@ def source(dtype: torch.dtype) -> KernelSource:
         f"  {call}(buffers, scalars);\n"
         "}\n"
     )
-    return KernelSource(name, "cpp", text, (dtype,) * 3, scalars=(1,) * 8)
+    return KernelSource(name, "cpp", text, (dtype,) * 3, scalars=(1,) * (8 + NUM_FETCHED))
 
 
 @lru_cache
@@ -109,12 +113,16 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     weight = Operand(WEIGHT, Lies.UNALIGNED)
     rows_lie = Lies.LINES if problem.dtype is torch.bfloat16 else Lies.RUNS  # pairs of bf16
     operands = (Operand(X, rows_lie), weight, Operand(RESULT, Lies.RUNS), *biases)
-    scalars = (
+    scalars: tuple[Scalar, ...] = (
         *(math.prod(rows), columns, depth),
         *(Stride(0, 0), Stride(1, 0), Stride(1, 1), Stride(2, 0)),
         len(biases),
+        *[0] * NUM_FETCHED,
     )
-    return Launches((Launch(source(problem.dtype), operands, scalars),))
+    each = 2 if problem.dtype is torch.bfloat16 else 1
+    length = min(depth, each * STEPS)
+    fetched = Fetched(WEIGHT, min(columns, FETCHED_ROWS), length, (depth,))
+    return Launches((Launch(source(problem.dtype), operands, scalars, fetched),))
 
 
 ROW = Kernel(NAME, ("linear",), supports, cost_us, launch, forms)
