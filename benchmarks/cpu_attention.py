@@ -36,13 +36,13 @@ from strop.bench.report import write_json
 from strop.bench.timer import timing_of
 from strop.ir.source import KernelSource
 from strop.kernels.attention import cpu
-from strop.kernels.kernel import Problem
+from strop.kernels.kernel import Late, Launch, Problem, Stride
 from strop.models import sprites
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels
 from strop.runtime.build.processors import processor
-from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
+from strop.runtime.run.launched_calls import scratch_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src/strop/kernels/tuned/attention_cpu.py"
@@ -118,18 +118,27 @@ class Kernels:
         return self.build([source])[source].bind(pointers, scalars)
 
 
-def ours(kernels: Any, operands: Sequence[Tensor], *, causal: bool) -> Callable[[], Tensor]:
-    """Return the call as a program makes it, with working memory at hand."""
-    mask = operands[3].dtype if len(operands) > 3 else None
+def ours(kernels: Any, operands: Sequence[Tensor], *, causal: bool) -> Callable[[], object]:
+    """Return the call as a program binds it, with memory at hand."""
+    q, k, v, *masks = operands
     shapes = tuple(tuple(x.shape) for x in operands)
-    attrs = (("causal", causal), ("scale", None))
-    problem = Problem("attention", attrs, shapes, operands[0].dtype, mask)
+    attrs, mask = (("causal", causal), ("scale", None)), masks[0].dtype if masks else None
+    problem = Problem("attention", attrs, shapes, q.dtype, mask)
     launches = cpu.launch(problem, kernels.device)
     assert launches is not None
+    (part,) = launches.parts
+    assert isinstance(part, Launch)
+    out = q.new_empty([launches.result[dim] for dim in launches.order])
+    back = sorted(range(len(launches.order)), key=launches.order.__getitem__)
     memory = torch.empty(scratch_bytes(launches), dtype=torch.uint8)
-    site = CallSite(kernels, 0, is_early=False, is_steady=True)
-    call = Launched(launches, site, memory).allocating(lambda _: torch.empty(0))
-    return lambda: call(operands)
+    given = (q, k, v, out.permute(back), memory, *masks)
+    scalars = [
+        given[each.operand].stride(each.dim) if isinstance(each, Stride) else int(each)
+        for each in part.scalars
+        if not isinstance(each, Late)
+    ]
+    call = kernels.bind(part.source, [tensor.data_ptr() for tensor in given], scalars)
+    return lambda: (call(), given)
 
 
 def torchs(operands: Sequence[Tensor], *, causal: bool) -> Callable[[], Tensor]:
@@ -144,7 +153,7 @@ def sweep(isa: str, samples: int) -> Iterator[dict[str, Any]]:
         for name, dtype in DTYPES.items():
             torch.manual_seed(0)
             operands, causal = case.operands(dtype), case.masking == "causal"
-            calls = {"torch": torchs(operands, causal=causal)}
+            calls: dict[str, Callable[[], object]] = {"torch": torchs(operands, causal=causal)}
             calls["ours"] = ours(kernels, operands, causal=causal)
             times = in_turns(calls, samples)
             ratios = [a / b for a, b in zip(times["torch"], times["ours"], strict=True)]

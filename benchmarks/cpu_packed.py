@@ -1,4 +1,4 @@
-"""Measure products on a CPU with packed weights, beside the same with weights as they lie.
+"""Measure products on a CPU, with packed weights and by ours, beside weights as they lie.
 
     python benchmarks/cpu_packed.py [--samples 9] [--out FILE]
     python benchmarks/cpu_packed.py --table FILE...
@@ -37,6 +37,7 @@ from strop.bench import environment
 from strop.bench.cpu_turns import Times, in_turns, seconds
 from strop.bench.report import write_json
 from strop.bench.timer import timing_of
+from strop.kernels.conv import conv_cpu
 from strop.kernels.gemm import linear_cpu
 from strop.kernels.kernel import Late, Launch, Problem, Stride
 from strop.kernels.packed.costs import CONV, Line, Work
@@ -46,7 +47,6 @@ from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels
 from strop.runtime.build.processors import processor
 from strop.runtime.derived.packed_weights import Fingerprint
-from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.library_calls import ALLOCATING, PLANNED_OUT
 from strop.runtime.run.packed_calls import PRODUCTS
 
@@ -56,6 +56,7 @@ CPU = torch.device("cpu")
 DEVICE = processor()
 EVICTING_BYTES = 4 << 20  # more than the caches of one core
 FEW, SMALL_OPS = 5, 2e8  # times as many samples of calls with fewer operations
+VECTOR = 16  # numbers
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OFF = ("packed_weights",)
 
@@ -118,19 +119,21 @@ def calls_of(case: Case, operands: Sequence[Tensor]) -> dict[str, Callable[[], o
         out = operands[0].new_empty(operands[0].shape[0], operands[1].shape[0])
         plain = lambda: of_rows(operands, out)  # noqa: E731
     calls = {"plain": plain, "packed": lambda: product.call(operands, packed)}
-    if case.op == "linear" and linear_cpu.can_multiply(operands[0].dtype, DEVICE.isa):
+    if linear_cpu.can_multiply(operands[0].dtype, DEVICE.isa):
         calls["ours"] = ours(case, operands)
     return calls
 
 
 def ours(case: Case, operands: Sequence[Tensor]) -> Callable[[], object]:
-    """Return the linear by our kernel, bound as a program binds it."""
+    """Return the product by our kernel, bound as a program binds it."""
     shapes, kernels = tuple(tuple(operand.shape) for operand in operands), _Kernels()
-    launches = linear_cpu.launch(Problem(case.op, (), shapes, operands[0].dtype), DEVICE)
+    problem = Problem(case.op, tuple(case.attrs.items()), shapes, operands[0].dtype)
+    launches = (conv_cpu if case.op == CONV else linear_cpu).launch(problem, DEVICE)
     assert launches is not None
-    out = operands[0].new_empty(case.operand[0], case.weight[0])
-    memory = torch.empty(scratch_bytes(launches), dtype=torch.uint8)
-    given = (*operands[:2], out, memory, *operands[2:])
+    out = operands[0].new_empty(launches.result or (case.operand[0], case.weight[0]))
+    if case.op == CONV:
+        out = out.contiguous(memory_format=torch.channels_last)
+    given = (*operands[:2], out, *operands[2:])
     (part,) = launches.parts
     assert isinstance(part, Launch)
     scalars = [
@@ -338,11 +341,18 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Line, Line]:
 
 
 def ours_of(rows: Sequence[Mapping[str, Any]]) -> Line:
-    """Fit the line of our kernel, of the rows of which it is chosen in both types."""
-    some = [row for row in rows if row["operand"][0] >= linear_cpu.FEWEST_ROWS]
+    """Fit the line of our kernel, of the rows of which it is chosen in both types, and where not
+    most lanes of a vector are empty."""
+    some = [row for row in rows if _is_wide(row)]
     works, times = [_work(row) for row in some], [row["us"]["ours"] for row in some]
     parts = [[1.0, work.ops, work.weight_bytes] for work in works]
     return _as_line(fitted(parts, times, times))
+
+
+def _is_wide(row: Mapping[str, Any]) -> bool:
+    if row["op"] == CONV:
+        return min(row["weight"][:2]) >= VECTOR
+    return bool(row["operand"][0] >= linear_cpu.FEWEST_ROWS)
 
 
 def _work(row: Mapping[str, Any]) -> Work:

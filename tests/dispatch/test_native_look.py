@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 import strop
 from strop.dispatch import native_look as native
-from strop.dispatch import replayed_calls
+from strop.dispatch import quick_look, replayed_calls
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.native_look import NativeLook, Watched
-from strop.dispatch.quick_look import QuickLook
+from strop.dispatch.quick_look import LookWhenReady, QuickLook
 from strop.errors import CodegenError
+from strop.options import Options
 from tests.diffusion.replayed import replayed_first
 from tests.e2e import tiny
 
@@ -300,3 +301,59 @@ def test_it_needs_the_global_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     function, reason = native.native_look(str(tmp_path))
     assert function is None
     assert "global lock" in reason
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[LookWhenReady]:
+    """Short ways of all modules, which look in native code as soon as that is compiled."""
+    made = list[LookWhenReady]()
+
+    def note(self: LookWhenReady, *args: Any) -> None:
+        begin(self, *args)
+        made.append(self)
+
+    begin = LookWhenReady.__init__
+    monkeypatch.setattr(LookWhenReady, "__init__", note)
+    monkeypatch.setattr(quick_look, "look_if_ready", native.native_look)
+    monkeypatch.setattr(quick_look, "MANY_NAMES", 1)
+    return made
+
+
+def test_small_calls_on_a_cpu_look_so(looks: list[LookWhenReady], tmp_path: Any) -> None:
+    """They do from the fifth on, and see memory that has moved, and what else is another."""
+    net = nn.Sequential(nn.LayerNorm(8), nn.Softmax(-1)).eval().requires_grad_(False)
+    plain = copy.deepcopy(net)
+    strop.optimize(net, options=Options(cache_dir=str(tmp_path), strict=True))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(9):
+            net(x)
+        (look,) = looks
+        quick = look._look
+        assert isinstance(quick, QuickLook)
+        assert quick._holds()
+        net[0].weight.data = torch.full((8,), 2.0)
+        assert not quick()
+        plain[0].weight.fill_(2.0)
+        torch.testing.assert_close(net(x), plain(x))
+        for _ in range(9):
+            net(x)
+        net[0].eps = 3.0
+        plain[0].eps = 3.0
+        torch.testing.assert_close(net(x), plain(x))
+
+
+def test_without_native_code_it_stays_in_python(
+    looks: list[LookWhenReady], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None, None, (None, "there is no compiler")])
+    monkeypatch.setattr(quick_look, "look_if_ready", lambda folder: next(answers))
+    state = ModuleState(Net().eval().requires_grad_(False))
+    python = state.comparison()
+    look = quick_look.quickest(state, python, "")
+    assert isinstance(look, LookWhenReady)
+    for _ in range(20):  # it asks until there is an answer, and then no more
+        assert look()
+    assert look._look is python
+    state.module.first.scale = 0.5
+    assert not look()

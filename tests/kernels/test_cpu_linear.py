@@ -19,7 +19,6 @@ from strop.options import Options
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels
 from strop.runtime.build.processors import processor
-from strop.runtime.run.launched_calls import scratch_bytes
 from strop.testing import assert_as_accurate_as_eager
 
 HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
@@ -30,6 +29,7 @@ TYPES = [torch.float32, torch.bfloat16]
 # columns, at depths of less than a vector, of vectors and a rest, and of several parts
 SIZES = [(6, 64, 64), (13, 50, 17), (1, 256, 80), (97, 258, 33), (8, 1030, 150), (192, 96, 288)]
 SIZES += [(7, 14, 9), (2, 526, 5), (33, 78, 1), (5, 8200, 3), (3, 2, 130), (40, 6, 4)]
+SIZES += [(800, 34, 70)]  # two panels
 
 
 def product(kernels: NativeKernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,8 +40,7 @@ def product(kernels: NativeKernels, x: Tensor, weight: Tensor, bias: Tensor | No
     (part,) = launches.parts
     assert isinstance(part, Launch)
     out = torch.full((x.shape[0], weight.shape[0] + 2), 7.0, dtype=x.dtype)[:, :-2]
-    memory = torch.empty(scratch_bytes(launches), dtype=torch.uint8)
-    tensors = [x, weight, out, memory, *given[2:]]
+    tensors = [x, weight, out, *given[2:]]
     scalars = [
         tensors[each.operand].stride(each.dim) if isinstance(each, Stride) else each
         for each in part.scalars
@@ -170,8 +169,9 @@ def test_choices() -> None:
 
     for dtype in TYPES:
         assert chosen(768, 64, 64, dtype) == linear_cpu.NAME
-        assert chosen(8, 1280, 1280, dtype) != linear_cpu.NAME  # it waits for the weight
-        assert chosen(768, 64, 64, dtype, "avx2") != linear_cpu.NAME  # was not measured
+        # neither was measured, and the second lacks the instructions for bf16
+        assert chosen(768, 64, 64, dtype, "avx2") == "torch"
+        assert chosen(768, 64, 64, dtype, "avx512") == "torch"
     for rows in (1, 2, 7):
         assert chosen(rows, 64, 64, torch.float32) == linear_cpu.NAME
         assert chosen(rows, 1280, 1280, torch.float32) == linear_cpu.NAME

@@ -274,7 +274,7 @@ class ModuleState:
 
         if native is None:
             return is_unchanged
-        return QuickLook(self, is_unchanged, num_owned, native)
+        return QuickLook(self, is_unchanged, num_owned, native, placed)
 
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""

@@ -14,6 +14,7 @@ from strop.dispatch.arguments import structured
 from strop.dispatch.cpu_fast_path import Served, Short, untaken
 from strop.dispatch.entry import Entry
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.quick_look import quickest
 
 MOST_READY = 1024  # calls kept prepared, of one module
 
@@ -23,8 +24,10 @@ class PreparedCalls(dict[Hashable, Short]):
     none: such calls are not looked at again. It is a dict, as it is asked at each call of a few
     microseconds. Calls whose lengths one entry serves all have one short way."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_dir: str) -> None:
+        """Native code is kept in ``cache_dir``."""
         super().__init__()
+        self._cache_dir = cache_dir
         self._free: tuple[frozenset[int], ...] = ()  # places of lengths that some entry serves all
 
     def of(self, args: tuple[Any, ...]) -> Short:
@@ -63,7 +66,8 @@ class PreparedCalls(dict[Hashable, Short]):
         self[key] = untaken
         if not cpu_fast_path.takes(entry, args, tensors):
             return
-        is_unchanged, bound = state.comparison(), entry.bounds[0]
+        is_unchanged = quickest(state, state.comparison(), self._cache_dir)
+        bound = entry.bounds[0]
         run = bound.straight(structured(entry.variant.out_spec, len(bound.program.returned)))
         if run is not None and is_unchanged is not None:
             drop = partial(self.pop, key, None)

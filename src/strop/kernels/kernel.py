@@ -100,7 +100,7 @@ class Problem:
 
 
 class Lies(Enum):
-    """An operand must lie in memory in one of these ways. All kinds but the last three want an
+    """An operand must lie in memory in one of these ways. All kinds but the last four want an
     address that is a multiple of 16 bytes, and all fewer than 2^31 elements."""
 
     DENSE = "dense in the order of its dims"
@@ -108,6 +108,7 @@ class Lies(Enum):
     ANYHOW = "any strides"
     LINES = "its last dim is dense, and other strides are even, at any address"
     RUNS = "its last dim is dense, and other strides are any, at any address"
+    PIXELS = "the channels of (B, C, H, W) are dense, and pixels in one step, at any address"
     UNALIGNED = "any strides, at any address"
 
 
@@ -170,12 +171,32 @@ Scalar = int | Stride | Late
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """A launch on a CPU reads this first: of an operand, by its place among the launch's, so many
+    ``rows`` of ``length`` elements each, where the other ``dims`` than the first are dense.
+
+    Whoever runs before it may fetch that: the launch's last NUM_FETCHED scalars, which are 0 at
+    first, tell of what the next such launch reads: its address, and bytes from row to row and of a
+    row, and rows.
+    """
+
+    operand: int
+    rows: int
+    length: int
+    dims: tuple[int, ...]
+
+
+NUM_FETCHED = 4
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One launch gets a pointer for each operand, then the scalars."""
 
     source: KernelSource
     operands: tuple[Operand, ...]
     scalars: tuple[Scalar, ...]
+    fetched: Fetched | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import libraries
 from strop.kernels.attention import code_rows, cpu, short_rows, wide
 from strop.kernels.attention import rows as attention
-from strop.kernels.conv import code_conv, folded_taps, narrow
+from strop.kernels.conv import code_conv, conv_cpu, folded_taps, narrow
 from strop.kernels.gemm import (
     code_sums,
     geglu,
@@ -46,6 +46,7 @@ KERNELS: tuple[Kernel, ...] = (
     cpu.ROW,
     small_cpu.ROW,
     linear_cpu.ROW,
+    conv_cpu.ROW,
     narrow.ROW,
     folded_taps.ROW,
     geglu.ROW,
@@ -108,11 +109,12 @@ def _known(call: Call, device: Device, off: tuple[str, ...]) -> tuple[Kernel, ..
 @lru_cache(maxsize=16384)
 def select(call: Call, problem: Problem, device: Device, off: tuple[str, ...] = ()) -> Choice:
     """Choose what runs ``problem``, which is ``call`` at known sizes. ``off``: names of rows that
-    may not run. A row of a library is always there, so that there is a choice."""
+    may not run. On a GPU a row of a library is always there, so that there is a choice."""
     costs = {row: row.cost_us(problem, device) for row in _known(call, device, off)}
-    if not costs:
+    best = min(costs, key=lambda row: costs[row], default=None)
+    # a CPU may lack the instructions of the only kernel that artefacts hold for it
+    if best is None or (not device.arch and best.name in OURS and costs[best] == NEVER):
         return TORCH
-    best = min(costs, key=lambda row: costs[row])
     beaten = tuple((row.name, us) for row, us in costs.items() if row is not best)
     return Choice(best.name, costs[best], best.launch(problem, device), beaten, best.beside)
 

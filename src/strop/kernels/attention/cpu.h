@@ -134,6 +134,51 @@ inline void transpose(Words (&rows)[LANES]) {
   if constexpr (HALF > 1) transpose<HALF / 2>(rows);
 }
 
+#if defined(__AVX512F__)
+// One 128th part of a vector from memory: a load alone, where others would take it out of vectors.
+template <int PART>
+[[gnu::always_inline]] inline void load_part(Words& x, const Word* from) {
+  struct Part { Word words[4]; };
+  const uint16_t mask = 0xF << 4 * PART;
+  asm("vbroadcasti32x4 %1, %0%{%2%}" : "+v"(x) : "m"(*reinterpret_cast<const Part*>(from)), "Yk"(mask));
+}
+
+[[gnu::always_inline]] inline Words beside(Words a, Words b, int half) {  // words of each 128 bits
+  Words places;
+  for (int lane = 0; lane < LANES; ++lane)
+    places[lane] = lane / 4 * 4 + half * 2 + lane % 4 / 2 + lane % 2 * LANES;
+  return sp::shuffled(a, b, places);
+}
+
+[[gnu::always_inline]] inline Words beside_pairs(Words a, Words b, int half) {
+  Words places;
+  for (int lane = 0; lane < LANES; ++lane)
+    places[lane] = lane / 4 * 4 + half * 2 + lane % 2 + lane % 4 / 2 * LANES;
+  return sp::shuffled(a, b, places);
+}
+
+// LANES words of LANES rows, transposed: a vector of each word. Rows are read by quarters of vectors,
+// so that half of the shuffles do.
+[[gnu::always_inline]] inline void load_transposed(const Word* const (&rows)[LANES], int64_t first,
+                                                   Words (&to)[LANES]) {
+#pragma GCC unroll 4
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    Words own[4];
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      own[n] = Words{};
+      const int64_t at = first + 4 * quarter;
+      load_part<0>(own[n], rows[n] + at), load_part<1>(own[n], rows[n + 4] + at);
+      load_part<2>(own[n], rows[n + 8] + at), load_part<3>(own[n], rows[n + 12] + at);
+    }
+    const Words a = beside(own[0], own[1], 0), b = beside(own[0], own[1], 1);
+    const Words c = beside(own[2], own[3], 0), d = beside(own[2], own[3], 1);
+    to[4 * quarter] = beside_pairs(a, c, 0), to[4 * quarter + 1] = beside_pairs(a, c, 1);
+    to[4 * quarter + 2] = beside_pairs(b, d, 0), to[4 * quarter + 3] = beside_pairs(b, d, 1);
+  }
+}
+#endif
+
 // Keys ``begin`` to ``begin`` + BLOCK of one head, as far as there are: words by step, then by key.
 template <class T, bool PAIRED>
 void pack_keys(const T* keys, const Strides& by, int64_t begin, int64_t count, int64_t head,
@@ -141,7 +186,22 @@ void pack_keys(const T* keys, const Strides& by, int64_t begin, int64_t count, i
   const int64_t steps = PAIRED ? (head + 1) / 2 : head;
   const int64_t width = least(up_to(count - begin, LANES), BLOCK);
   for (int64_t key = 0; key < width; key += LANES) {
-    for (int64_t step = 0; step < steps; step += LANES) {
+    int64_t step = 0;
+#if defined(__AVX512F__)
+    if (by.column == 1 && (PAIRED || sizeof(T) == 4)) {
+      const Word* all[LANES];
+      for (int n = 0; n < LANES; ++n) {
+        const int64_t at = begin + key + n;
+        all[n] = reinterpret_cast<const Word*>(keys + least(at, count - 1) * by.row);
+      }
+      for (; step + LANES <= (PAIRED ? head / 2 : head); step += LANES) {
+        Words rows[LANES];
+        load_transposed(all, step, rows);
+        for (int n = 0; n < LANES; ++n) store(to + (step + n) * width + key, rows[n]);
+      }
+    }
+#endif
+    for (; step < steps; step += LANES) {
       Words rows[LANES];
       for (int n = 0; n < LANES; ++n) {
         const int64_t at = begin + key + n;

@@ -1,10 +1,5 @@
 
-// Linears on a CPU, by the tiles of attention (attention/cpu.h): x (M, K) times w (N, K) transposed.
-//
-// The weight is packed in each call, into memory that stays in a cache: it has to come from memory
-// anyway, once, and what is kept packed would have to come beside it. Tiles of rows by columns are
-// in registers over the whole sum, or over parts of it, and end in the bias and one rounding. What a
-// number is depends on the depth alone: neither on threads nor on other rows.
+// Linears on a CPU, by blocks (blocks_cpu.h): x (M, K) times w (N, K) transposed.
 //
 // Few rows or columns would leave most lanes of a tile empty, or pack for nothing. Their sums run
 // along the depth, which is read where it lies, so that a number of few rows has other bits in fp32.
@@ -14,119 +9,65 @@
 namespace linears {
 namespace {  // each kernel has its own
 
-using namespace attention;
+using namespace blocks;
 
-#define NUMBERED [&](auto i) __attribute__((always_inline))
-
-constexpr int64_t PANEL = 16 * ROWS;  // rows of a task
 constexpr int64_t FEW_ROWS = 8;       // in fp32, as FEWEST_ROWS of linear_cpu.py has it
 constexpr int64_t FEW_COLUMNS = 4;
 
 struct Sizes {
   int64_t rows, columns, depth, x_row;
   Strides w;  // without batches and heads
-  int64_t out_row, vectors, blocks;
-
-  // The first vector of columns of a block: blocks are about equally wide.
-  int64_t first(int64_t block) const { return block * vectors / blocks; }
+  int64_t out_row;
 };
 
-template <class T>
-[[gnu::always_inline]] inline void put(T* to, Floats found) {
-  if constexpr (sizeof(T) == 4) {
-    store(to, found);
-  } else {
-#if defined(__AVX512F__)
-    Halves half;
-    asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(found));
-    *reinterpret_cast<LooseHalves*>(to) = half;
-#endif
+// The operands, as ``blocks::Task`` asks for them. A part is STEPS words of the depth.
+template <class T, bool PAIRED>
+struct Lines {
+  static constexpr int64_t EACH = PAIRED ? 2 : 1;
+  const T* x;
+  const T* w;
+  Sizes of;
+  int64_t all, parts;
+  const Word* rows;
+
+  Lines(const T* rows_of, const T* weight, const Sizes& sizes)
+      : x(rows_of), w(weight), of(sizes), all((sizes.depth + EACH - 1) / EACH),
+        parts((all + STEPS - 1) / STEPS), rows(nullptr) {}
+
+  int64_t steps(int64_t part) const { return least(all - part * STEPS, STEPS); }
+  int64_t length(int64_t part) const { return least(of.depth - part * STEPS * EACH, STEPS * EACH); }
+  const T* at(int64_t part) const { return w + part * STEPS * EACH * of.w.column; }
+
+  void look_at(int64_t begin, int64_t) { rows = reinterpret_cast<const Word*>(x + begin * of.x_row); }
+
+  void pack(int64_t part, int64_t first, int64_t last, Word* to) const {
+    pack_keys<T, PAIRED>(at(part), of.w, first, last, length(part), to);
   }
-}
 
-// The last vector of each row, where the result has fewer columns. It is no part of a tile: g++
-// would write out each of its lanes, for each row of each kind of tile.
-template <class T>
-[[gnu::noinline]] void put_some(T* to, int64_t to_row, const float* found, int rows, int64_t count) {
-  for (; rows; --rows, to += to_row, found += LANES)
-#pragma GCC unroll 1
-    for (int64_t lane = 0; lane < count; ++lane) to[lane] = sp::narrow<T>(found[lane]);
-}
+  Ahead ahead(int64_t part, int64_t first, int64_t last) const {
+    if (of.w.column != 1) return {};
+    const int64_t row = of.w.row * int64_t(sizeof(T));
+    return Ahead::of(at(part) + first * of.w.row, row, length(part) * int64_t(sizeof(T)), last - first);
+  }
 
-// M rows by N vectors of columns, of which ``count`` are stored.
-template <class T, bool PAIRED, int M, int N>
-void tile(Operands of, const float* bias, T* to, int64_t to_row, int64_t count) {
-  float before[M][N][LANES], last[M][LANES];
-  const bool is_whole = count >= N * LANES;
-  for (;;) {
-    const int64_t steps = least(of.steps, STEPS);
-    const Tile<M, N> sums = multiply<PAIRED, M, N>(of.a, of.a_row, of.b, of.b_row, steps);
-    of.steps -= steps, of.a += steps, of.b += steps * of.b_row;
-    if (!of.steps) {
-      each<M * N>(NUMBERED {
-        constexpr int m = i.value / N, n = i.value % N;
-        const Floats found = sums.at[m][n] + load(bias ? bias + n * LANES : before[m][n]);
-        if (n < N - 1 || is_whole) put(to + m * to_row + n * LANES, found);
-        else store(last[m], found);
-      });
-      break;
+  int64_t sections(int64_t part, int64_t section) const { return (steps(part) + section - 1) / section; }
+
+  template <int M, int N>
+  [[gnu::always_inline]] inline Tile<M, N> tile(int64_t row, int64_t part, const Word* b,
+                                                int64_t width, Ahead& later) const {
+    const int64_t x_row = of.x_row / EACH, count = steps(part);
+    const Word* const from = rows + row * x_row + part * STEPS;
+    Tile<M, N> sums;
+    clear(sums);
+    for (int64_t step = 0; step < count; step += later.section) {
+      const Word* a[M];
+      each<M>(NUMBERED { a[i.value] = from + i.value * x_row + step; });
+      later.fetch();
+      multiply_more<PAIRED, M, N>(sums, a, b + step * width, width, least(later.section, count - step));
     }
-    each<M * N>(NUMBERED {
-      constexpr int m = i.value / N, n = i.value % N;
-      store(before[m][n], sums.at[m][n] + load(bias ? bias + n * LANES : before[m][n]));
-    });
-    bias = nullptr;
+    return sums;
   }
-  if (!is_whole) {
-    constexpr int64_t done = (N - 1) * LANES;
-    put_some(to + done, to_row, last[0], M, count - done);
-  }
-}
-
-template <class T, bool PAIRED, int M>
-void tile_wide(int64_t vectors, const Operands& of, const float* bias, T* to, int64_t to_row,
-               int64_t count) {
-  if constexpr (WIDE > 2) {
-    if (vectors == 4) return tile<T, PAIRED, M, 4>(of, bias, to, to_row, count);
-    if (vectors == 3) return tile<T, PAIRED, M, 3>(of, bias, to, to_row, count);
-  }
-  if (vectors == 2) return tile<T, PAIRED, M, 2>(of, bias, to, to_row, count);
-  tile<T, PAIRED, M, 1>(of, bias, to, to_row, count);
-}
-
-// The columns of a block, as words by step, then by column.
-template <class T, bool PAIRED>
-void pack(const T* w, const Sizes& of, int64_t block, Word* packed) {
-  constexpr int64_t each = PAIRED ? 2 : 1;
-  const int64_t steps = (of.depth + each - 1) / each, first = of.first(block);
-  const int64_t vectors = of.first(block + 1) - first, end = least(of.columns, (first + vectors) * LANES);
-  pack_keys<T, PAIRED>(w, of.w, first * LANES, end, of.depth, packed + first * LANES * steps);
-}
-
-// Some rows by the columns of a block.
-template <class T, bool PAIRED>
-void part(const T* x, const T* bias, T* out, const Sizes& of, int64_t block, const Word* packed) {
-  constexpr int64_t each = PAIRED ? 2 : 1;
-  const int64_t steps = of.depth / each, first = of.first(block) * LANES;
-  const int64_t vectors = of.first(block + 1) - of.first(block), count = of.columns - first;
-  alignas(64) float added[BLOCK] = {};
-  for (int64_t n = 0; bias && n < least(count, vectors * LANES); ++n)
-    added[n] = sp::widen(bias[first + n]);
-  for (int64_t row = 0; row < of.rows;) {
-    const int64_t rest = of.rows - row;
-    const Operands from = {reinterpret_cast<const Word*>(x + row * of.x_row), of.x_row / each,
-                           packed + first * steps, vectors * LANES, steps};
-    const auto multiplied = [&](auto rows) {
-      constexpr int m = rows.value;
-      tile_wide<T, PAIRED, m>(vectors, from, added, out + row * of.out_row + first, of.out_row, count);
-      row += m;
-    };
-    if (rest >= ROWS) multiplied(Number<ROWS>{});
-    else if (rest >= 4) multiplied(Number<4>{});
-    else if (rest >= 2) multiplied(Number<2>{});
-    else multiplied(Number<1>{});
-  }
-}
+};
 
 // ---- few rows or columns -----------------------------------------------------------------------
 
@@ -202,32 +143,20 @@ void along_depth(const T* x, const T* w, const T* bias, T* out, const Sizes& of)
 
 // ---- all ---------------------------------------------------------------------------------------
 
-// Buffers: x, w, the result, working memory, and the bias where scalar 7 says that there is one.
+// Buffers: x, w, the result, and the bias where scalar 7 says that there is one. Four scalars behind
+// that tell what the next kernel reads.
 template <class T, bool PAIRED>
 void linear(void* const* buffers, const int64_t* s) {
-  const int64_t vectors = (s[1] + LANES - 1) / LANES, blocks = (vectors + WIDE - 1) / WIDE;
-  const Sizes of = {s[0], s[1], s[2], s[3], {0, 0, s[4], s[5]}, s[6], vectors, blocks};
+  const Sizes of = {s[0], s[1], s[2], s[3], {0, 0, s[4], s[5]}, s[6]};
   const T* const x = static_cast<const T*>(buffers[0]);
   const T* const w = static_cast<const T*>(buffers[1]);
   T* const out = static_cast<T*>(buffers[2]);
-  const uintptr_t memory = (reinterpret_cast<uintptr_t>(buffers[3]) + 63) / 64 * 64;
-  Word* const packed = reinterpret_cast<Word*>(memory);
-  const T* const bias = s[7] ? static_cast<const T*>(buffers[4]) : nullptr;
+  const T* const bias = s[7] ? static_cast<const T*>(buffers[3]) : nullptr;
   const bool has_few = of.columns <= FEW_COLUMNS || (!PAIRED && of.rows < FEW_ROWS);
   if (has_few && of.w.column == 1) return along_depth<T, PAIRED>(x, w, bias, out, of);
-  const int64_t panels = (of.rows + PANEL - 1) / PANEL;
-#pragma omp parallel if (2.0 * of.rows * of.columns * of.depth > THREADED_FROM)
-  {
-#pragma omp for schedule(static)
-    for (int64_t block = 0; block < blocks; ++block) pack<T, PAIRED>(w, of, block, packed);
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < panels * blocks; ++task) {
-      const int64_t row = task / blocks * PANEL;
-      Sizes mine = of;
-      mine.rows = least(PANEL, of.rows - row);
-      part<T, PAIRED>(x + row * of.x_row, bias, out + row * of.out_row, mine, task % blocks, packed);
-    }
-  }
+  const double work = 2.0 * of.rows * of.columns * of.depth;
+  const Shape shape(of.rows, of.columns, of.out_row);
+  multiply_all<T, PAIRED>(Lines<T, PAIRED>(x, w, of), shape, bias, out, work, of_next_kernel(s + 8));
 }
 
 #undef NUMBERED

@@ -23,8 +23,9 @@ PLAIN_NAME = "weights_as_they_lie"
 OPS = ("linear", "linear_add", CONV)
 WEIGHT = 1  # the operand
 # How many times as fast a packed product has to be by what was measured, as the memory has its
-# worth too. Linears of smaller weights, 1.1 times as fast by themselves, were slower in models.
-LEAST_GAINS = {CONV: 1.03, "linear": 1.15, "linear_add": 1.15}
+# worth too, and a program without calls of a library runs without a walk over its steps. Linears of
+# smaller weights, 1.1 times as fast by themselves, were slower in models, and so were convolutions.
+LEAST_GAINS = {CONV: 1.1, "linear": 1.15, "linear_add": 1.15}
 LEAST_BYTES = {CONV: 64 << 10, "linear": 1 << 20, "linear_add": 1 << 20}
 
 

@@ -30,7 +30,7 @@ from strop.runtime.run.memory import aligned
 
 ALIGNMENT, LIMIT = 16, 2**31  # bytes of an address, elements of a tensor
 LINES = {Lies.LINES: 2, Lies.RUNS: 1}  # what strides of rows are multiples of
-ANYWHERE = (*LINES, Lies.UNALIGNED)  # at any address
+ANYWHERE = (*LINES, Lies.PIXELS, Lies.UNALIGNED)  # at any address
 WIDE = 16  # what a scalar is a multiple of, where a kernel is told so
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Call = Callable[[Sequence[Tensor]], Tensor]
@@ -206,6 +206,8 @@ def _lies(operand: Operand, tensor: Tensor) -> bool:
         return False
     if (unit := LINES.get(operand.lies)) and not has_lines(tensor.shape, tensor.stride(), unit):
         return False
+    if operand.lies is Lies.PIXELS and not has_pixels(tensor.shape, tensor.stride()):
+        return False
     if operand.lies is Lies.DENSE:
         return tensor.is_contiguous()
     if operand.lies is Lies.ROWS and not _has_rows(tensor, is_mapped=operand.view is not None):
@@ -218,6 +220,17 @@ def has_lines(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:
     """Tell whether the last dim is dense, and rows begin at multiples of ``unit`` elements."""
     *rows, last = [step if size > 1 else 0 for size, step in zip(shape, strides, strict=True)]
     return last in (0, 1) and not any(step % unit for step in rows)
+
+
+def has_pixels(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether channels of (B, C, H, W) are dense, and all pixels lie in one step."""
+    (_, channels, *_), (_, step, *_) = shape, strides
+    expected, found = 0, channels == 1 or step == 1
+    for dim in (3, 2, 0):  # from the innermost one on
+        if shape[dim] > 1:
+            found &= expected in (0, strides[dim])
+            expected = strides[dim] * shape[dim]
+    return found
 
 
 def _has_rows(tensor: Tensor, *, is_mapped: bool) -> bool:

@@ -52,7 +52,13 @@ from strop.runtime.run.library_calls import (
     planned_on,
 )
 from strop.runtime.run.memory import aligned
-from strop.runtime.run.native_calls import OperandPlace, only_launch, scalars_at
+from strop.runtime.run.native_calls import (
+    NativeCall,
+    OperandPlace,
+    fetch_ahead,
+    only_launch,
+    scalars_at,
+)
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
@@ -117,6 +123,7 @@ class Linking:
     steady: frozenset[int]
     calls: list[LibraryCall | None] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
+    native: dict[int, NativeCall] = field(default_factory=dict)  # by step
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Return the bytes of the arena from where this scratch begins."""
@@ -130,6 +137,7 @@ def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) ->
     steady = steady_weights(plan.program)
     at = Linking(plan, resources, memory, slots, defaultdict(list), steady)
     steps = [_step(at, position) for position in range(len(plan.order.steps))]
+    fetch_ahead(at.native[n] for part in plan.order.parts for n in part if n in at.native)
     returned = [_returned(at, place) for place in range(len(plan.program.returned))]
     # where nothing lies in it, it is not to be kept alive either
     used = memory if plan.memory.arena_bytes else memory.new_empty(0)
@@ -323,6 +331,7 @@ def _native_call(
     kernel = kernels.bind(launch.source, pointers, scalars, at.resources.stream)
     if not isinstance(kernel, BoundNativeKernel):
         return None
+    at.native[position] = NativeCall(kernel, launch, places)
     for number, place in enumerate(places):
         if place.number is not None and not place.pointer:
             at.patches[place.number].append((kernel, number, place.move))

@@ -7,14 +7,24 @@ what a generated kernel costs, and not a look at each of its tensors.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from strop.kernels.kernel import Late, Launch, Launches, Lies, Operand, Stride
-from strop.runtime.run.launched_calls import ALIGNMENT, ANYWHERE, LIMIT, LINES, WIDE, has_lines
+from strop.kernels.kernel import NUM_FETCHED, Late, Launch, Launches, Lies, Operand, Stride
+from strop.runtime.build.native import BoundNativeKernel
+from strop.runtime.run.launched_calls import (
+    ALIGNMENT,
+    ANYWHERE,
+    LIMIT,
+    LINES,
+    WIDE,
+    has_lines,
+    has_pixels,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +73,53 @@ def _scalar(scalar: int | Stride | Late, places: Sequence[OperandPlace]) -> int:
     return scalar
 
 
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """Hold a launch that is bound, and where its operands lie."""
+
+    kernel: BoundNativeKernel
+    launch: Launch
+    places: Sequence[OperandPlace]
+
+    def tell(self, other: NativeCall) -> None:
+        """Tell this launch what the other one reads first, as ``kernel.Fetched`` has it: what does
+        not lie so, or is yet to come, is not fetched."""
+        fetched = other.launch.fetched
+        if fetched is None:
+            return
+        place, size = other.places[fetched.operand], other.launch.source.params[0].itemsize
+        if not place.pointer or not _is_dense_behind(place.strides, fetched.dims):
+            return
+        row_bytes, length_bytes = place.strides[0] * size, fetched.length * size
+        first = len(self.launch.scalars) - NUM_FETCHED
+        for n, value in enumerate((place.pointer, row_bytes, length_bytes, fetched.rows)):
+            self.kernel.set_scalar(first + n, value)
+
+
+def fetch_ahead(calls: Iterable[NativeCall]) -> None:
+    """Have each of these launches, in the order in which they run, fetch what the next one reads
+    first: a weight comes from memory, for which it would have to wait."""
+    fetching = [call for call in calls if call.launch.fetched is not None]
+    for call, other in itertools.pairwise(fetching):
+        call.tell(other)
+
+
+def _is_dense_behind(strides: Sequence[int], dims: Sequence[int]) -> bool:
+    """Tell whether all dims but the first, which have these sizes, lie without gaps."""
+    expected = 1
+    for step, size in zip(reversed(strides[1:]), reversed(dims), strict=True):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _lies(operand: Operand, place: OperandPlace) -> bool:
     if not 0 < math.prod(place.shape) < LIMIT:
         return False
     if (unit := LINES.get(operand.lies)) and not has_lines(place.shape, place.strides, unit):
+        return False
+    if operand.lies is Lies.PIXELS and not has_pixels(place.shape, place.strides):
         return False
     if operand.lies not in ANYWHERE:
         is_aligned = place.pointer and place.pointer % ALIGNMENT == 0
