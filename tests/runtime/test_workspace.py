@@ -182,7 +182,7 @@ class Attentions(nn.Module):
 
 
 def test_what_a_library_allocates_is_free_behind_its_last_reader() -> None:
-    module, x = Attentions().eval(), torch.randn(2, 3, 5, 8)
+    module, x = Attentions().eval().double(), torch.randn(2, 3, 5, 8).double()
     with torch.no_grad():
         expected = module(x)
         fast = optimized(module)
