@@ -97,12 +97,19 @@ def _eager_int8(model: nn.Module, example: Given) -> Way:
     return codes
 
 
-def _strop_int8(model: nn.Module, example: Given, off: tuple[str, ...] = ()) -> Way:
-    options = Options(kernels_off=off)
-    optimized: Way = strop.optimize(cpu_workloads.in_int8(model), options=options)
+def _strop_int8(
+    model: nn.Module,
+    example: Given,
+    off: tuple[str, ...] = (),
+    *,
+    has_zero_points: bool = False,
+) -> Way:
+    codes = cpu_workloads.in_int8(model, has_zero_points=has_zero_points)
+    optimized: Way = strop.optimize(codes, options=Options(kernels_off=off))
     return optimized
 
 
+ZERO_POINTS = "strop int8, zero points"
 _TORCHAO = "torchao's int8 weights and dynamic rows of a bf16 model"
 _OPENVINO = "OpenVINO, one thread, latency hint, a program for each shape"
 _ONNX = "ONNX Runtime, one thread, exported by torch.onnx (dynamo) for each shape"
@@ -177,6 +184,12 @@ _IN_INT8 = (
         NEEDS["torchao"],
     ),
     Contender("strop int8", f"{_TORCHAO}, strop.optimize", _strop_int8, NEEDS["torchao"]),
+    Contender(
+        ZERO_POINTS,
+        f"{_TORCHAO}, rows with zero points (ASYMMETRIC), strop.optimize",
+        partial(_strop_int8, has_zero_points=True),
+        NEEDS["torchao"],
+    ),
 )
 _RAGGED = (
     _EAGER,
@@ -261,8 +274,9 @@ def _bert(shape: tuple[int, int], least: float) -> CpuRow:
     peers = ("inductor int8", "openvino int8", "onnxruntime int8")
     musts = (
         Must("strop int8", EAGER, least),
-        Must("strop int8", "openvino int8", 1.05),
-        *(Must("strop int8", peer) for peer in peers),
+        Must(ZERO_POINTS, EAGER, least),
+        Must(ZERO_POINTS, "openvino int8", 1.05),
+        *(Must(ZERO_POINTS, peer) for peer in peers),
     )
     return CpuRow("bert", shape, musts)
 
