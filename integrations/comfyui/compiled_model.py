@@ -52,7 +52,8 @@ class ComfyModel(nn.Module):
         if id(self) == self._number:
             return _PLAIN.get()()
         given = {**given, "transformer_options": TracedOptions(options)}
-        given |= dict.fromkeys(lengths, given["context"].shape[1])
+        if lengths:
+            given |= dict.fromkeys(lengths, given["context"].shape[1])
         if given.get("control") is not None:  # the forward takes what it has used out of its lists
             given["control"] = {name: [*parts] for name, parts in given["control"].items()}
         with keep_interrupt(), plain_codes(self.model):

@@ -383,6 +383,28 @@ def test_texts_of_many_lengths_whose_length_is_an_argument(optimize) -> None:
     assert counters(fast)[0].eager_calls == 0
 
 
+def test_a_model_whose_forward_takes_no_context(optimize) -> None:
+    """Stable Cascade's, for instance, names its text otherwise."""
+
+    class NamesText(OriginalUNet):
+        def _forward(
+            self,
+            x: Tensor,
+            timesteps: Tensor,
+            text: Tensor,
+            y: Tensor | None = None,
+            control: Any = None,
+            transformer_options: Any = None,
+        ) -> Tensor:
+            return super()._forward(x, timesteps, text, y, control, transformer_options)
+
+    torch.manual_seed(0)
+    patcher = ModelPatcher(BaseModel(NamesText().eval().requires_grad_(False)))
+    fast = optimize(patcher)
+    assert_same(draw(fast), draw(patcher))
+    assert counters(fast)[0].eager_calls == 0
+
+
 class DynamicPatcher(ModelPatcher):
     """Has weights that are nowhere until a layer asks, and can load the model as a whole."""
 
