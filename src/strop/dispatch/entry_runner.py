@@ -119,7 +119,11 @@ class EntryRunner:
 
     def has_graph(self, entry: Entry) -> bool:
         """Say whether there is a graph of this entry, which has been captured."""
-        return cuda_graphs.pool_of(entry.device).has((id(self), entry.number))
+        return cuda_graphs.pool_of(entry.device).has(self._key(entry))
+
+    def _key(self, entry: Entry) -> tuple[int, int]:
+        """Return what the graph of an entry is kept under."""
+        return id(self), entry.number
 
     def may_run_ahead(self, entry: Entry) -> bool:
         """Say whether the module may be looked at while the GPU is at work. A UNet takes a host
@@ -146,19 +150,17 @@ class EntryRunner:
 
     def may_be_taken_back(self, entry: Entry) -> bool:
         """Say whether a replay could be undone: no mark of it could be one of an earlier call."""
-        if entry.device.type not in cuda_graphs.DEVICES:
-            return True
-        return cuda_graphs.pool_of(entry.device).may_be_taken_back((id(self), entry.number))
+        return cuda_graphs.pool_of(entry.device).may_be_taken_back(self._key(entry))
 
     def take_back(self, entry: Entry) -> None:
         """Undo the latest replay, whose results nobody gets: the module has changed, so an index
         that is outside of an old table may lie within the new one."""
         if entry.device.type in cuda_graphs.DEVICES:
-            cuda_graphs.pool_of(entry.device).take_back((id(self), entry.number))
+            cuda_graphs.pool_of(entry.device).take_back(self._key(entry))
 
     def forget(self, devices: Iterable[torch.device], but: Iterable[Entry] = ()) -> None:
         """Drop the graphs of all entries on these devices ``but`` those of some."""
-        kept = {(id(self), entry.number) for entry in but}
+        kept = {self._key(entry) for entry in but}
         for device in devices:
             if device.type in cuda_graphs.DEVICES:
                 cuda_graphs.pool_of(device).forget(id(self), kept)
@@ -252,7 +254,7 @@ class EntryRunner:
         is_there = self.has_graph(entry)
         with nullcontext() if is_there else collection_paused():
             results, launches = cuda_graphs.pool_of(entry.device).run(
-                (id(self), entry.number),
+                self._key(entry),
                 inputs,
                 entry.variant.specs,
                 lambda workspace, stream: self._bound(entry, workspace, stream),
@@ -268,7 +270,7 @@ class EntryRunner:
         """Replay the graph of an entry that has one and keeps nothing for a loop. Return its
         results, and how many kernels ran."""
         return cuda_graphs.pool_of(entry.device).run(
-            (id(self), entry.number),
+            self._key(entry),
             inputs,
             entry.variant.specs,
             lambda workspace, stream: self._bound(entry, workspace, stream),
