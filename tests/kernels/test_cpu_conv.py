@@ -22,6 +22,7 @@ from strop.runtime.build.native import BoundNativeKernel, NativeKernels
 from strop.runtime.build.processors import processor
 from strop.runtime.run.launched_calls import has_pixels
 from strop.testing import assert_as_accurate_as_eager
+from tests.kernels.cpu_programs import run_while_weights_change
 
 HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 needs_avx = pytest.mark.skipif(not HAS_AVX, reason="has vectors of AVX")
@@ -161,22 +162,8 @@ class Convolutions(nn.Module):
 def test_in_a_program(dtype: torch.dtype, tmp_path: Any) -> None:
     """All sizes share a graph, calls are bound as kernels are, and weights are never stale."""
     torch.manual_seed(0)
-    module = Convolutions().to(dtype).eval()
-    plain, exact = Convolutions().to(dtype).eval(), Convolutions().double().eval()
-    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
-    dispatcher: Any = module.forward
-    with torch.no_grad():
-        for side in (8, 5, 12, 8):
-            for weight in module.parameters():
-                weight.data.add_(0.01)  # which nobody counts
-            state = {name: t.clone() for name, t in module.state_dict().items()}
-            plain.load_state_dict(state)
-            exact.load_state_dict(state)
-            x = torch.randn(2, 4, side, 6).to(dtype)
-            found = module(x)
-            assert_as_accurate_as_eager(found, plain(x), exact(x.double()))
-            assert torch.equal(found, module(x))
-    bound = dispatcher.shapes.entries[0].bounds[0]
+    inputs = (torch.randn(2, 4, side, 6).to(dtype) for side in (8, 5, 12, 8))
+    module, bound = run_while_weights_change(Convolutions, dtype, inputs, tmp_path)
     assert {choice.kernel for choice in bound.plan.choices.values()} == {conv_cpu.NAME}
     assert bound.straight(list) is not None  # nothing but kernels
     assert strop.explain(module).num_graphs == 1

@@ -15,11 +15,11 @@ from strop.ir.device import CPU
 from strop.kernels import library
 from strop.kernels.gemm import linear_cpu
 from strop.kernels.kernel import Launch, Problem, Stride
-from strop.options import Options
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels
 from strop.runtime.build.processors import processor
 from strop.testing import assert_as_accurate_as_eager
+from tests.kernels.cpu_programs import run_while_weights_change
 
 HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 needs_avx = pytest.mark.skipif(not HAS_AVX, reason="has vectors of AVX")
@@ -141,22 +141,8 @@ class Layers(nn.Module):
 def test_in_a_program(dtype: torch.dtype, tmp_path: Any) -> None:
     """All sizes share a graph, calls are bound as kernels are, and weights are never stale."""
     torch.manual_seed(0)
-    module = Layers().to(dtype).eval()
-    plain, exact = Layers().to(dtype).eval(), Layers().double().eval()
-    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
-    dispatcher: Any = module.forward
-    with torch.no_grad():
-        for rows in (24, 9, 70, 24):
-            for weight in module.parameters():
-                weight.data.add_(0.01)  # which nobody counts
-            state = {name: t.clone() for name, t in module.state_dict().items()}
-            plain.load_state_dict(state)
-            exact.load_state_dict(state)
-            x = torch.randn(2, rows, 64).to(dtype)
-            found = module(x)
-            assert_as_accurate_as_eager(found, plain(x), exact(x.double()))
-            assert torch.equal(found, module(x))
-    bound = dispatcher.shapes.entries[0].bounds[0]
+    inputs = (torch.randn(2, rows, 64).to(dtype) for rows in (24, 9, 70, 24))
+    module, bound = run_while_weights_change(Layers, dtype, inputs, tmp_path)
     assert linear_cpu.NAME in {choice.kernel for choice in bound.plan.choices.values()}
     assert strop.explain(module).num_graphs == 1
 
