@@ -17,6 +17,7 @@ from strop.dispatch.entry import Entry
 from strop.dispatch.entry_runner import EntryRunner
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run.cuda_graphs import CapturedGraph, GraphPool, MakeBound
+from strop.runtime.run.graph_copies import shared_by
 from strop.runtime.run.workspace import workspace_of
 
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ class Pool(GraphPool):
             bound,
             0,
             1,
-            shared=graphs.shared_by(graph.results),
+            shared=shared_by(graph.results),
             in_place=in_place,
         )  # type: ignore
 

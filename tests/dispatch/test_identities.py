@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.options import Options
-from strop.runtime.run.cuda_graphs import copies_of, shared_by
+from strop.runtime.run.graph_copies import copies_of, shared_by
 from tests.views.running import Function
 
 OF_ARGUMENT: dict[str, Callable[[Tensor], Any]] = {

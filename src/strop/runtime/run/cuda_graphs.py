@@ -27,6 +27,7 @@ from strop.ir.tensor_spec import TensorSpec
 from strop.runtime.loop.hoisting import Moment, Stamp, written
 from strop.runtime.run import group_shutdowns
 from strop.runtime.run.executor import Bound
+from strop.runtime.run.graph_copies import SharedResults, copies_of, copy_all, shared_by
 from strop.runtime.run.library_workspaces import library_workspaces
 from strop.runtime.run.own_streams import own_stream
 from strop.runtime.run.workspace import Workspace, workspace_of
@@ -45,14 +46,6 @@ class NoGraphError(Exception):
 
 
 MakeBound = Callable[[Workspace, int], Bound]
-
-
-@dataclass(frozen=True, slots=True)
-class SharedResults:
-    """The results at these ``places`` lie in one memory, all of which is ``flat``."""
-
-    flat: Tensor
-    places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +75,10 @@ class CapturedGraph:
             late = bound.late_arguments
             static, own = self._copied(inputs, late)
             if own or rows:
-                _copy_all([*static, *bound.of_timestep], [*own, *rows])
+                copy_all([*static, *bound.of_timestep], [*own, *rows])
             bound.timetable.note_use()
         else:
-            _copy_all(*self._copied(inputs, range(len(inputs))))
+            copy_all(*self._copied(inputs, range(len(inputs))))
             if self.prologue is not None and not is_there:
                 self.prologue.replay()
                 bound.hoisted.has_run()
@@ -147,57 +140,6 @@ def _in_place(
         if _lies_as(inputs[n], specs[n])
     }
     return found if sum(inputs[n].nbytes for n in found) >= LEAST_SUM_BYTES else {}
-
-
-def _copy_all(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Copy inputs to their places. torch copies tensors of one type in one launch, of several types
-    one by one: numbers, of which an adapter has one for each layer, go apart."""
-    numbers = [n for n, t in enumerate(given) if not t.dim() and t.dtype is torch.float64]
-    if len(numbers) > 1:
-        torch._foreach_copy_([places[n] for n in numbers], [given[n] for n in numbers])
-        others = sorted({*range(len(given))}.difference(numbers))
-        places, given = [places[n] for n in others], [given[n] for n in others]
-    if given:
-        torch._foreach_copy_(list(places), list(given))
-
-
-def copies_of(results: Sequence[Any], shared: Sequence[SharedResults] = ()) -> list[Any]:
-    """Copy the results to tensors of the caller's own. Several are copied in one launch: a text
-    encoder that is asked for all its states has 34. Those in ``shared`` memory share the copy."""
-    found = [*results]
-    for memory in shared:
-        flat = memory.flat.clone()
-        for place in memory.places:
-            r = results[place]
-            found[place] = flat.as_strided(r.shape, r.stride(), r.storage_offset())
-    done = {place for memory in shared for place in memory.places}
-    left = [n for n, r in enumerate(results) if isinstance(r, Tensor) and n not in done]
-    if len(left) < 2:
-        for place in left:
-            found[place] = results[place].clone()
-        return found
-    tensors = [results[place] for place in left]
-    own = list(map(torch.empty_like, tensors))
-    torch._foreach_copy_(own, tensors)
-    for place, copy in zip(left, own, strict=True):
-        found[place] = copy
-    return found
-
-
-def shared_by(results: Sequence[Any]) -> tuple[SharedResults, ...]:
-    """Return the memory that several of these results lie in."""
-    places: dict[int, list[int]] = {}
-    for place, result in enumerate(results):
-        if isinstance(result, Tensor):
-            places.setdefault(result.untyped_storage()._cdata, []).append(place)
-    several = [tuple(found) for found in places.values() if len(found) > 1]
-    return tuple(SharedResults(_flat(results[found[0]]), found) for found in several)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return all of a tensor's memory."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
 
 
 class GraphPool:
