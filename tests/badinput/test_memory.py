@@ -27,6 +27,7 @@ from strop.ir.program import Program
 from strop.runtime.build import driver
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run import executor, replay_gain
+from strop.runtime.run.graph_copies import copy_all
 
 from .nets import Net, X, optimized
 
@@ -142,9 +143,9 @@ class Torch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def _foreach_copy_(self, *args: Any) -> Any:
+    def copy_all(self, places: Any, given: Any) -> None:
         self.in_copy()
-        return torch._foreach_copy_(*args)
+        copy_all(places, given)
 
 
 @pytest.fixture
@@ -156,6 +157,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
         return self._run_on_gpu(entry, tensors, loop)
 
     monkeypatch.setattr(graphs, "torch", made)
+    monkeypatch.setattr(graphs, "copy_all", made.copy_all)
     monkeypatch.setattr(entry_runner, "torch", made)
     monkeypatch.setattr(driver, "enter_thread", lambda index: None)
     monkeypatch.setattr(graphs, "_POOLS", {})

@@ -426,14 +426,83 @@ def test_looks_tell_calls_apart(pool: Pool) -> None:
         ((x, "1"), {}),
         ((), {"x": x, "y": 1}),
         ((), {"y": 1, "x": x}),
+        (([x],), {}),
+        (((x,),), {}),
+        (([x], 1), {}),
+        (([x, 1],), {}),
+        (([[x], 1],), {}),
+        (([[x, 1]],), {}),
+        (({"x": x},), {}),
+        (({"y": x},), {}),
+        (([],), {}),
+        (([], []), {}),
+        (([[]],), {}),
+        (({},), {}),
+        ((), {"x": [x, y]}),
+        ((), {"x": [x], "y": y}),
     ]
-    looks = [replayed_calls.look_of(*call) for call in calls]
+    found = [replayed_calls.look_of(*call) for call in calls]
     with torch.inference_mode():
-        looks.append(replayed_calls.look_of(*calls[0]))
-    assert None not in looks
-    assert len({*looks}) == len(looks)
-    for other in (0.5, [x], nn.Parameter(x), 1j):
+        found.append(replayed_calls.look_of(*calls[0]))
+    looks = [look for look, _ in filter(None, found)]
+    assert len({*looks}) == len(looks) == len(calls) + 1
+    endless: list[Any] = []
+    endless.append(endless)
+    for other in (0.5, nn.Parameter(x), 1j, [0.5], (x, 1j), {"a": 0.5}, {1: x}, endless, {x}):
         assert replayed_calls.look_of((x, other), {}) is None
+
+
+class Cached(nn.Module):
+    """Return a sum, and what a cache holds from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, cache: list[Tensor], scales: dict[str, Tensor]) -> Any:
+        y = self.linear(x) * scales["y"]
+        return y + cache[0], [torch.cat([kept, y]) for kept in cache], ((y * scales["z"],), 2)
+
+
+def test_lists_and_dictionaries_of_tensors_have_it(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path, Cached())
+    scales = {"y": given() + 1, "z": given() + 2}
+    warm(plain, fast, given(), [given(), given()], scales)
+    with torch.no_grad():
+        cache = [given(1.0), given(2.0)]
+        _, kept, rest = assert_same(plain, fast, given(3.0), cache, scales)
+        assert short_of(fast) == 3
+        assert type(kept) is list
+        assert type(rest) is tuple
+        # a tensor that is given twice, another number of them, other names, another order of names
+        assert_same(plain, fast, given(), [cache[0], cache[0]], scales)
+        assert_same(plain, fast, given(), cache[:1], scales)
+        assert_same(plain, fast, given(), cache, {**scales, "a": given()})
+        assert_same(plain, fast, given(), cache, {"z": scales["y"], "y": scales["z"]})
+        assert short_of(fast) == 3
+
+
+class Leaving(nn.Module):
+    """Leave what it has computed in a list among its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept[0] = self.linear(x)
+        return kept[0] + 1
+
+
+def test_what_a_call_leaves_in_a_list_takes_the_long_way(pool: Pool, tmp_path: Path) -> None:
+    plain, fast = pair(tmp_path, Leaving())
+    with torch.no_grad():
+        for n in range(6):
+            ours, theirs = [given()], [given()]
+            torch.testing.assert_close(fast(given(n), ours), plain(given(n), theirs))
+            torch.testing.assert_close(ours, theirs)
+    assert fast.forward.counters.replays
+    assert not short_of(fast)
 
 
 def test_there_is_room_for_so_many_kinds_of_calls(

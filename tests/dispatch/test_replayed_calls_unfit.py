@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from strop.diffusion.components import DenoiserAdapter
 from strop.dispatch import replayed_calls
 from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.step_cache.served import StepCacheDispatcher
+from strop.frontend.objects import WithObjects
 from tests.diffusion.replayed import Pool
 from tests.dispatch.test_replayed_calls import (
     assert_same,
@@ -64,13 +67,15 @@ def test_it_is_for_the_current_device(
     assert short._may_replay(way) == (current == 1)
 
 
+LEFT = pytree.tree_structure(WithObjects(0, [], []))
 UNFIT_ENTRIES = {
     "aliases": lambda d: (d.latest, "aliases", (1,)),
     "steady": lambda d: (d.latest, "steady", (0,)),
     "piece": lambda d: (d.latest, "piece", "deep"),
     "coded": lambda d: (d.latest, "coded", [1]),
     "exchanges": lambda d: (d.latest, "has_exchanges", True),
-    "same": lambda d: (d.latest, "variant", SimpleNamespace(same=(1,))),
+    "same": lambda d: (d.latest, "variant", replace(d.latest.variant, same=(1,))),
+    "left in arguments": lambda d: (d.latest, "variant", replace(d.latest.variant, out_spec=LEFT)),
     "processes": lambda d: (d.state, "exchanges_with", (1,)),
     "settings": lambda d: (d.state.turned, "names", ("scale",)),
     "classes": lambda d: (d.state, "make_ups", (1,)),
@@ -156,7 +161,7 @@ class Odd(nn.Module):
         return (x * 2, x) if more is None else (x * more, x + 1)
 
 
-@pytest.mark.parametrize("more", [None, 0.5, {"scale": 2}, torch.Generator()], ids=str)
+@pytest.mark.parametrize("more", [None, 0.5, {"scale": 0.5}, torch.Generator()], ids=str)
 def test_calls_that_have_none(more: Any, pool: Pool, tmp_path: Path) -> None:
     """The argument is among the results of the first."""
     plain, fast = pair(tmp_path, Odd())

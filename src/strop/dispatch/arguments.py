@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -62,12 +63,30 @@ def returned(
 
 
 def structured(spec: pytree.TreeSpec, count: int) -> Callable[[list[Any]], Any]:
-    """Return ``tree_unflatten`` of so many results; of one alone, or of a tuple, without its
-    detours."""
+    """Return ``tree_unflatten`` of so many results, without its detours where they come in tuples
+    and lists alone."""
     probe = [object() for _ in range(count)]
     found = pytree.tree_unflatten(probe, spec)
     if count == 1 and found is probe[0]:
         return FIRST
     if type(found) is tuple and found == tuple(probe):
         return tuple
-    return partial(pytree.tree_unflatten, treespec=spec)
+    made = _made_of(found, {id(item): place for place, item in enumerate(probe)})
+    return made or partial(pytree.tree_unflatten, treespec=spec)
+
+
+def _made_of(value: Any, places: Mapping[int, int]) -> Callable[[list[Any]], Any] | None:
+    """Return how to make what ``value`` stands for of results, each of which has one of ``places``;
+    None where it holds anything but these in tuples and lists."""
+    if id(value) in places:
+        return itemgetter(places[id(value)])
+    kind = type(value)
+    if kind not in (tuple, list):
+        return None
+    parts = list[Callable[[list[Any]], Any]]()
+    for item in value:
+        part = _made_of(item, places)
+        if part is None:
+            return None
+        parts.append(part)
+    return lambda results: kind([part(results) for part in parts])

@@ -21,6 +21,7 @@ from strop.dispatch.flights import Flight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.native_look import look_if_ready
 from strop.dispatch.placed_weights import place
 from strop.dispatch.variants import library_for
 from strop.dispatch.weights_budget import WeightsBudget
@@ -181,6 +182,7 @@ class EntryRunner:
         stream = torch.cuda.current_stream(entry.device).cuda_stream
         try:
             if self._goes_before_graph(entry):
+                look_if_ready(self._options.cache_dir)  # it is compiled before it is wanted
                 with suppress(cuda_graphs.NoGraphError):
                     return self._run_before_graph(entry, tensors, checked_loop)
             return self._run_bound(entry, tensors, stream, checked_loop)

@@ -9,7 +9,7 @@ Where it is not as it was, nobody gets that result, and the call goes the long w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -28,6 +28,7 @@ from strop.dispatch.known_dispatchers import have_others_rest
 from strop.dispatch.native_look import look_if_ready
 from strop.dispatch.varying_numbers import GivenCall
 from strop.frontend.layerwise_casting import is_cast_as_one
+from strop.frontend.objects import WithObjects
 from strop.runtime.run import cuda_graphs
 
 if TYPE_CHECKING:
@@ -41,25 +42,49 @@ if TYPE_CHECKING:
 
 MOST_KNOWN = 256  # kinds of calls of one module
 NO_RESULT = object()  # the long way must be taken
+MOST_NESTED = 8  # containers in containers
 _CONSTANTS = frozenset({type(None), bool, int, str})
+_CONTAINERS = frozenset({list, tuple, dict})
 _is_inference, _is_grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
 _num_modes = torch._C._len_torch_dispatch_stack
 
 
-def look_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """Return what tells calls apart but for what torch's guards compare of tensors: the mode, names
-    in their order, shapes, and constants with their types. None for a call with anything else, such
-    as floats, which may be inputs."""
+def look_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Hashable, list[Tensor]] | None:
+    """Return what tells calls apart but for what torch's guards compare of tensors, and the tensors
+    in their order: the mode, names, shapes, constants with their types, and lists, tuples and
+    dictionaries of these. None for a call with anything else, such as floats, which may be
+    inputs."""
     look: list[Any] = [_is_inference(), *kwargs]
-    for value in (*args, *kwargs.values()):
+    tensors: list[Tensor] = []
+    if not _see((*args, *kwargs.values()), look, tensors, MOST_NESTED):
+        return None
+    return tuple(look), tensors
+
+
+def _see(values: Iterable[Any], look: list[Any], tensors: list[Tensor], levels: int) -> bool:
+    """Add what tells ``values`` from others, and tell whether all of them can be told."""
+    for value in values:
         kind = type(value)
         if kind is Tensor:
             look += (value.shape, value.dtype)
+            tensors.append(value)
         elif kind in _CONSTANTS:
             look += (kind, value)  # 1, 1.0 and True are equal
+        elif kind in _CONTAINERS and levels:
+            look += (kind, len(value))
+            inner = value
+            if kind is dict:
+                if not all(type(key) is str for key in value):
+                    return False
+                look += value
+                inner = value.values()
+            if not _see(inner, look, tensors, levels - 1):
+                return False
         else:
-            return None
-    return tuple(look)
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +127,13 @@ class ReplayedCalls:
         """Return the result of a call if it has a short way, else NO_RESULT."""
         if not self._ways:
             return NO_RESULT
-        key = look_of(args, kwargs)
+        look = look_of(args, kwargs)
+        if look is None:
+            return NO_RESULT
+        key, tensors = look
         way = self._ways.get(key)
         if way is None or not _is_in_plain_modes():
             return NO_RESULT
-        tensors = [value for value in (*args, *kwargs.values()) if type(value) is Tensor]
         if not way.fits(*tensors) or self._loop.is_running:
             return NO_RESULT
         if model_offload.refusal(served.component, served, served.options.weights_budget_bytes):
@@ -159,8 +186,11 @@ class ReplayedCalls:
         """Have a short way for calls that look like this one, which the entry that is ``due`` has
         just served. It is asked in the caller's modes."""
         entry, self.due = self.due, None
-        key = look_of(args, kwargs)
-        if entry is None or key is None or key in self._ways or not _is_in_plain_modes():
+        look = look_of(args, kwargs)
+        if entry is None or look is None or not _is_in_plain_modes():
+            return
+        key, tensors = look
+        if key in self._ways:
             return
         found = look_if_ready(self._cache_dir)
         if found is None:  # a later call has the short way
@@ -168,7 +198,6 @@ class ReplayedCalls:
         native, self._counters.slow_look = found
         if len(self._ways) >= MOST_KNOWN:
             self._ways.clear()
-        tensors = [value for value in (*args, *kwargs.values()) if type(value) is Tensor]
         self._ways[key] = self._way(entry, tensors, call, native)
 
     def _way(
@@ -196,7 +225,8 @@ class ReplayedCalls:
         else ``may_replay`` asks of an entry is asked at each call."""
         variant, state = entry.variant, self._state
         return not (
-            entry.aliases
+            variant.out_spec.type is WithObjects  # which says what is left in arguments
+            or entry.aliases
             or variant.same
             or entry.steady
             or entry.piece
