@@ -19,7 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
 import strop
-from strop.extensions import defaults_of, dense, empty
+from strop.extensions import Traced, defaults_of, dense, empty
 
 from .calls import Call, TracedOptions
 from .gguf_weights import plain_codes
@@ -33,7 +33,7 @@ OFF = "strop off"  # is attached to a clone that is to run without, whatever the
 _PLAIN: contextvars.ContextVar[Callable[[], Any]] = contextvars.ContextVar("plain call")
 
 
-class ComfyModel(nn.Module):
+class ComfyModel(Traced):
     """This is what Strop compiles: the forward of a model, which writes into two of its arguments.
     They are made anew inside, so that a trace of it has no effect on them."""
 
@@ -41,7 +41,6 @@ class ComfyModel(nn.Module):
         """``name`` is that of the method behind all wrappers."""
         super().__init__()
         self.model, self.name = model, name
-        self._number = id(self)  # a copy, which Strop traces, has another
 
     def forward(
         self, given: Mapping[str, Any], options: Mapping[str, Any], lengths: Sequence[str] = ()
@@ -49,7 +48,7 @@ class ComfyModel(nn.Module):
         """Return what the model returns for these arguments, by their names, and for ``lengths``,
         which are that of ``context``. A call that Strop leaves to eager runs as it came, with all
         its options."""
-        if id(self) == self._number:
+        if not self.is_copy():
             return _PLAIN.get()()
         given = {**given, "transformer_options": TracedOptions(options)}
         if lengths:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 import strop
-from strop.extensions import dense
+from strop.extensions import Traced, dense
 
 from .gguf_weights import plain_codes
 from .interrupts import keep_interrupt, stop_if_interrupted
@@ -27,17 +27,15 @@ KEY = "strop"  # of what this pack attaches to a patcher
 TEXT_ENCODERS = ("CLIPEncoder",)  # classes of layers in a row; what is around them takes lengths
 
 
-class ComfyMethod(nn.Module):
+class ComfyMethod(Traced):
     """This is what Strop compiles: one method of a module."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
         self.model, self.name = model, name
-        self._number = id(self)  # a copy, which Strop traces, has another
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        is_traced = id(self) != self._number
-        codes = plain_codes(self.model) if is_traced else contextlib.nullcontext()
+        codes = plain_codes(self.model) if self.is_copy() else contextlib.nullcontext()
         with keep_interrupt(), codes:
             return getattr(self.model, self.name)(*args, **kwargs)
 

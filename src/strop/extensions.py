@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -49,6 +50,22 @@ def reason_in(value: Any, place: str, origin_of: Callable[[Any], str]) -> str:
     else:
         return f"{place} holds {origin_of(value)}"
     return next(filter(None, (reason_in(part, name, origin_of) for part, name in parts)), "")
+
+
+class Traced(nn.Module):
+    """Know whether this is the module that was made, or a copy of it, which Strop traces.
+
+    It compares objects, not their numbers: a number would be an attribute that the forward reads,
+    another one in each process, so that no plan on disk would ever be found again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = ref(self)  # a copy's is the same
+
+    def is_copy(self) -> bool:
+        """Tell whether this is a copy."""
+        return self._made() is not self
 
 
 class TracedOptions(dict[str, Any]):

@@ -26,6 +26,7 @@ from tests.comfyui.stand_in import (
     interrupt_current_processing,
     sample,
 )
+from tests.dispatch import plan_keys
 
 SIZES = ((8, 8), (8, 12), (12, 8), (7, 9), (16, 8), (10, 10))
 
@@ -464,3 +465,15 @@ def test_the_report_says_what_ran(pack, patcher, optimize) -> None:
     text = node.report(None, model=fast)["result"][0]
     assert "2 calls ran without Strop: transformer_options" in text
     assert "1 graph, 0 recompiles" in text
+
+
+def test_another_process_finds_the_plan(optimize, monkeypatch) -> None:
+    """What is compiled is another object there: nothing of its own is in the plan's key."""
+    keys, kept = plan_keys.noted(monkeypatch), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made = ModelPatcher(BaseModel(OriginalUNet().eval().requires_grad_(False)))
+        kept.append(optimize(made))
+        draw(kept[-1], steps=1)
+    assert len(keys) == 2
+    assert keys[0] == keys[1]

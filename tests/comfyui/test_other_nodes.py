@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.comfyui.stand_in import CLIP, VAE, Autoencoder, CLIPEncoder, TextModel, WrappersMP
 from tests.comfyui.test_model_node import assert_same, draw, optimize, patcher, random
+from tests.dispatch import plan_keys
 
 __all__ = ["optimize", "patcher"]  # fixtures
 
@@ -151,3 +152,14 @@ def test_values_of_the_switch(value, is_on, pack, monkeypatch) -> None:
         switch.install_if_wanted()
     helpers = sys.modules["comfy.sampler_helpers"]
     assert not hasattr(helpers.prepare_model_patcher, "__wrapped__")
+
+
+def test_another_process_finds_the_plans(pack, monkeypatch) -> None:
+    keys, kept = plan_keys.noted(monkeypatch), []
+    for _ in range(2):
+        vae, clip = VAE(Autoencoder().eval()), CLIP(TextModel().eval().requires_grad_(False))
+        kept.append([run(pack, "StropOptimizeVAE", vae), run(pack, "StropOptimizeCLIP", clip)])
+        kept[-1][0].decode(random(1, 4, 8, 8))
+        kept[-1][1].encode([1, 2, 3])
+    assert len(keys) == 4
+    assert keys[:2] == keys[2:]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dispatch import plan_keys
 from tests.webui.stand_in import (
     KINDS,
     WIDTH,
@@ -400,3 +401,14 @@ def test_without_strop_the_checkbox_says_so(a1111: WebUi) -> None:
     p = Picture(a1111)
     process_images(p, script)
     assert p.comments == [a1111.extension.MISSING]
+
+
+def test_another_process_finds_the_plan(ui: WebUi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is another object there: nothing of its own is in the plan's key."""
+    keys, kept = plan_keys.noted(monkeypatch), []
+    for _ in range(2):
+        ui.load(0)
+        drawn(ui, steps=1)
+        kept.append(compiled(ui))
+    assert len(keys) == 2
+    assert keys[0] == keys[1]

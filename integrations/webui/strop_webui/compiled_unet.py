@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import strop
-from strop.extensions import defaults_of, dense, empty
+from strop.extensions import Traced, defaults_of, dense, empty
 
 from .calls import OF_CALL, Call, TracedOptions, Unread
 
@@ -22,19 +22,18 @@ log = logging.getLogger("strop.webui")
 _PLAIN: contextvars.ContextVar[Callable[[], Any]] = contextvars.ContextVar("plain call")
 
 
-class UnetCalls(nn.Module):
+class UnetCalls(Traced):
     """This is what Strop compiles: a UNet, which may write into two of its arguments. They are
     made anew inside, so that a trace of it has no effect on them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._number = id(self)  # a copy, which Strop traces, has another
 
     def forward(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Return what the UNet returns for these arguments, by their names. A call that Strop
         leaves to eager runs as it came, with all its options."""
-        if id(self) == self._number:
+        if not self.is_copy():
             return _PLAIN.get()()
         given = {name: Unread(name) if name in OF_CALL else part for name, part in given.items()}
         if "control" in given:  # it is Forge's: only such a UNet takes options
