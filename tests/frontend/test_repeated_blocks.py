@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -300,6 +303,96 @@ def test_a_list_that_blocks_write_into():
     assert num_copied(Listed([Listing() for _ in range(4)]), X) == 0
 
 
+class Notes(dict[str, Any]):
+    """A dictionary of a class that torch does not know."""
+
+
+class Pages(list[Any]):
+    pass
+
+
+class Held:
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.items: list[Any] = [None]
+
+
+def _note(put: Callable[[Any, Tensor], object]) -> type[Block]:
+    class Noting(Block):
+        def forward(self, x: Tensor, notes: Any) -> Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            put(notes, y)
+            return y * 0.5
+
+    return Noting
+
+
+class Noted(Stack):
+    """Give each block the same object, and read what the last one has left in it."""
+
+    def __init__(self, name: str) -> None:
+        self.make, put, self.read = NOTES[name]
+        kind = _note(put)
+        super().__init__([kind() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes, x = self.make(), self.enter(x)
+        for block in self.blocks:
+            x = block(x, notes)
+        last: Tensor = self.read(notes)
+        return x + 3 * last
+
+
+NOTES: dict[str, tuple[Any, Any, Any]] = {
+    "attribute": (Held, lambda n, y: setattr(n, "last", y), lambda n: n.last),
+    "list_in_an_object": (Held, lambda n, y: operator.setitem(n.items, 0, y), lambda n: n.items[0]),
+    "dictionary": (Notes, lambda n, y: operator.setitem(n, "last", y), lambda n: n["last"]),
+    "list": (lambda: Pages([None]), lambda n, y: operator.setitem(n, 0, y), lambda n: n[0]),
+    "object_in_a_list": (
+        lambda: [Held()],
+        lambda n, y: setattr(n[0], "last", y),
+        lambda n: n[0].last,
+    ),
+    "dictionary_in_a_list": (
+        lambda: [Notes()],
+        lambda n, y: operator.setitem(n[0], "last", y),
+        lambda n: n[0]["last"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_an_object_that_blocks_write_into(name: str):
+    """A copy of a block would leave there what the first one has."""
+    assert num_copied(Noted(name), X) == 0
+
+
+class Read(Block):
+    def forward(self, x: Tensor, notes: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * notes.gain
+
+
+class WithGain(Stack):
+    """Give each block the same object, with a number of its own where ``gains`` differ."""
+
+    def __init__(self, *gains: float) -> None:
+        super().__init__([Read() for _ in range(4)])
+        self.gains = gains
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes: Any = Held()
+        x = self.enter(x)
+        for block, gain in zip(self.blocks, itertools.cycle(self.gains)):
+            notes.gain = gain
+            x = block(x, notes)
+        return x
+
+
+def test_an_object_that_blocks_read():
+    assert num_copied(WithGain(0.5), X) == 3
+    assert num_copied(WithGain(0.5, 0.25), X) == 2
+
+
 def test_a_block_that_comes_twice():
     block = Block()
     assert num_copied(Stack([block, Block(), block]), X) == 2
@@ -336,6 +429,8 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     # autograd writes gradients of parts into others by their places in memory
     "writes": (lambda: Stack([Writing("own") for _ in range(3)]), 0),
     "a list": (lambda: Listed([Listing() for _ in range(3)]), 0),
+    **{f"an object: {name}": (functools.partial(Noted, name), 0) for name in NOTES},
+    "an object that is read": (lambda: WithGain(0.5), 0),
     "two results": (lambda: Stack([Both() for _ in range(3)], _both), 2),
     "one block twice": (lambda: Stack([block := Block(), Block(), block]), 2),
     "within blocks": (lambda: Stack([Stack([Block() for _ in range(3)]) for _ in range(3)]), 4),

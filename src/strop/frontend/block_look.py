@@ -90,6 +90,7 @@ class Look:
     number_nodes: tuple[Node, ...]
     leaves: tuple[Any, ...]  # of the arguments
     spec: pytree.TreeSpec
+    objects: tuple[tuple[Any, tuple[Any, ...]], ...]  # among the leaves, with what they held
 
     @property
     def given(self) -> tuple[Node, ...]:
@@ -101,11 +102,20 @@ class Look:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
+    def holds(self, arguments: Any) -> bool:
+        """Tell whether its arguments, and objects among them, still hold what they held before a
+        forward."""
+        then = ((value, items) for value, items in self.objects)
+        return holds(arguments, self.leaves) and all(_are(_items(v), items) for v, items in then)
+
 
 def holds(arguments: Any, leaves: Sequence[Any]) -> bool:
     """Tell whether containers among arguments still hold these leaves, as before a forward."""
-    now = pytree.tree_leaves(arguments)
-    return len(now) == len(leaves) and all(a is b for a, b in zip(now, leaves, strict=True))
+    return _are(pytree.tree_leaves(arguments), leaves)
+
+
+def _are(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
 
 
 def look_at(block: nn.Module, arguments: Any, tracer: Any, *, is_first: bool) -> Look | None:
@@ -121,6 +131,7 @@ def look_at(block: nn.Module, arguments: Any, tracer: Any, *, is_first: bool) ->
         plain = tuple(None if isinstance(leaf, Tensor) else _sized(leaf, met) for leaf in leaves)
         own = _module_look(block, met)
         number_nodes = tuple(_number_node(number, tracer) for number in met.given)
+        objects = tuple(pair for leaf in leaves for pair in _objects(leaf))
     except _NoLookError:
         return None
     if not met.computed.isdisjoint(met.inputs):
@@ -134,7 +145,8 @@ def look_at(block: nn.Module, arguments: Any, tracer: Any, *, is_first: bool) ->
         _first_places(met.inputs) if met.is_known else met.inputs,
         _modes(),
     )
-    return Look(key, own, tensors, nodes, met.inputs, number_nodes, tuple(leaves), spec)
+    numbers = met.inputs, number_nodes
+    return Look(key, own, tensors, nodes, *numbers, tuple(leaves), spec, objects)
 
 
 def module_look(block: nn.Module) -> ModuleLook | None:
@@ -273,6 +285,31 @@ def _frozen_set(values: Any, depth: int) -> Hashable:
     if met.given or not met.is_known:  # in an order of its own
         raise _NoLookError
     return found
+
+
+def _objects(value: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield an object of an argument, and those in it, with what they hold. A container of a class
+    that torch does not know is one. Raises _NoLookError for one that holds a tensor: a block may
+    have been given another one by it."""
+    if value is None or isinstance(value, (Tensor, *_BY_VALUE, *_BY_IDENTITY, *_SYMBOLIC)):
+        return
+    items = _items(value)
+    if any(isinstance(item, Tensor) for item in items):
+        raise _NoLookError
+    yield value, items
+    for item in items if depth else ():
+        yield from _objects(item, depth - 1)
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    """Return what an object holds. Names and keys that are equal are one, or count as a change."""
+    own = getattr(value, "__dict__", {})
+    inner = (*value, *value.values()) if isinstance(value, dict) else ()
+    if isinstance(value, list | tuple):
+        inner = tuple(value)
+    elif isinstance(value, set | frozenset):
+        inner = tuple(sorted(value, key=id))
+    return (*own, *own.values(), *inner)
 
 
 def _may_hold(function: FunctionType) -> bool:

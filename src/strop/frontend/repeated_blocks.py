@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from strop.frontend.block_look import Look, Settings, holds, look_at, module_look, repeated
+from strop.frontend.block_look import Look, Settings, look_at, module_look, repeated
 from strop.frontend.block_reuse import CHANGES_ITSELF, BlockReuse, Uncopied
 from strop.frontend.copied_nodes import RecordedNodes, copy_nodes, last_node, record, tensor_of
 from strop.frontend.layout_reads import LayoutReads
@@ -139,7 +139,7 @@ class BlocksAlike(ABC):
         result, made = self.run_first(call)
         with _unwatched():
             is_same = module_look(block) == look.module and around == surroundings()
-            is_same = is_same and holds((args, kwargs), look.leaves)
+            is_same = is_same and look.holds((args, kwargs))
             self._known[key] = made if is_same else Uncopied(CHANGES_ITSELF)
         return result
 

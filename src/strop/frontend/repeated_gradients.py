@@ -52,6 +52,8 @@ class RepeatedGradients(BlocksAlike):
             return call.forward(), Uncopied("its weights are computed, or need no gradient")
         if call.look.numbers:
             return call.forward(), Uncopied("it holds or is given a number that is an input")
+        if call.look.objects:  # which a second run of its forward would write into twice
+            return call.forward(), Uncopied("it is given an object")
         known = _recorded_step(call)
         if known is None:  # what was traced just now is read by nobody
             return call.forward(), Uncopied(UNREPEATABLE)
