@@ -50,13 +50,16 @@ class ComfyModel(Traced):
         its options."""
         if not self.is_copy():
             return _PLAIN.get()()
-        given = {**given, "transformer_options": TracedOptions(options)}
+        given = {**given, "transformer_options": self._options(options)}
         if lengths:
             given |= dict.fromkeys(lengths, given["context"].shape[1])
         if given.get("control") is not None:  # the forward takes what it has used out of its lists
             given["control"] = {name: [*parts] for name, parts in given["control"].items()}
         with keep_interrupt(), plain_codes(self.model):
             return getattr(self.model, self.name)(**given)
+
+    def _options(self, options: Mapping[str, Any]) -> TracedOptions:
+        return TracedOptions.of(options, shows_places=self.shows_places)
 
 
 class CompiledModel:
@@ -91,6 +94,7 @@ class CompiledModel:
             return self.module(dense(call.given), call.options, call.lengths)
         finally:
             _PLAIN.reset(token)
+            self.module.heed(self.module.forward.counters.fallbacks)
 
     def _take(self, model: nn.Module, original: Callable[..., Any]) -> None:
         """Compile this model, unless it is the one that was compiled in the last call."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -15,6 +15,8 @@ from torch import nn
 from strop.frontend import composed_tensors
 
 NAME = "transformer_options"
+PLACES = ("block", "block_index", "transformer_index", "current_index")  # that code writes there
+ASKS_PLACE = f"it asks {NAME} where in the model it is called"
 PLAIN_DATA = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device, type(None))
 
 
@@ -63,9 +65,42 @@ class Traced(nn.Module):
         super().__init__()
         self._made = ref(self)  # a copy's is the same
 
+        self.shows_places = False  # in options, to the code that is traced
+
     def is_copy(self) -> bool:
         """Tell whether this is a copy."""
         return self._made() is not self
+
+    def heed(self, reasons: Iterable[str]) -> None:
+        """Show code from now on where in the model it is called, if it has asked for that:
+        ``reasons`` say why calls ran in eager."""
+        if not self.shows_places and any(ASKS_PLACE in reason for reason in reasons):
+            self.shows_places = True
+
+
+class Place:
+    """Stand for where in a model code is called. A UNet writes that into its options for patches
+    of other nodes, and with it no two of its blocks are given the same. Code may hand it on; asking
+    for it raises LookupError."""
+
+    def __getitem__(self, number: int) -> Place:
+        return self
+
+    def __add__(self, steps: object) -> Place:
+        return self
+
+    def __hash__(self) -> int:
+        return 0  # a dictionary of patches may be asked, which is empty
+
+
+def _ask(*args: Any) -> Any:
+    raise LookupError(ASKS_PLACE)
+
+
+_ASKING = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "contains", "sub", "mod")
+for _name in (*_ASKING, "int", "index", "float", "str", "repr", "format"):
+    setattr(Place, f"__{_name}__", _ask)
+PLACE = Place()
 
 
 class TracedOptions(dict[str, Any]):
@@ -73,6 +108,20 @@ class TracedOptions(dict[str, Any]):
     LookupError: the value of the traced call would be taken for that of all later ones."""
 
     left_out: tuple[str, ...] = ()
+    shows_places = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], *, shows_places: bool) -> Self:
+        """Return these options. Where not ``shows_places``, code that writes down where it is
+        called writes ``PLACE``."""
+        found = cls(options)
+        if not shows_places:
+            found.shows_places = False
+        return found
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        is_hidden = key in PLACES and not self.shows_places
+        super().__setitem__(key, PLACE if is_hidden else value)
 
     def _check(self, key: object) -> None:
         if key in self.left_out and not super().__contains__(key):
@@ -99,7 +148,7 @@ class TracedOptions(dict[str, Any]):
         return super().setdefault(key, default)
 
     def copy(self) -> TracedOptions:
-        return type(self)(self)
+        return self.of(self, shows_places=self.shows_places)
 
 
 # Functions of UNets take ``transformer_options={}``, and write into it. Called without options, as

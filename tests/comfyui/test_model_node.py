@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strop import extensions
 from tests.comfyui.stand_in import (
     PROMPT,
     WIDTH,
@@ -477,3 +478,75 @@ def test_another_process_finds_the_plan(optimize, monkeypatch) -> None:
         draw(kept[-1], steps=1)
     assert len(keys) == 2
     assert keys[0] == keys[1]
+
+
+class AsksItsPlace(OriginalUNet):
+    """Doubles its result by what it has written into the options."""
+
+    def _forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        context: Tensor,
+        y: Any,
+        control: Any,
+        transformer_options: Any,
+    ) -> Tensor:
+        found = super()._forward(x, timesteps, context, y, control, transformer_options)
+        return found * 2 if transformer_options["block"][0] == "output" else found
+
+
+def test_code_that_asks_for_its_place_is_shown_it(optimize) -> None:
+    """A first call runs as before, and those behind it compiled, with what the code asks for."""
+    torch.manual_seed(0)
+    made = ModelPatcher(BaseModel(AsksItsPlace().eval().requires_grad_(False)))
+    fast = optimize(made)
+    for size in ((8, 8), (8, 12), (12, 8)):
+        assert_same(draw(fast, *size, steps=1), draw(made, *size, steps=1))
+    found, variants = counters(fast)
+    (reason,) = found.fallbacks
+    assert "asks transformer_options where in the model it is called" in reason
+    assert found.eager_calls < found.calls
+    assert len(variants.all) == 1
+
+
+ASKS: dict[str, Any] = {
+    "equal": lambda place: place == ("input", 0),
+    "not equal": lambda place: place != 0,
+    "less": lambda place: place < 3,
+    "true": bool,
+    "long": len,
+    "parts": list,
+    "whole": int,
+    "index": lambda place: [1, 2][place],
+    "real": float,
+    "text": str,
+    "in a text": lambda place: f"{place}",
+    "as written": repr,
+    "difference": lambda place: place - 1,
+    "rest": lambda place: place % 2,
+    "contains": lambda place: "input" in place,
+    "patches": lambda place: {0: 1}.get(place),  # one that is stored under the same hash
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_a_place_does_not_say_which_it_is(name: str) -> None:
+    with pytest.raises(LookupError, match="where in the model"):
+        ASKS[name](extensions.PLACE)
+
+
+def test_a_place_is_handed_on() -> None:
+    options = extensions.TracedOptions.of({"block": 1, "other": 2}, shows_places=False)
+    assert options["block"] == 1
+    options["block"], options["block_index"], options["other"] = ("input", 3), 5, 6
+    options["block_index"] += 1
+    for found in (options, options.copy()):
+        assert found["block"][0] is found["block_index"] is extensions.PLACE
+        assert {}.get((found["block"], 1)) is None
+        assert found["other"] == 6
+        found["block"] = 7
+        assert found["block"] is extensions.PLACE
+    shown = extensions.TracedOptions.of({}, shows_places=True)
+    shown["block"] = 7
+    assert shown["block"] == shown.copy()["block"] == 7

@@ -393,6 +393,31 @@ def test_an_object_that_blocks_read():
     assert num_copied(WithGain(0.5, 0.25), X) == 2
 
 
+class Sized(Block):
+    def forward(self, x: Tensor, notes: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * (notes["shape"][0] * notes["place"].gain)
+
+
+class WithSizes(Stack):
+    """Give each block the same dictionary, with a size of the call in it, or of parts of it."""
+
+    def __init__(self, *shares: int) -> None:
+        super().__init__([Sized() for _ in range(4)])
+        self.shares = shares
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes, x = Notes(place=Act(0.5)), self.enter(x)
+        for block, share in zip(self.blocks, itertools.cycle(self.shares)):
+            notes["shape"] = [x.shape[0] * share, 8]
+            x = block(x, notes)
+        return x
+
+
+def test_sizes_in_an_object():
+    assert num_copied(WithSizes(1), X) == 3
+    assert num_copied(WithSizes(1, 2), X) == 2
+
+
 def test_a_block_that_comes_twice():
     block = Block()
     assert num_copied(Stack([block, Block(), block]), X) == 2

@@ -37,7 +37,8 @@ class UnetCalls(Traced):
             return _PLAIN.get()()
         given = {name: Unread(name) if name in OF_CALL else part for name, part in given.items()}
         if "control" in given:  # it is Forge's: only such a UNet takes options
-            given["transformer_options"] = TracedOptions(options)
+            made = TracedOptions.of(options, shows_places=self.shows_places)
+            given["transformer_options"] = made
             if given["control"] is not None:  # the forward takes what it has used out of its lists
                 control = given["control"].items()
                 given["control"] = {name: [*parts] for name, parts in control}
@@ -95,6 +96,7 @@ class CompiledUnet:
             found = self.module(dense(call.given), call.options)
         finally:
             _PLAIN.reset(token)
+            self.module.heed(counters.fallbacks)
         if counters.eager_calls == before:
             status.compiled += 1
         else:

@@ -61,6 +61,7 @@ class _Numbers:
     given: list[torch.SymFloat] = field(default_factory=list)
     computed: set[int] = field(default_factory=set)
     is_known: bool = True
+    has_sizes: bool = False  # in what is looked at: arguments have them as they are now
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -128,7 +129,9 @@ def look_at(block: nn.Module, arguments: Any, tracer: Any, *, is_first: bool) ->
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = (*given, *state)
         nodes = tuple(_node(tensor, tracer) for tensor in tensors)
-        plain = tuple(None if isinstance(leaf, Tensor) else _sized(leaf, met) for leaf in leaves)
+        met.has_sizes = True
+        plain = tuple(None if isinstance(leaf, Tensor) else _frozen(leaf, met) for leaf in leaves)
+        met.has_sizes = False
         own = _module_look(block, met)
         number_nodes = tuple(_number_node(number, tracer) for number in met.given)
         objects = tuple(pair for leaf in leaves for pair in _objects(leaf))
@@ -274,7 +277,10 @@ def _frozen_parts(value: Any, met: _Numbers, depth: int) -> Hashable:
 
 def _frozen_number(value: Any, met: _Numbers) -> Hashable:
     if type(value) is not torch.SymFloat or as_input(value) is None:
-        raise _NoLookError
+        if not met.has_sizes:
+            raise _NoLookError
+        met.computed |= numbers_in(value.node.expr)
+        return type(value), value.node.expr
     met.given.append(value)
     return _NUMBER, torch.SymFloat
 
@@ -358,13 +364,6 @@ def _number_node(number: torch.SymFloat, tracer: Any) -> Node:
     if (node := node_of_number(number, tracer)) is None:
         raise _NoLookError
     return node
-
-
-def _sized(leaf: Any, met: _Numbers) -> Hashable:
-    if type(leaf) not in _SYMBOLIC or (type(leaf) is torch.SymFloat and as_input(leaf) is not None):
-        return _frozen(leaf, met)
-    met.computed |= numbers_in(leaf.node.expr)
-    return type(leaf), leaf.node.expr
 
 
 def _tensor_look(tensor: Tensor) -> Hashable:
