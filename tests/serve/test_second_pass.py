@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from strop.drawing.embeddings import NoWeightsError
 from strop.drawing.request import PictureRequest, PictureSize, SecondPass
 from strop.serve.limits import ServeLimits
 from strop.serve.second_pass import SecondWish, begun, sizes_of
@@ -200,6 +201,16 @@ def test_models_that_cannot_refuse_it_and_weights() -> None:
             assert not (await asked.client.get("/api/model")).json()["prompt_weights"]
         request = painter.batches[0].requests[0]
         assert (request.prompt, request.is_weighted) == ("a (cat)", False)
+
+    run(scenario)
+
+
+def test_weights_that_leave_nothing_are_the_clients_fault() -> None:
+    async def scenario() -> None:
+        painter = FakePainter(fault=lambda _: NoWeightsError("take other weights"))
+        answer = await _asked(painter, prompt="(a:-1)")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_weights")
+        assert "take other weights" in answer.text
 
     run(scenario)
 
