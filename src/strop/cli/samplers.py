@@ -78,7 +78,7 @@ def show(model: ModelFolder) -> None:
     if not have:
         screen.print(f"{name} is drawn by its own sampler alone", markup=False)
         return
-    table = Table("--sampler", "--schedule, the automatic one first", "or", box=None)
+    table = Table("--sampler", "--schedule, the automatic one first", "other names", box=None)
     for one, schedules in have.items():
         others = [alias for alias, meant in ALIASES.items() if meant == one]
         table.add_row(one, ", ".join(schedules), ", ".join(others))
