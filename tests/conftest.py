@@ -120,6 +120,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def weighing_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same folder with a text encoder whose results have a mean, as those of every trained one
+    have: the rule for weights of words divides by it."""
+    import torch
+    from transformers import CLIPTextModel
+
+    folder = tmp_path_factory.mktemp("weighing") / "model"
+    shutil.copytree(tiny_model, folder)
+    encoder = CLIPTextModel.from_pretrained(folder / "text_encoder")
+    with torch.no_grad():
+        next(b for name, b in encoder.named_parameters() if "final_layer_norm.bias" in name).fill_(
+            0.2
+        )
+    encoder.save_pretrained(folder / "text_encoder")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_dit(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sprites-dit folder with random weights everywhere, where an untrained one has zeros."""
     import torch

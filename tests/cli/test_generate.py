@@ -79,6 +79,90 @@ def test_bf16_is_said_where_the_processor_lacks_it(
     assert Image.open(tmp_path / "out.png").size == (64, 32)
 
 
+def test_samplers_have_the_names_of_the_server(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path
+) -> None:
+    """The picture of a name is the one that the server draws under it, and steps are timed."""
+    from strop.cli import models
+
+    common = ("generate", PROMPT, "--size", "64x32", "--steps", "4", "--device", "cpu")
+    for words in (
+        ("--sampler", "k_euler_a", "--schedule", "SGM Uniform"),
+        ("--sampler", "euler a", "--schedule", "sgm_uniform", "--no-optimize"),
+    ):
+        result = invoke(*common, *words)
+        assert result.exit_code == 0, result.output
+        found = Image.open(tmp_path / "out.png").tobytes()
+        pipe = models.load(models.find_model("sprites"), torch.float32, "cpu")
+        size, how = PictureSize(64, 32), {"sampler": "Euler a", "schedule": "sgm_uniform"}
+        own = sampling.draw(pipe, PictureRequest(PROMPT, size, 4, 4.0, **how))
+        pairs = zip(found, pictures.to_picture(own).tobytes(), strict=True)
+        assert max(abs(a - b) for a, b in pairs) <= 1
+    for words, part in (
+        (("--sampler", "LMS"), "there are DPM++ 2M, DPM++ 2M SDE, Euler a, Euler, DDIM"),
+        (("--sampler", "Euler a", "--schedule", "karras"), "Euler a has none of that name"),
+        (("--schedule", "karras"), "it belongs to a sampler"),
+        (("--model", "sprites-dit", "--sampler", "Euler"), "there are none but its own"),
+    ):
+        result = invoke(*common, *words)
+        assert result.exit_code == 2, result.output
+        assert part in said(result)
+        assert "--s" in said(result)
+
+
+def test_samplers_are_listed_without_drawing(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path
+) -> None:
+    text = said(invoke("generate", "--list-samplers"))
+    assert "Euler a uniform, simple, sgm_uniform k_euler_a, k_euler_ancestral" in text
+    assert "Heun" not in text
+    assert "karras" not in text, "this model's last noise has no signal"
+    own = invoke("generate", "--list-samplers", "--model", "sprites-dit")
+    assert "sprites-dit is drawn by its own sampler alone" in said(own)
+    assert not list(tmp_path.iterdir())
+    missing = invoke("generate")
+    assert missing.exit_code == 2
+    assert "'PROMPT': describe the picture to draw" in said(missing)
+    (as_sprites / "scheduler" / "scheduler_config.json").rename(tmp_path / "kept.json")
+    try:
+        broken = invoke("generate", "--list-samplers")
+    finally:
+        (tmp_path / "kept.json").rename(as_sprites / "scheduler" / "scheduler_config.json")
+    assert broken.exit_code == 1
+    assert "cannot read the scheduler in" in said(broken)
+
+
+def test_weights_of_words_are_read_by_name_alone(
+    invoke: Invoke, weighing_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.models import sprites
+
+    monkeypatch.setattr(sprites, "WEIGHTS", weighing_model)
+    common = ("--size", "64x32", "--steps", "2", "--device", "cpu", "--no-optimize")
+    made = {}
+    for prompt in ("a red circle", "a (red:1.00) circle", "A (Red:1.4) circle"):
+        result = invoke("generate", prompt, *common, "--prompt-weights", "--negative", "[star]")
+        assert result.exit_code == 0, result.output
+        made[prompt] = Image.open(tmp_path / "out.png").tobytes()
+    plain, one, red = made.values()
+    assert plain == one != red
+    long = ("generate", " ".join(["a red circle"] * 12), *common)
+    for more, part in (((), "ignores the end"), (("--prompt-weights",), "64x32 picture")):
+        result = invoke(*long, *more)
+        assert part in said(result)
+        assert ("ignores the end" in said(result)) is not bool(more)
+    for words, part in (
+        (("a (red:1.4) circle",), "does not know '(red'"),
+        (("a [red:blue:0.5] circle", "--prompt-weights"), "[from:to:when]"),
+        (("a (rad:1.4) circle", "--prompt-weights"), "did you mean 'red'?"),
+        (("red", "--negative", "[a|b]", "--prompt-weights"), "'--negative': [a|b]"),
+        (("x", "--model", "sprites-dit", "--prompt-weights"), "built for models with a UNet"),
+    ):
+        result = invoke("generate", *words, *common)
+        assert result.exit_code == 2, result.output
+        assert part in said(result), said(result)
+
+
 def test_a_prompt_outside_the_grammar_is_drawn_with_a_warning(
     invoke: Invoke, as_sprites: Path, tmp_path: Path
 ) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import strop
+from strop.api import dispatchers_of
 from strop.cli import pictures, sampling
-from strop.drawing.request import PictureRequest, PictureSize
+from strop.drawing.request import PictureRequest, PictureSize, SecondPass
 from strop.models import sprites
 from strop.serve.order import ModelCard
 from strop.serve.studio import PictureBatch, StepTold, Stopped, Studio
@@ -67,3 +68,22 @@ def test_stopping_leaves_a_pipeline_that_draws(studio: Studio) -> None:
         with pytest.raises(Stopped):
             studio.draw(PictureBatch([RED]), told.append, lambda told=told: len(told) < 2)
         assert _draw(studio, PictureBatch([RED])) == before
+
+
+def test_weights_and_a_second_pass_are_those_of_eager(studio: Studio, pipe: Any) -> None:
+    """Prompts of two chunks, then a larger picture, three times each: the third call replays
+    graphs. No size and no length of prompt compiles the UNet anew."""
+    long = ", ".join(["a (red:1.3) circle above a [blue] square"] * 4)
+    weighted = replace(RED, prompt=long, is_weighted=True, chunks=2)
+    large = PictureSize(144, 96)
+    again = replace(RED, size=large, steps=10, strength=0.6)
+    twice = [replace(RED, second=SecondPass(again, large, name)) for name in ("Latent", "Lanczos")]
+    eager = sprites.load(torch.float16, "cuda")
+    eager.set_progress_bar_config(disable=True)
+    for request in (weighted, *twice):
+        expected = sampling.draw(eager, request)
+        first = sampling.draw(pipe, request)
+        for _ in range(2):
+            assert torch.equal(sampling.draw(pipe, request), first)
+        assert pictures.psnr_db(first, expected) > 35, request
+    assert len(dispatchers_of(pipe)["unet"].variants.all) == 1

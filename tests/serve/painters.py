@@ -13,7 +13,9 @@ from tests.waiting import LIMIT_S
 
 SIZE, LORAS = PictureSize(32, 16), ("ink", "style")
 SAMPLERS = {"Euler a": ("uniform", "sgm_uniform"), "DPM++ 2M": ("karras", "simple")}
-CARD = ModelCard("fake", SIZE, 8, 4.0, LORAS, True, lambda text, _: (text, ""), 4, SAMPLERS)
+CARD = ModelCard(
+    "fake", SIZE, 8, 4.0, LORAS, True, lambda text, _: (text, ""), 4, SAMPLERS, True, True
+)
 
 
 @dataclass
@@ -53,8 +55,11 @@ class FakePainter:
     def notes(self, request: PictureRequest) -> Sequence[str]:
         return ["too long"] if len(request.prompt) > 1000 else []
 
+    def chunks(self, request: PictureRequest) -> int:
+        return 1 + max(request.prompt.count(","), request.negative.count(","))
+
 
 def coloured(request: PictureRequest) -> bytes:
     """RGB in which a seed can be read."""
     colour = bytes((request.seed % 256, request.seed // 256 % 256, request.steps % 256))
-    return colour * request.size.num_pixels
+    return colour * request.final_size.num_pixels

@@ -15,14 +15,22 @@ from .asking import EDIT, GENERATE, Asked, RawCall, asking, encoded, png, run
 BODIES = {
     GENERATE: {"prompt": "a cat", "n": 1, "size": "32x16", "seed": 1, "steps": 2, "loras": {}},
     "/sdapi/v1/txt2img": {"prompt": "a cat", "width": 32, "height": 16, "seed": -1, "n_iter": 1},
+    "/sdapi/v1/txt2img?hires": {"prompt": "a (cat:1.2)", "enable_hr": True, "hr_scale": 1.5,
+        "hr_resize_x": 0, "hr_resize_y": 32, "hr_upscaler": "Lanczos", "hr_second_pass_steps": 2,
+        "denoising_strength": 0.5, "hr_prompt": "[a] cat", "hr_sampler_name": "Euler a",
+        "hr_negative_prompt": "", "hr_scheduler": "uniform", "negative_prompt": "(a"},
     "/sdapi/v1/img2img": {"prompt": "a cat", "init_images": [encoded(png())], "steps": 2},
     "/api/pictures": {"prompt": "a cat", "loras": {"ink": 1.0}, "start": encoded(png())},
-}
+    "/api/pictures?weights": {"prompt": "a [cat]", "prompt_weights": True, "negative": "(a:0.3)"},
+}  # fmt: skip
 STRANGE: tuple[Any, ...] = (
     None, True, 0, -1, 1e308, -1e308, 2**63, 10**400, 0.1, "", "x" * 70_000, "\ud800", "\0", "é",
     "/etc/passwd", "http://localhost:1/", "${jndi:x}", "'; drop table", "<script>", "../" * 40,
     [], [[]], [None] * 50, {}, {"a": {}}, {"\ud800": 1}, {"ink": "x"}, {"ink": None}, [1, "2"],
     float("nan"), float("inf"), "nan", "1e999", "NaN" * 3, {"__proto__": 1}, "\u202e", [{}] * 9,
+    "((((" * 900, "(a" * 1900, "[a:1.1]" * 500, "(:::1)" * 600, "\\" * 3999, "(a:1e9)",
+    "BREAK " * 600, "(a:-10)" * 500, "a|" * 1900, "[(a)" * 90 + "]" * 90, "<lora:ink:" * 90,
+    1e-9, 149, 9, -8,
 )  # fmt: skip
 RAW = (
     b"", b"{", b"[]", b"null", b"nul", b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"prompt": "\\ud800"}',

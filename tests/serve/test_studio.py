@@ -17,7 +17,7 @@ import strop
 from strop.api import dispatchers_of
 from strop.cli import adapters, models, pictures, sampling
 from strop.cli import serve as command
-from strop.drawing.request import PictureRequest, PictureSize
+from strop.drawing.request import PictureRequest, PictureSize, SecondPass
 from strop.drawing.samplers import SAMPLERS
 from strop.serve.limits import ServeLimits
 from strop.serve.order import Adapters
@@ -49,20 +49,20 @@ def _save_lora(model: Path, file: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(weighing_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two LoRAs."""
     made = tmp_path_factory.mktemp("loras")
     for seed, name in enumerate(("ink", "style")):
-        _save_lora(tiny_model, made / f"{name}.safetensors", seed)
+        _save_lora(weighing_model, made / f"{name}.safetensors", seed)
     return made
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, cache_folder: Path, folder: Path) -> Iterator[Studio]:
+def served(weighing_model: Path, cache_folder: Path, folder: Path) -> Iterator[Studio]:
     """What ``strop serve`` loads: the tiny model with two LoRAs, and the same one in eager."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STROP_CACHE_DIR", str(cache_folder))
-        found = replace(models.find_model(str(tiny_model)), default_size=SIZE)
+        found = replace(models.find_model(str(weighing_model)), default_size=SIZE)
         files = command.lora_files(folder)
         yield command.load_studio(found, torch.float32, "cpu", files, True, threads=1)
 
@@ -82,10 +82,10 @@ def _as_generated(
 
 
 def test_one_picture_has_the_bits_of_generate(
-    served: Studio, tiny_model: Path, folder: Path
+    served: Studio, weighing_model: Path, folder: Path
 ) -> None:
     for loras in ((), (("ink", 0.8),), (("style", 0.5), ("ink", -1.0)), ()):
-        expected = _as_generated(tiny_model, folder, RED, loras)
+        expected = _as_generated(weighing_model, folder, RED, loras)
         assert _draw(served, RED, adapters=loras) == [expected]
 
 
@@ -184,6 +184,79 @@ def test_a_part_of_a_picture_is_that_of_eager(served: Studio) -> None:
     assert _draw(served, replace(request, mask=None)) != [ours]
 
 
+def test_weights_and_a_second_pass_compile_nothing_anew(served: Studio) -> None:
+    """Over A1111's interface, beside eager: prompts of one chunk and of two, larger pictures."""
+    long = ", ".join(["a (red:1.2) circle above a [blue] square"] * 4)
+    text = {"seed": 1, "steps": 3, "cfg_scale": 4.0, "width": 64, "height": 32}
+    twice = {"enable_hr": True, "hr_resize_x": 96, "hr_second_pass_steps": 2}
+    plain = replace(RED, is_weighted=True)
+
+    def second(request: PictureRequest, upscaler: str, **more: Any) -> PictureRequest:
+        size = PictureSize(96, 48)  # 2 steps of 2 / 0.75 of them
+        again = replace(request, size=size, steps=2, strength=1.0, **more)
+        return replace(request, second=SecondPass(again, size, upscaler))
+
+    wanted = (
+        ({"prompt": "a red circle"}, plain),
+        ({"prompt": "a (red:1.5) circle"}, replace(plain, prompt="a (red:1.5) circle")),
+        ({"prompt": long, "negative_prompt": "[star]"}, replace(
+            plain, prompt=long, negative="[star]", chunks=2)),
+        ({"prompt": "a red circle", **twice}, second(plain, "Latent")),
+        ({"prompt": "a red circle", **twice, "hr_upscaler": "Nearest"}, second(plain, "Nearest")),
+        ({"prompt": "a red circle", **twice, "hr_prompt": "(blue)", "hr_sampler_name": "Euler a"},
+         second(plain, "Latent", prompt="(blue)", sampler="Euler a")),
+    )  # fmt: skip
+
+    async def scenario() -> None:
+        async with asking(served, LIMITS) as asked:
+            body = {**text, "prompt": "x", **twice, "hr_upscaler": "None"}
+            await asked.client.post("/sdapi/v1/txt2img", json=body)  # which encodes
+            before, seen = _graphs(served), set()
+            for more, request in wanted:
+                answer = await asked.client.post("/sdapi/v1/txt2img", json={**text, **more})
+                assert answer.status_code == 200, answer.text
+                found = opened(answer.json()["images"][0])
+                assert found.size == (request.final_size.width, request.final_size.height)
+                own = found.tobytes()
+                seen.add(own)
+                assert own == _draw(served, request)[0]
+                (eager,) = _draw(served, request, is_eager=True)
+                assert max(abs(a - b) for a, b in zip(own, eager, strict=True)) <= 1, more
+            assert len(seen) == len(wanted)
+            assert _graphs(served) == before
+            assert _draw(served, RED) == _draw(served, plain)
+
+    run(scenario)
+    assert not any(strop.explain(served._pipes[False]).fallbacks)
+
+
+def test_weights_are_those_of_a_text_encoder_that_changed(
+    weighing_model: Path, cache_folder: Path
+) -> None:
+    loaded = models.load(models.find_model(str(weighing_model)), torch.float32, "cpu")
+    pipe = strop.optimize(loaded, options=strop.Options(cache_dir=str(cache_folder)))
+    request = replace(RED, prompt="a (red:1.5) circle", is_weighted=True)
+    before = sampling.draw(pipe, request)
+    assert torch.equal(sampling.draw(pipe, request), before)
+    with torch.no_grad():
+        pipe.text_encoder.get_input_embeddings().weight.mul_(-1)
+    after = sampling.draw(pipe, request)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(
+        after, sampling.draw(strop.restore(pipe), request), atol=1e-5, rtol=0
+    )
+
+
+def test_previews_have_the_size_of_their_pass(served: Studio) -> None:
+    told: list[StepTold] = []
+    again = replace(RED, size=PictureSize(96, 48), steps=2)
+    request = replace(RED, second=SecondPass(again, again.size, "Latent"))
+    served.draw(PictureBatch([request], previews=[1]), told.append, lambda: True)
+    sizes = [Image.open(io.BytesIO(one.previews[0])).size for one in told[:-1]]
+    assert sizes == [(64, 32)] * 3 + [(96, 48)]
+    assert [(one.number, one.total) for one in told] == [(n, 5) for n in range(1, 6)]
+
+
 def test_previews_do_not_change_a_picture(served: Studio) -> None:
     told: list[StepTold] = []
     batch = PictureBatch([RED, replace(RED, seed=2)], previews=[1, 2])
@@ -206,6 +279,8 @@ def test_what_the_model_does_not_read_is_noted(served: Studio) -> None:
     (note,) = served.notes(replace(RED, prompt="red " * 100))
     assert "ignores the end" in note
     assert not served.notes(RED)
+    assert not served.notes(replace(RED, prompt="red " * 100, is_weighted=True))
+    assert served.chunks(replace(RED, prompt="a (red)", negative="red " * 100)) == 5
 
 
 def test_over_http_with_the_seed_of_generate(served: Studio) -> None:

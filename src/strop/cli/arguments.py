@@ -220,6 +220,24 @@ def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:
         warn(text)
 
 
+def check_weights(prompt: str, is_sprites: bool, hint: str) -> str:
+    """Return a prompt whose brackets are weights, in the spelling of the sprites model if it is one
+    for it.
+
+    Raises BadParameter for syntax that is not built, and for words that the model does not know.
+    """
+    from strop.drawing.emphasis import respelled
+    from strop.models.sprites.spelling import spelled
+
+    try:
+        text, note = respelled(prompt, spelled if is_sprites else lambda words: (words, ""))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+    if note:
+        warn(note)
+    return text
+
+
 def check_prompt(prompt: str, hint: str = "'PROMPT'") -> str:
     """Return a prompt for the sprites model in the spelling it was trained on.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from strop.cli import adapters, arguments, models
+from strop.cli import adapters, arguments, models, samplers
 from strop.cli.adapters import (
     Additions,
     ControlImageOption,
@@ -23,7 +24,7 @@ from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype, Siz
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
 from strop.cli.tables import known, wrong
-from strop.drawing.request import PictureRequest
+from strop.drawing.request import PictureRequest, PictureSize
 from strop.wording import counted
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ $ strop generate "a red circle above a blue square on a white background" -o out
 $ strop generate "a small green star at the top left" --size 64x96 --seed 3 --compare
 $ strop generate "a green ring" --model sprites-dit
 $ strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30
+
+[bold]As in A1111[/]
+$ strop generate --list-samplers --model ./sdxl
+$ strop generate "a castle" --model ./sdxl --sampler "DPM++ 2M Karras" --steps 25
+$ strop generate "a (tall:1.3) castle, [fog]" --model ./sdxl --prompt-weights
 
 [bold]Less exact, by name[/]
 $ strop generate "an astronaut" --model ./sdxl --numerics fp8 --numerics step_cache
@@ -48,7 +54,7 @@ $ strop generate "a cat" --model ./sd --ip-adapter ip-adapter_sd15.safetensors -
 """
 
 PromptArgument = Annotated[
-    str, typer.Argument(help="Describe the picture to draw.", show_default=False)
+    str | None, typer.Argument(help="Describe the picture to draw.", show_default=False)
 ]
 OutputOption = Annotated[
     Path,
@@ -74,6 +80,15 @@ GuidanceOption = Annotated[
     ),
 ]
 NegativeOption = Annotated[str, typer.Option(help="Describe what the picture should not show.")]
+WeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--prompt-weights",
+        help="Read (words:1.3), (words) and [words] in both prompts as weights, as A1111 does, and"
+        " prompts of any length in chunks. Without it brackets are text, as in diffusers, and the"
+        " end of a long prompt is not read.",
+    ),
+]
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -141,13 +156,17 @@ RUNS = 3  # a comparison shows the fastest of so many
 
 @reported
 def command(
-    prompt: PromptArgument,
+    prompt: PromptArgument = None,
     output: OutputOption = Path("out.png"),
     size: SizeOption = None,
     steps: StepsOption = 20,
     seed: SeedOption = 0,
     guidance: GuidanceOption = None,
     negative: NegativeOption = "",
+    prompt_weights: WeightsOption = False,
+    sampler: samplers.SamplerOption = "",
+    schedule: samplers.ScheduleOption = "",
+    list_samplers: samplers.ListOption = False,
     model: ModelOption = models.SPRITES,
     device: DeviceOption = DeviceName.auto,
     arch: ArchOption = 0,
@@ -168,28 +187,22 @@ def command(
     The first run compiles the model, which takes less than a minute. Later runs find it in the
     cache, at any size.
     """
-    if compare and not optimize:
-        raise typer.BadParameter("--compare needs Strop; leave out --no-optimize")
-    if parallel and not optimize:
-        raise typer.BadParameter("--parallel needs Strop; leave out --no-optimize")
-    if numerics and not optimize:
-        raise typer.BadParameter("--numerics needs Strop; leave out --no-optimize")
+    if list_samplers:
+        samplers.show(models.find_model(model))
+        return
+    for name, given in (("compare", compare), ("parallel", parallel), ("numerics", numerics)):
+        if given and not optimize:
+            raise typer.BadParameter(f"--{name} needs Strop; leave out --no-optimize")
     how = _how(parallel, numerics)
-    outputs = [output, _beside(output)] if compare else [output]
-    for path in outputs:
-        arguments.check_output(path)
+    outputs = _outputs(output, compare)
     require_diffusion()
     found = models.find_model(model)
     size = size or found.default_size
     arguments.check_size(size, found.factor)
-    if optimize and (size.width % found.grid or size.height % found.grid):
-        warn(
-            f"{size} is off this model's grid of {counted(found.grid, 'pixel')}: it needs a graph"
-            " of its own"
-        )
-    if found.is_sprites:
-        prompt = arguments.check_prompt(prompt)
-        negative = arguments.check_prompt(negative, "'--negative'") if negative else ""
+    if optimize:
+        _check_grid(size, found.grid)
+    prompt, negative = _texts(found, prompt, negative, prompt_weights)
+    sampler, schedule = samplers.find(sampler, schedule, found)
     additions = adapters.find_additions(
         lora, (controlnet, control_image), (ip_adapter, ip_image), found
     )
@@ -199,7 +212,32 @@ def command(
 
     guidance = found.guidance if guidance is None else guidance
     request = PictureRequest(prompt, size, steps, guidance, seed, negative, more=more)
+    request = replace(request, sampler=sampler, schedule=schedule, is_weighted=prompt_weights)
     _generate(found, additions, kind, where, request, outputs, optimize, threads, how)
+
+
+def _check_grid(size: PictureSize, grid: int) -> None:
+    if size.width % grid or size.height % grid:
+        pixels = counted(grid, "pixel")
+        warn(f"{size} is off this model's grid of {pixels}: it needs a graph of its own")
+
+
+def _texts(
+    model: models.ModelFolder, prompt: str | None, negative: str, is_weighted: bool
+) -> tuple[str, str]:
+    """Return both prompts as the model wants them. Raises for what it does not read, and where
+    there is no prompt."""
+    if prompt is None:
+        raise typer.BadParameter("describe the picture to draw", param_hint="'PROMPT'")
+    if is_weighted and model.is_flux:
+        raise typer.BadParameter("--prompt-weights is built for models with a UNet; leave it out")
+
+    def checked(text: str, hint: str) -> str:
+        if is_weighted:
+            return arguments.check_weights(text, model.is_sprites, hint)
+        return arguments.check_prompt(text, hint) if model.is_sprites else text
+
+    return checked(prompt, "'PROMPT'"), checked(negative, "'--negative'") if negative else ""
 
 
 def _how(parallel: Spread | None, numerics: list[str] | None) -> dict[str, Any]:
@@ -214,8 +252,13 @@ def _how(parallel: Spread | None, numerics: list[str] | None) -> dict[str, Any]:
     return how
 
 
-def _beside(output: Path) -> Path:
-    return output.with_name(f"{output.stem}_compare{output.suffix}")
+def _outputs(output: Path, compare: bool) -> list[Path]:
+    """Return the files to write. Raises for one that cannot be written."""
+    beside = output.with_name(f"{output.stem}_compare{output.suffix}")
+    outputs = [output, beside] if compare else [output]
+    for path in outputs:
+        arguments.check_output(path)
+    return outputs
 
 
 def _generate(
@@ -237,8 +280,9 @@ def _generate(
     clock, before = StageSeconds(), CoreUse.now()
     with clock.stage("load"), spinner(f"loading {model.name}"):
         pipe = adapters.add_to(models.load(model, dtype, device), additions, dtype)
-    arguments.check_length(pipe, request.prompt)
-    arguments.check_length(pipe, request.negative, "negative prompt")
+    if not request.is_weighted:
+        arguments.check_length(pipe, request.prompt)
+        arguments.check_length(pipe, request.negative, "negative prompt")
     set_threads(threads, before)
     runs = RUNS if len(outputs) > 1 else 1
     try:

@@ -26,7 +26,8 @@ from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.serve.limits import ServeLimits
-    from strop.serve.order import ModelCard, Spell
+    from strop.serve.order import ModelCard
+    from strop.serve.prompts import Spell
     from strop.serve.service import Service
     from strop.serve.studio import Studio
 
@@ -236,7 +237,9 @@ def load_studio(
     import strop
     from strop.cli.stages import compiling, spinner
     from strop.drawing.draw import draw
+    from strop.drawing.embeddings import reads_weights
     from strop.drawing.samplers import samplers_of
+    from strop.drawing.twice import draws_twice
     from strop.serve.order import ModelCard
     from strop.serve.studio import Studio
 
@@ -260,6 +263,8 @@ def load_studio(
         has_eager,
         _spell(model),
         samplers=samplers_of(pipe.scheduler),
+        reads_weights=reads_weights(pipe),
+        draws_twice=draws_twice(pipe),
     )
     return Studio(card, pipe, pipes[1] if has_eager else None)
 

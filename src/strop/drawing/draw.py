@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.drawing.request import PictureRequest, StepDone
-from strop.drawing.samplers import sampling
+from strop.drawing.embeddings import text_arguments
+from strop.drawing.request import PictureRequest, SecondPass, StepDone
+from strop.drawing.samplers import num_calls, sampling
+from strop.drawing.twice import UPSCALERS, draws_twice, enlarged_latents, enlarged_picture
 from strop.errors import StropError
 from strop.models.guidance import guided
 
@@ -27,7 +29,15 @@ def batch_key(request: PictureRequest) -> tuple[Any, ...]:
     start = None if request.start is None else request.strength
     common = (request.size, request.steps, request.guidance, bool(request.negative), start)
     how = (request.mask is None, request.sampler, request.schedule)
-    return (*common, *how, tuple(sorted(request.more)))
+    text = (request.is_weighted, request.chunks)
+    return (*common, *how, *text, _second_key(request.second), tuple(sorted(request.more)))
+
+
+def _second_key(second: SecondPass | None) -> tuple[Any, ...] | None:
+    if second is None:
+        return None
+    key = batch_key(second.request)
+    return (second.cover, second.upscaler, second.request.strength, *key)
 
 
 def draw(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None = None) -> Tensor:
@@ -45,22 +55,82 @@ def draw(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None =
 
     Raises:
         NotFiniteError: a picture holds NaN or inf.
+        NoWeightsError: a prompt has weights, which the model does not read.
+        PromptSyntaxError: a weighted prompt asks for what is not built.
         UnknownSamplerError: there is no such sampler for this model.
-        ValueError: there are several requests which do not belong together.
+        ValueError: there are several requests which do not belong together, or the model cannot
+            draw twice.
     """
     first = requests[0]
     if len({batch_key(request) for request in requests}) > 1 or (first.more and requests[1:]):
         raise ValueError("these requests cannot be drawn by one call")
-    with sampling(pipe, first.sampler, first.schedule):
-        pixels = _drawn(
-            pipe if first.start is None else _with_start(pipe, first), requests, on_step
-        )
+    if first.second is None:
+        pixels = _pass(pipe, requests, on_step, _starts(requests))
+    else:
+        pixels = _twice(pipe, requests, first.second, on_step)
+    pixels = pixels.float().cpu()
     if not bool(torch.isfinite(pixels).all()):
         raise NotFiniteError("the picture holds NaN or inf; try fp32, or report the model")
     return pixels
 
 
-def _drawn(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None) -> Tensor:
+Begin = Sequence[Any] | Tensor | None  # pictures or latents that a pass begins with
+
+
+def _starts(requests: Sequence[PictureRequest]) -> Begin:
+    return None if requests[0].start is None else [request.start for request in requests]
+
+
+def _twice(
+    pipe: Any, requests: Sequence[PictureRequest], second: SecondPass, on_step: OnStep | None
+) -> Tensor:
+    """Draw, make what was drawn larger, and draw it once more. Both passes draw the noise of a seed
+    from its beginning."""
+    if not draws_twice(pipe):
+        raise ValueError(f"a second pass is built for UNets; {type(pipe).__name__} has none")
+    is_latent, told = UPSCALERS[second.upscaler].is_of_latents, 0
+    later = num_calls(pipe, second.request)
+
+    def in_first(done: StepDone) -> None:
+        nonlocal told
+        told = done.total
+        if on_step is not None:
+            on_step(StepDone(done.number, done.total + later, done.latents))
+
+    def in_second(done: StepDone) -> None:
+        if on_step is not None:
+            on_step(StepDone(told + done.number, told + done.total, done.latents))
+
+    made = _pass(pipe, requests, in_first, _starts(requests), "latent" if is_latent else "pt")
+    begin: Begin
+    if is_latent:
+        begin = enlarged_latents(made, second, pipe.vae_scale_factor)
+    else:
+        begin = [enlarged_picture(pixels, second) for pixels in made.float().cpu()]
+    again = [request.second.request for request in requests if request.second is not None]
+    return _pass(pipe, again, in_second, begin)
+
+
+def _pass(
+    pipe: Any,
+    requests: Sequence[PictureRequest],
+    on_step: OnStep | None,
+    begin: Begin,
+    output: str = "pt",
+) -> Tensor:
+    first = requests[0]
+    with sampling(pipe, first.sampler, first.schedule):
+        own = pipe if begin is None else _with_start(pipe, first)
+        return _drawn(own, requests, on_step, begin, output)
+
+
+def _drawn(
+    pipe: Any,
+    requests: Sequence[PictureRequest],
+    on_step: OnStep | None,
+    begin: Begin,
+    output: str,
+) -> Tensor:
     first = requests[0]
 
     def after_step(own: Any, number: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
@@ -68,37 +138,35 @@ def _drawn(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None
             on_step(StepDone(number + 1, own.num_timesteps, kept["latents"]))
         return kept
 
-    prompts = [request.prompt for request in requests]
     images: Tensor = pipe(
-        prompts,
         num_inference_steps=first.steps,
         generator=[torch.Generator().manual_seed(request.seed) for request in requests],
         callback_on_step_end=after_step,
-        output_type="pt",
-        **_sizes(pipe, requests),
-        **_guided(pipe, requests),
+        output_type=output,
+        **_sizes(pipe, requests, begin),
+        **(text_arguments if first.is_weighted else _texts)(pipe, requests),
         **first.more,
     ).images
-    return images.float().cpu()
+    return images
 
 
-def _sizes(pipe: Any, requests: Sequence[PictureRequest]) -> dict[str, Any]:
+def _sizes(pipe: Any, requests: Sequence[PictureRequest], begin: Begin) -> dict[str, Any]:
     """Return the arguments for the size and the start: some pipelines read the one off the
     other."""
     first = requests[0]
     found: dict[str, Any] = {}
-    if first.start is not None:
-        found = {"image": [request.start for request in requests], "strength": first.strength}
+    if begin is not None:
+        found = {"image": begin, "strength": first.strength}
     if first.mask is not None:
         found["mask_image"] = [request.mask for request in requests]
-    if first.start is None or "width" in inspect.signature(type(pipe).__call__).parameters:
+    if begin is None or "width" in inspect.signature(type(pipe).__call__).parameters:
         found |= {"width": first.size.width, "height": first.size.height}
     return found
 
 
-def _guided(pipe: Any, requests: Sequence[PictureRequest]) -> dict[str, Any]:
-    first = requests[0]
-    found = guided(pipe, [r.prompt for r in requests], first.guidance, first.negative)
+def _texts(pipe: Any, requests: Sequence[PictureRequest]) -> dict[str, Any]:
+    first, prompts = requests[0], [request.prompt for request in requests]
+    found = {"prompt": prompts, **guided(pipe, prompts, first.guidance, first.negative)}
     if found["negative_prompt"] is not None:
         found["negative_prompt"] = [request.negative for request in requests]
     return found

@@ -33,8 +33,10 @@ class PictureRequest:
     ``start`` is a picture, as large as ``size``, that the drawing begins with, and ``strength``
     how much of it is noise: 1 leaves nothing of it. ``mask``, as large again, is white where the
     start is drawn anew; without one all of it is. ``sampler`` and ``schedule`` are of
-    ``strop.drawing.samplers``; without a name it is the model's own. ``more`` are arguments of the
-    pipeline for what is added to the model.
+    ``strop.drawing.samplers``; without a name it is the model's own. ``is_weighted`` reads the
+    prompts as ``strop.drawing.emphasis`` does, in at least ``chunks`` chunks of tokens. ``second``
+    draws the picture once more, larger. ``more`` are arguments of the pipeline for what is added to
+    the model.
     """
 
     prompt: str
@@ -48,15 +50,38 @@ class PictureRequest:
     mask: Image | None = None
     sampler: str = ""
     schedule: str = "automatic"
+    is_weighted: bool = False
+    chunks: int = 1
+    second: SecondPass | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps are taken: a start spares those before it. Heun's sampler calls the
-        model twice in each but the last."""
-        return (
-            self.steps if self.start is None else min(int(self.steps * self.strength), self.steps)
-        )
+        """Return how many steps are taken, in both passes: a start spares those before it. Heun's
+        sampler calls the model twice in each but the last."""
+        own = self.steps if self.start is None else self.begun_steps
+        return own if self.second is None else own + self.second.request.begun_steps
+
+    @property
+    def begun_steps(self) -> int:
+        """Return how many steps there are behind a start."""
+        return min(int(self.steps * self.strength), self.steps)
+
+    @property
+    def final_size(self) -> PictureSize:
+        """Return the size of the picture that is made in the end."""
+        return self.size if self.second is None else self.second.request.size
+
+
+@dataclass(frozen=True)
+class SecondPass:
+    """Say how a picture is drawn once more: it is brought to the size ``cover`` by one of the
+    ``strop.drawing.twice.UPSCALERS``, cut to the size of ``request``, and is its start then, with
+    the strength that stands there."""
+
+    request: PictureRequest
+    cover: PictureSize
+    upscaler: str
 
 
 @dataclass(frozen=True)

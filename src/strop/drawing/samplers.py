@@ -6,6 +6,7 @@ name in k-diffusion, which A1111 draws with (DDIM: those of its paper); tests co
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from strop.drawing.request import PictureRequest
 from strop.errors import StropError
 
 AUTOMATIC = "automatic"  # the first schedule of a sampler, as in A1111
@@ -38,8 +40,27 @@ _BY_SIGMAS: _Schedules = {"karras": _KARRAS, "exponential": _EXPONENTIAL}
 _OF_DPM: _Schedules = {**_BY_SIGMAS, "simple": _TRAILING, "sgm_uniform": _TRAILING}
 
 
+# Other names that A1111 knows samplers by.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "k_euler": "Euler",
+        "k_euler_a": "Euler a",
+        "k_euler_ancestral": "Euler a",
+        "k_heun": "Heun",
+        "k_dpmpp_2m": "DPM++ 2M",
+        "k_dpmpp_2m_sde": "DPM++ 2M SDE",
+    }
+)
+_OTHER_SCHEDULES = {"sgmuniform": "sgm_uniform", AUTOMATIC: ""}
+
+
 class UnknownSamplerError(StropError, ValueError):
-    """There is no sampler of that name, or it cannot draw with this model."""
+    """There is no sampler of that name, or it cannot draw with this model. ``field`` says which of
+    the two names is wrong, "sampler" or "schedule"."""
+
+    def __init__(self, message: str, field: str = "sampler") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,33 @@ SAMPLERS: Mapping[str, Sampler] = MappingProxyType(
         ),
     }
 )
+
+
+def chosen(name: str, schedule: str, have: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """Return the sampler and the schedule that are meant by what a user wrote, as ``have`` spells
+    them; no name, or "Automatic", is the model's own. A1111 has more names for them, among others
+    those of both in one ("DPM++ 2M Karras"). Raises UnknownSamplerError."""
+    name, schedule = name.strip(), schedule.strip().lower().replace(" ", "_")
+    schedule = _OTHER_SCHEDULES.get(schedule, schedule)
+    head, _, last = name.rpartition(" ")
+    if last.lower() in _BY_SIGMAS and head:
+        name, schedule = head, schedule or last.lower()
+    name = ALIASES.get(name.lower(), name)
+    if name.lower() in ("", AUTOMATIC):
+        if schedule:
+            text = "it belongs to a sampler; name one, or leave both out"
+            raise UnknownSamplerError(text, "schedule")
+        return "", AUTOMATIC
+    known = {one.lower(): one for one in have}
+    if name.lower() not in known:
+        there = ", ".join(have) or "none but its own"
+        text = f"this model is not drawn with it here; there are {there}"
+        raise UnknownSamplerError(text)
+    name, schedule = known[name.lower()], schedule or AUTOMATIC
+    if schedule not in (AUTOMATIC, *have[name]):
+        there = ", ".join((AUTOMATIC, *have[name]))
+        raise UnknownSamplerError(f"{name} has none of that name; it has {there}", "schedule")
+    return name, schedule
 
 
 def samplers_of(scheduler: Any) -> dict[str, Sequence[str]]:
@@ -108,6 +156,17 @@ def scheduler_for(own: Any, name: str, schedule: str = AUTOMATIC) -> Any:
     noise = {key: value for key, value in _noise_of(own).items() if key in taken}
     settings = {**sampler.settings, **sampler.schedules[chosen]}
     return kind(**noise, **settings, steps_offset=1)  # which pipelines ask for
+
+
+def num_calls(pipe: Any, request: PictureRequest) -> int:
+    """Return how often a model is called in the steps of a request that begins with something: some
+    samplers call it more than once in a step."""
+    with sampling(pipe, request.sampler, request.schedule):
+        scheduler = copy.deepcopy(pipe.scheduler)
+    scheduler.set_timesteps(request.steps)
+    before = (request.steps - request.begun_steps) * scheduler.order
+    count: int = len(scheduler.timesteps) - before
+    return count
 
 
 @contextmanager

@@ -12,7 +12,8 @@ class ServeLimits:
     """Hold what a request may ask for, and how much may wait.
 
     ``most_pixels`` is of one picture, ``most_count`` pictures of one request, ``most_batch`` of one
-    call of the model, ``most_waiting`` of all requests that wait. ``most_body_bytes`` is the size
+    call of the model, ``most_waiting`` of all requests that wait. A weighted prompt has at most
+    ``most_chunks`` chunks of tokens. ``most_body_bytes`` is the size
     of a request, which must have arrived after ``body_seconds``, and
     ``most_held_bytes`` of all requests that are not answered yet. Finished pictures are kept for
     ``keep_seconds``, and at most ``keep_bytes`` of them.
@@ -26,6 +27,7 @@ class ServeLimits:
     most_side: int = 8192
     most_guidance: float = 50.0
     most_prompt: int = 4000
+    most_chunks: int = 8
     most_loras: int = 8
     most_scale: float = 10.0
     most_body_bytes: int = 24 << 20

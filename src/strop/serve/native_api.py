@@ -45,6 +45,9 @@ class OrderBody(BaseModel):
     mask: str | None = Field(None, description="white where the start is drawn anew; else all is")
     sampler: str = Field("", description="of those that /api/model names; else the model's own")
     schedule: str = Field("", description="of the sampler; else its automatic one")
+    prompt_weights: bool = Field(
+        False, description="read (words:1.3), (words) and [words] as A1111 does, at any length"
+    )
     preview_every: int = Field(0, description="show the picture after so many steps; 0: never")
     eager: bool = Field(False, description="draw without Strop, to compare")
     alone: bool = Field(False, description="draw in a batch of its own: the bits of generate")
@@ -74,6 +77,7 @@ async def order_pictures(body: OrderBody, service: GivenService) -> Any:
         body.alone,
         body.sampler,
         body.schedule,
+        is_weighted=body.prompt_weights,
     )
     if body.mask is not None:
         if start is None:
@@ -148,6 +152,7 @@ def _picture_of(job: PictureJob, number: int) -> dict[str, Any]:
         "strength": None if request.start is None else request.strength,
         "sampler": request.sampler,
         "schedule": request.schedule if request.sampler else "",
+        "prompt_weights": request.is_weighted,
         "eager": job.order.is_eager,
         "url": None,
     }
@@ -207,6 +212,7 @@ async def model(service: GivenService) -> Any:
         "most_count": limits.most_count,
         "most_batch": limits.most_batch,
         "samplers": {name: [*schedules] for name, schedules in card.samplers.items()},
+        "prompt_weights": card.reads_weights,
         "loras": [*card.loras],
         "most_scale": limits.most_scale,
         "eager": card.has_eager,

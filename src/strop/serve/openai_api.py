@@ -62,6 +62,9 @@ class GenerationBody(BaseModel):
     guidance: float | None = None
     seed: int | None = None
     loras: dict[str, float] = {}
+    prompt_weights: bool = Field(
+        False, description="read (words:1.3), (words) and [words] as A1111 does, at any length"
+    )
 
     def wish(self) -> Wish:
         """Return it in Strop's words. Raises Refused for a size that is none."""
@@ -76,6 +79,7 @@ class GenerationBody(BaseModel):
             self.seed,
             self.n,
             self.loras,
+            is_weighted=self.prompt_weights,
         )
 
 

@@ -19,13 +19,13 @@ from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from strop.drawing.request import PictureRequest
-from strop.drawing.samplers import AUTOMATIC
 from strop.serve.asking import GivenService, drawn, in_base64, masked
 from strop.serve.jobs import PictureJob
 from strop.serve.masks import RESIZES, MaskWish
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
-from strop.serve.sdapi_state import ALIASES, MODEL, label_of
+from strop.serve.sdapi_state import MODEL, label_of
+from strop.serve.second_pass import SecondWish
 from strop.serve.service import Service
 from strop.serve.starts import from_text
 from strop.serve.wrong_fields import in_ascii
@@ -33,12 +33,12 @@ from strop.wording import counted
 
 router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
 _LORA = re.compile(r"<lora:([^:<>]{1,200})(?::([^:<>]{1,30}))?>")
-_WEIGHT = re.compile(r"[(\[][^()\[\]]{1,200}:\s*[0-9.]{1,9}[)\]]|\bBREAK\b")
-_AS_WRITTEN = "(words:1.3), [a:b:0.5] and BREAK are read as words: prompts have no weights here"
 _STRENGTH = 0.75
 _MOST_BLUR, _MOST_PADDING = 64, 1024  # as far as A1111's sliders go, and farther
 # Arguments that have no effect unless another one is given, which is refused.
-_DEPENDENT = ("hr_", "mask_", "inpaint", "refiner_switch", "firstphase_")
+_OF_SECOND = ("hr_", "firstphase_")
+_DEPENDENT = ("mask_", "inpaint", "refiner_switch")
+_SAME = ("use same sampler", "use same scheduler")
 _NAMES = {
     "sampler": "sampler_name",
     "schedule": "scheduler",
@@ -48,6 +48,16 @@ _NAMES = {
     "negative": "negative_prompt",
     "loras": "prompt",
     "count": "batch_size",
+    "second": "enable_hr",
+    "second_scale": "hr_scale",
+    "second_width": "hr_resize_x",
+    "second_height": "hr_resize_y",
+    "second_upscaler": "hr_upscaler",
+    "second_steps": "hr_second_pass_steps",
+    "second_sampler": "hr_sampler_name",
+    "second_schedule": "hr_scheduler",
+    "second_prompt": "hr_prompt",
+    "second_negative": "hr_negative_prompt",
 }
 # Arguments whose false or 0 asks for something as well.
 _NEVER_EMPTY = ("send_images", "s_noise", "initial_noise_multiplier")
@@ -60,11 +70,13 @@ _USUAL: Mapping[str, Sequence[Any]] = {
     "do_not_save_grid": (True,),
     "send_images": (True,),
     "initial_noise_multiplier": (1,),
+    "hr_checkpoint_name": ("Use same checkpoint",),
+    "hr_additional_modules": (["Use same choices"],),
 }
 
 
 class TextBody(BaseModel):
-    """Hold A1111's arguments of txt2img that have an effect."""
+    """Hold the arguments of A1111 that have an effect on every picture."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -77,7 +89,7 @@ class TextBody(BaseModel):
     cfg_scale: float | None = None
     batch_size: int = 1
     n_iter: int = 1
-    denoising_strength: float | None = None  # it is of img2img, and of enable_hr, which is refused
+    denoising_strength: float | None = None  # it is of img2img, and of enable_hr
     sampler_name: str = ""
     sampler_index: str = ""  # its older name
     scheduler: str = ""
@@ -99,7 +111,6 @@ class TextBody(BaseModel):
                 "batch_size", f"a request has at most {counted(most, 'picture')}, and 1 at least"
             )
         prompt, loras = _loras(self.prompt)
-        sampler, schedule = _sampler(self.sampler_name or self.sampler_index, self.scheduler)
         return Wish(
             prompt,
             self.negative_prompt,
@@ -110,8 +121,9 @@ class TextBody(BaseModel):
             None if self.seed == -1 else self.seed,
             self.batch_size * self.n_iter,
             loras,
-            sampler=sampler,
-            schedule=schedule,
+            sampler=self.sampler_name or self.sampler_index,
+            schedule=self.scheduler,
+            is_weighted=True,
         )
 
     def _check_rest(self, model: str) -> None:
@@ -123,8 +135,56 @@ class TextBody(BaseModel):
                 continue
             if name == "override_settings" and value == {MODEL: model}:
                 continue
-            if not name.startswith(_DEPENDENT):
+            if not name.startswith(self._dependent):
                 raise _wrong(in_ascii(name, 60), "this server does not do that; leave it out")
+
+    @property
+    def _dependent(self) -> tuple[str, ...]:
+        return (*_DEPENDENT, *_OF_SECOND)
+
+
+class LargerBody(TextBody):
+    """Hold A1111's arguments of txt2img: those of hires fix, which draws once more, larger."""
+
+    enable_hr: bool = False
+    hr_scale: float = 2.0
+    hr_resize_x: int = Field(0, description="in place of hr_scale; one alone keeps the shape")
+    hr_resize_y: int = 0
+    hr_upscaler: str = Field("Latent", description="of latent-upscale-modes or upscalers")
+    hr_second_pass_steps: int = Field(0, description="0 takes as many as the first pass")
+    hr_sampler_name: str = ""
+    hr_scheduler: str = ""
+    hr_prompt: str = ""
+    hr_negative_prompt: str = ""
+
+    @property
+    def _dependent(self) -> tuple[str, ...]:
+        return _DEPENDENT if self.enable_hr else super()._dependent
+
+    def wish(self, service: Service) -> Wish:
+        """Return it in Strop's words. Raises Refused for what asks for anything else."""
+        made = super().wish(service)
+        if not self.enable_hr:
+            return made
+        prompt, loras = _loras(self.hr_prompt)
+        sampler, schedule = (
+            "" if text.strip().lower() in _SAME else text
+            for text in (self.hr_sampler_name, self.hr_scheduler)
+        )
+        second = SecondWish(
+            self.hr_scale,
+            self.hr_resize_x,
+            self.hr_resize_y,
+            self.hr_upscaler,
+            self.hr_second_pass_steps,
+            _STRENGTH if self.denoising_strength is None else self.denoising_strength,
+            prompt,
+            self.hr_negative_prompt,
+            sampler,
+            schedule,
+            loras,
+        )
+        return replace(made, second=second)
 
 
 class PictureBody(TextBody):
@@ -173,18 +233,6 @@ def _wrong(name: str, message: str) -> Refused:
     return Refused(422, "unsupported", f"{name}: {message}", field=name)
 
 
-def _sampler(name: str, schedule: str) -> tuple[str, str]:
-    """Return a sampler and a schedule in Strop's words: A1111 has more names for them, among others
-    those of both in one ("DPM++ 2M Karras")."""
-    schedule = schedule.strip().lower().replace(" ", "_")
-    schedule = {"sgmuniform": "sgm_uniform", AUTOMATIC: ""}.get(schedule, schedule)
-    head, _, last = name.strip().rpartition(" ")
-    if last.lower() in ("karras", "exponential") and head:
-        name, schedule = head, schedule or last.lower()
-    name = ALIASES.get(name.strip().lower(), name.strip())
-    return ("" if name.lower() == AUTOMATIC else name), schedule
-
-
 def _loras(prompt: str) -> tuple[str, dict[str, float]]:
     """Take "<lora:NAME:SCALE>" out of a prompt. The names are looked up among those of the
     server."""
@@ -198,7 +246,7 @@ def _loras(prompt: str) -> tuple[str, dict[str, float]]:
 
 
 @router.post("/txt2img")
-async def txt2img(body: TextBody, request: Request, service: GivenService) -> Any:
+async def txt2img(body: LargerBody, request: Request, service: GivenService) -> Any:
     """Draw pictures from a text."""
     return _answer(body, await drawn(request, service, body.wish(service), _NAMES))
 
@@ -236,22 +284,44 @@ def _answer(body: TextBody, job: PictureJob) -> dict[str, Any]:
         "steps": first.steps,
         "cfg_scale": first.guidance,
         "batch_size": len(requests),
-        "denoising_strength": None if first.start is None else first.strength,
-        "infotexts": [_infotext(request) for request in requests],
-        "notes": [*job.order.notes, *_notes_on(first)],
+        "denoising_strength": _strength(body, first),
+        "extra_generation_params": _of_second(first),
+        "infotexts": [_infotext(body, request) for request in requests],
+        "notes": [*job.order.notes],
     }
     known = body.model_dump(include=set(type(body).model_fields) - {"init_images", "mask"})
     images = [in_base64(picture) for picture in job.made]
     return {"images": images, "parameters": known, "info": json.dumps(info)}
 
 
-def _notes_on(request: PictureRequest) -> list[str]:
-    """Say that what A1111 reads as a weight is text here."""
-    has_weight = _WEIGHT.search(request.prompt) or _WEIGHT.search(request.negative)
-    return [_AS_WRITTEN] if has_weight else []
+def _strength(body: TextBody, request: PictureRequest) -> float | None:
+    """Return the strength of what begins with something, as the client has given it."""
+    if request.start is None and request.second is None:
+        return None
+    return _STRENGTH if body.denoising_strength is None else body.denoising_strength
 
 
-def _infotext(request: PictureRequest) -> str:
+def _of_second(request: PictureRequest) -> dict[str, Any]:
+    """Return what A1111's clients show of a second pass."""
+    second = request.second
+    if second is None:
+        return {}
+    found: dict[str, Any] = {
+        "Hires resize": second.request.size,
+        "Hires steps": second.request.begun_steps,
+        "Hires upscaler": second.upscaler,
+    }
+    if (second.request.sampler, second.request.schedule) != (request.sampler, request.schedule):
+        found["Hires sampler"] = second.request.sampler or "Automatic"
+        found["Hires schedule type"] = label_of(second.request.schedule)
+    if second.request.prompt != request.prompt:
+        found["Hires prompt"] = json.dumps(second.request.prompt)
+    if second.request.negative != request.negative:
+        found["Hires negative prompt"] = json.dumps(second.request.negative)
+    return {name: value if isinstance(value, int) else str(value) for name, value in found.items()}
+
+
+def _infotext(body: TextBody, request: PictureRequest) -> str:
     """Return the parameters of a picture in the lines that A1111's clients show and read."""
     facts = {
         "Steps": request.steps,
@@ -261,8 +331,9 @@ def _infotext(request: PictureRequest) -> str:
         "Seed": request.seed,
         "Size": request.size,
     }
-    if request.start is not None:
-        facts["Denoising strength"] = request.strength
+    if (strength := _strength(body, request)) is not None:
+        facts["Denoising strength"] = strength
+    facts |= _of_second(request)
     lines = [request.prompt]
     lines += [f"Negative prompt: {request.negative}"] if request.negative else []
     return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts.items())])

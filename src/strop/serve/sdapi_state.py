@@ -6,23 +6,16 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from strop.drawing.samplers import AUTOMATIC
+from strop.drawing.samplers import ALIASES, AUTOMATIC
+from strop.drawing.twice import UPSCALERS
 from strop.serve.asking import GivenService
 from strop.serve.refused import Refused
 from strop.serve.wrong_fields import in_ascii
 
 router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
 MODEL = "sd_model_checkpoint"
-ALIASES = {
-    "k_euler": "Euler",
-    "k_euler_a": "Euler a",
-    "k_euler_ancestral": "Euler a",
-    "k_heun": "Heun",
-    "k_dpmpp_2m": "DPM++ 2M",
-    "k_dpmpp_2m_sde": "DPM++ 2M SDE",
-}
 _LABELS = {"sgm_uniform": "SGM Uniform", "ddim": "DDIM"}
-_NONE = {"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 1}
+_NO_MODEL = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
 
 
 @router.get("/sd-models")
@@ -94,8 +87,14 @@ def label_of(schedule: str) -> str:
 
 @router.get("/upscalers")
 async def upscalers() -> Any:
-    """Say that there is no upscaler, in A1111's way."""
-    return [_NONE]
+    """List what makes pictures larger before a second pass; none of it is a model."""
+    return [{"name": name, **_NO_MODEL} for name, one in UPSCALERS.items() if not one.is_of_latents]
+
+
+@router.get("/latent-upscale-modes")
+async def latent_upscale_modes() -> Any:
+    """List what makes latents larger before a second pass."""
+    return [{"name": name} for name, one in UPSCALERS.items() if one.is_of_latents]
 
 
 @router.get("/embeddings")
@@ -109,7 +108,6 @@ async def embeddings() -> Any:
 @router.get("/hypernetworks")
 @router.get("/face-restorers")
 @router.get("/prompt-styles")
-@router.get("/latent-upscale-modes")
 async def nothing() -> Any:
     """List what this server has none of, which clients ask for when they start."""
     return []

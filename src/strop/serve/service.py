@@ -14,13 +14,15 @@ from dataclasses import replace
 import torch
 
 from strop.drawing.draw import NotFiniteError
+from strop.drawing.embeddings import NoWeightsError
 from strop.drawing.request import PictureSize
 from strop.serve.jobs import FinishedPicture, JobState, JobStore, LineTicket, PictureJob
 from strop.serve.limits import ServeLimits
 from strop.serve.line import WaitingLine
 from strop.serve.masks import Overlay
 from strop.serve.metrics import ServeMetrics
-from strop.serve.order import Wish, order
+from strop.serve.order import Order, Wish, order, seeded
+from strop.serve.prompts import in_chunks
 from strop.serve.refused import Refused
 from strop.serve.studio import BatchDone, Painter, PictureBatch, StepTold, Stopped
 from strop.wording import counted
@@ -93,8 +95,7 @@ class Service:
             raise Refused(
                 503, "stopping", "the server is stopping; ask another one", retry_after_s=10
             )
-        made = order(wish, self.painter.card, self.limits)
-        made = replace(made, notes=(*made.notes, *self.painter.notes(made.requests[0])))
+        made = self._told(order(wish, self.painter.card, self.limits))
         if len(self._line) + len(made.requests) > self.limits.most_waiting:
             self.metrics.refused.inc()
             raise Refused(
@@ -111,6 +112,13 @@ class Service:
         self._idle.clear()
         self._news.set()
         return job
+
+    def _told(self, made: Order) -> Order:
+        """Return an order that knows what the model's tokenizer says about its prompts, which are
+        those of all of its pictures."""
+        first = in_chunks(made.requests[0], self.painter.chunks, self.limits)
+        requests = [seeded(first, request.seed) for request in made.requests]
+        return replace(made, requests=requests, notes=(*made.notes, *self.painter.notes(first)))
 
     def retry_after_s(self) -> int:
         """Return the seconds after which there should be room, from what batches have taken."""
@@ -190,7 +198,7 @@ class Service:
             if not ticket.is_wanted:
                 continue
             job, request = ticket.job, ticket.request
-            png = await asyncio.to_thread(_as_png, rgb, request.size, job.order.overlay)
+            png = await asyncio.to_thread(_as_png, rgb, request.final_size, job.order.overlay)
             waited = begun - job.created
             made = FinishedPicture(png, request, waited, done.seconds, len(tickets))
             if ticket.is_wanted:
@@ -218,6 +226,8 @@ def _reason(error: Exception) -> Refused:
     if isinstance(error, torch.OutOfMemoryError):
         text = "there is too little memory for this size; take a smaller one, or fewer pictures"
         return Refused(503, "out_of_memory", text)
+    if isinstance(error, NoWeightsError):
+        return Refused(400, "no_weights", str(error))
     if isinstance(error, NotFiniteError):
         return Refused(500, "not_finite", str(error))
     return Refused(500, "failed", f"drawing failed ({type(error).__name__}); the log has more")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.drawing import draw as drawing
+from strop.drawing.embeddings import num_chunks
 from strop.drawing.prompts import unread
 from strop.drawing.request import PictureRequest, StepDone
 from strop.serve.order import Adapters, ModelCard
@@ -45,7 +46,7 @@ class StepTold:
 
 @dataclass(frozen=True)
 class BatchDone:
-    """Hold the pictures of a batch as bytes of RGB, each ``requests[i].size`` large, and the
+    """Hold the pictures of a batch as bytes of RGB, each ``requests[i].final_size`` large, and the
     seconds that the call took."""
 
     pictures: Sequence[bytes]
@@ -67,6 +68,9 @@ class Painter(Protocol):
 
     def notes(self, request: PictureRequest) -> Sequence[str]:
         """Return what is to be said about a request: what the model will not read of it."""
+
+    def chunks(self, request: PictureRequest) -> int:
+        """Return how many chunks of tokens a weighted request has."""
 
 
 class Studio:
@@ -106,6 +110,10 @@ class Studio:
         """Return what the model will not read of a request."""
         return notes_of(self._reader, request)
 
+    def chunks(self, request: PictureRequest) -> int:
+        """Return how many chunks of tokens a weighted request has."""
+        return chunks_of(self._reader, request)
+
     @property
     def tokenizer(self) -> Any:
         """Return the tokenizer of the notes; None where the model has none."""
@@ -128,10 +136,18 @@ class Studio:
 
 
 def notes_of(reader: Any, request: PictureRequest) -> Sequence[str]:
-    """Return what a model will not read of a request, by its ``reader.tokenizer``."""
+    """Return what a model will not read of a request, by its ``reader.tokenizer``. It reads all of
+    a weighted one, in chunks."""
+    if request.is_weighted:
+        return []
     texts = ((request.prompt, "prompt"), (request.negative, "negative prompt"))
     found = [unread(reader, text, what) for text, what in texts if text]
     return [note for note in found if note]
+
+
+def chunks_of(reader: Any, request: PictureRequest) -> int:
+    """Return how many chunks of tokens a weighted request has, by a ``reader.tokenizer``."""
+    return num_chunks(reader.tokenizer, request.prompt, request.negative)
 
 
 def _previews(pipe: Any, batch: PictureBatch, done: StepDone) -> dict[int, bytes]:
@@ -141,9 +157,7 @@ def _previews(pipe: Any, batch: PictureBatch, done: StepDone) -> dict[int, bytes
         return {}
     wanted = [n for n, every in enumerate(batch.previews) if every and done.number % every == 0]
     return {
-        n: _as_jpeg(
-            drawing.to_preview(pipe, done.latents[n : n + 1], batch.requests[n]), batch.requests[n]
-        )
+        n: _as_jpeg(drawing.to_preview(pipe, done.latents[n : n + 1], batch.requests[n]))
         for n in wanted
     }
 
@@ -154,9 +168,9 @@ def _as_bytes(pixels: Tensor) -> bytes:
     return rounded.permute(1, 2, 0).contiguous().numpy().tobytes()
 
 
-def _as_jpeg(pixels: Tensor, request: PictureRequest) -> bytes:
+def _as_jpeg(pixels: Tensor) -> bytes:
     from PIL import Image
 
-    target, size = io.BytesIO(), (request.size.width, request.size.height)
+    target, size = io.BytesIO(), (pixels.shape[2], pixels.shape[1])
     Image.frombytes("RGB", size, _as_bytes(pixels)).save(target, format="JPEG", quality=80)
     return target.getvalue()

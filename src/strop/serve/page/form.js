@@ -18,6 +18,7 @@ export function prepare(model) {
   field("count").max = model.most_count;
   field("compare").hidden = !model.eager;
   prepareSamplers(model.samplers);
+  field("weighing").hidden = !model.prompt_weights;
   field("loras").hidden = model.loras.length === 0;
   for (const [number, name] of model.loras.entries()) field("loras").append(slider(name, number));
   field("strength").addEventListener("input", showStrength);
@@ -31,6 +32,7 @@ export function prepare(model) {
 
 export function read() {
   const body = { prompt: field("prompt").value, negative: field("negative").value };
+  body.prompt_weights = field("brackets").value === "weights";
   if (field("sampler").value) {
     Object.assign(body, { sampler: field("sampler").value, schedule: field("schedule").value });
   }
@@ -49,6 +51,7 @@ export function fill(picture) {
     field(name).value = picture[name];
   }
   field("count").value = 1;
+  field("brackets").value = picture.prompt_weights ? "weights" : "";
   field("sampler").value = picture.sampler;
   field("sampler").dispatchEvent(new Event("change"));
   if (picture.sampler) field("schedule").value = picture.schedule;

@@ -1,7 +1,7 @@
 // Shows pictures that are done, with what draws them again.
 
 const SMALL = 256;
-const SHOWN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "strength", "sampler", "schedule"];
+const SHOWN = ["prompt", "negative", "prompt_weights", "width", "height", "steps", "guidance", "seed", "strength", "sampler", "schedule"];
 
 export function element(name, attributes = {}, ...children) {
   const made = Object.assign(document.createElement(name), attributes);
@@ -50,7 +50,7 @@ function show(picture, source, reuse) {
 }
 
 function rowsOf(picture) {
-  const rows = SHOWN.filter((name) => picture[name] !== null && picture[name] !== "")
+  const rows = SHOWN.filter((name) => picture[name] !== null && picture[name] !== "" && picture[name] !== false)
     .map((name) => [name, picture[name]]);
   for (const [name, scale] of Object.entries(picture.loras)) rows.push([`LoRA ${name}`, scale]);
   rows.push(["drawn by", captionOf(picture)], ["waited", `${picture.waited_s.toFixed(2)} s`]);

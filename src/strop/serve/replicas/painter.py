@@ -13,7 +13,7 @@ from strop.serve.metrics import ServeMetrics
 from strop.serve.order import ModelCard
 from strop.serve.refused import Refused
 from strop.serve.replicas.drawer import DrawnBy, Introduction, Told
-from strop.serve.studio import BatchDone, PictureBatch, StepTold, Stopped, notes_of
+from strop.serve.studio import BatchDone, PictureBatch, StepTold, Stopped, chunks_of, notes_of
 
 log = logging.getLogger("strop.serve")
 MOST_REPLICAS = 3  # that may die of one batch, which perhaps kills them
@@ -76,6 +76,10 @@ class ReplicaPainter:
     def notes(self, request: PictureRequest) -> Sequence[str]:
         """Return what the model will not read of a request."""
         return notes_of(self._reader, request)
+
+    def chunks(self, request: PictureRequest) -> int:
+        """Return how many chunks of tokens a weighted request has."""
+        return chunks_of(self._reader, request)
 
     async def _draw(
         self, batch: PictureBatch, tell: Callable[[StepTold], None], is_wanted: Callable[[], bool]
