@@ -87,3 +87,31 @@ def test_a_wrapper_around_parts_in_evaluation_is_compiled(tmp_path: Path) -> Non
         torch.testing.assert_close(module(X), module.forward.eager(X))
     module.train()
     assert is_in_training(list(module.modules()), [])
+
+
+class AsksAnother(nn.Module):
+    """Asks for the mode of a layer to which it makes no difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (3 if self.layer.training else 1)
+
+    def train(self, mode: bool = True) -> AsksAnother:
+        self.layer.training = mode
+        return super().train(mode)
+
+
+def test_a_layer_whose_mode_another_asks_for_is_never_stale(tmp_path: Path) -> None:
+    module = Wrapper(AsksAnother(), nn.Linear(6, 6)).eval()
+    assert sensitive_parts(module.modules()) == [module.parts[0], module.parts[0].layer]
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    with torch.no_grad():
+        for flag in (False, True, False):
+            module.parts[0].layer.train(flag)
+            assert torch.allclose(module(X), module.forward.eager(X), atol=1e-6), flag
+        module.parts[1].train()
+        module(X)
+    assert module.forward.counters.eager_calls == 1

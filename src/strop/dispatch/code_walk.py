@@ -27,8 +27,10 @@ from types import (
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from strop.dispatch.asked_values import ENVIRONMENT, OF_ENVIRONMENT, questions_of, variables
 from strop.dispatch.identities import CONSTANTS
 from strop.frontend.adapted_layers import is_left_over
 from strop.frontend.module_parts import OF_EVERY_MODULE, own_attributes
@@ -155,12 +157,14 @@ class CodeWalk:
         self._functional()
 
     def _functional(self) -> None:
-        """Functions of torch.nn.functional, which libraries call out of tables of their own, such
-        as that of transformers' attentions: no module's code names them."""
+        """Watch the type of tensors that are made without one, and functions of
+        torch.nn.functional, which libraries call out of tables of their own, such as that of
+        transformers' attentions: no module's code names them."""
         table = vars(nn.functional)
         for name, value in table.items():
             if isinstance(value, _CALLABLES) and name.islower() and not name.startswith("_"):
                 self._watch(f"torch.nn.functional.{name}", table, table, name, is_own=False)
+        self._asks("torch.get_default_dtype", torch.get_default_dtype, frozenset(), is_own=False)
 
     def _leave_out_unread(self) -> None:
         """Drop settings that a layer of a library has from its ``__init__``, and that no code here
@@ -283,6 +287,7 @@ class CodeWalk:
             return names
         is_own = root not in LIBRARIES
         self.own_names |= names if is_own else set()
+        self._elsewhere(function.__code__, names, is_own)
         for name in sorted(names & table.keys() & _globals(function.__code__)):
             self._name(module, table, table, name, names, is_own)
         if is_own:
@@ -295,6 +300,15 @@ class CodeWalk:
                 if not isinstance(value, CONSTANTS):
                     self._value(f"{label}'s default", value, names, is_own)
         return names
+
+    def _elsewhere(self, code: CodeType, names: frozenset[str], is_own: bool) -> None:
+        """Watch variables of the environment, and look at modules that the code itself imports."""
+        if not OF_ENVIRONMENT.isdisjoint(names):
+            for each in variables(_texts(code)):
+                self._watch(f"os.environ{each.label}", ENVIRONMENT, each.table, each.key, is_own)
+        for name in sorted(_named_by(code, ("IMPORT_NAME",)) & sys.modules.keys()):
+            if is_own:
+                self._value(name, sys.modules[name], names, is_own)
 
     def _closure(self, label: str, function: FunctionType, names: frozenset[str]) -> None:
         cells = function.__closure__ or ()
@@ -324,7 +338,7 @@ class CodeWalk:
 
     def _value(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> None:
         """Follow what a name stands for. ``names``: what is read of it, and more."""
-        if isinstance(value, CONSTANTS):
+        if isinstance(value, CONSTANTS) or self._asks(label, value, names, is_own):
             return
         if isinstance(value, FunctionType):
             self._function(value)
@@ -346,6 +360,14 @@ class CodeWalk:
         elif not isinstance(value, nn.Module | Tensor):
             self._object(label, value, names)
 
+    def _asks(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> bool:
+        """Watch what code asks of a value by a call, and tell whether that is all there is to
+        it."""
+        found = questions_of(value, names)
+        for each in found:
+            self._watch(label + each.label, value, each.table, each.key, is_own)
+        return bool(found)
+
     def _of_module(self, value: ModuleType, names: frozenset[str]) -> None:
         """Return what is named of a module; of torch and the like functions alone."""
         root, table = _root(value.__name__), vars(value)
@@ -354,13 +376,17 @@ class CodeWalk:
         for name in sorted(names & table.keys()):
             found = original_of(table[name])
             if root in LIBRARIES and not isinstance(found, (*_CALLABLES, ModuleType, *CONSTANTS)):
+                self._asks(f"{value.__name__}.{name}", found, names, is_own=False)
                 continue
             if isinstance(found, ModuleType) and _root(found.__name__) != root:
                 continue
             if (id(table), name) not in self.places:
                 seen = table if found is table[name] else Originals(table)
                 self._watch(f"{value.__name__}.{name}", table, seen, name, root not in LIBRARIES)
-                if root != "torch" or isinstance(found, ModuleType):
+                is_torchs = root == "torch" and not isinstance(found, ModuleType)
+                if is_torchs:
+                    self._asks(f"{value.__name__}.{name}", found, names, is_own=False)
+                else:
                     self._value(f"{value.__name__}.{name}", found, names, root not in LIBRARIES)
 
     def _container(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> None:

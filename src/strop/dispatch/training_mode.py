@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 from collections.abc import Iterable, Sequence
 from types import CodeType, FunctionType
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from strop.frontend.module_parts import is_exported
+
+_ASKS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -16,8 +21,15 @@ def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
     Dropout without a probability does nothing in either mode; peft leaves such layers in training.
     """
-    known: dict[type, bool] = {}
-    return [module for module in modules if _acts_on_training(module, known)]
+    found, known = list(modules), dict[type, bool]()
+    asked = {
+        id(part)
+        for module in found
+        if asks_others(type(module))
+        for part in module.modules()
+        if part is not module
+    }
+    return [m for m in found if id(m) in asked or _acts_on_training(m, known)]
 
 
 def is_in_training(modules: Sequence[nn.Module], sensitive: Sequence[nn.Module]) -> bool:
@@ -62,6 +74,26 @@ def _names_in(kind: type, member: str) -> set[str]:
         if isinstance(function, FunctionType):
             found |= _names_of(inspect.unwrap(function).__code__) | _names_of(function.__code__)
     return found
+
+
+def asks_others(kind: type) -> bool:
+    """Tell whether a method of a class, of the user's or of a library's, asks for the flag of
+    something else than ``self``."""
+    if kind not in _ASKS:
+        members = [m for base in kind.__mro__ if base is not nn.Module for m in vars(base).items()]
+        functions = [m for name, m in members if isinstance(m, FunctionType) and name != "train"]
+        is_torchs = kind.__module__.startswith("torch.nn")
+        _ASKS[kind] = not is_torchs and any(_asks_others(f.__code__) for f in functions)
+    return _ASKS[kind]
+
+
+def _asks_others(code: CodeType) -> bool:
+    steps = list(dis.get_instructions(code))
+    inner = any(_asks_others(const) for const in code.co_consts if isinstance(const, CodeType))
+    return inner or any(
+        step.opname == "LOAD_ATTR" and step.argval == "training" and before.argval != "self"
+        for before, step in itertools.pairwise(steps)
+    )
 
 
 def _names_of(code: CodeType) -> set[str]:

@@ -1,0 +1,110 @@
+"""What code asks of Python and of torch by calling something: variables of the environment and of
+a context, a thread's own values, and settings of torch.
+
+No name stands for these values, so a table here asks anew whenever it is read. Values that are no
+numbers and texts count as one: code keeps objects there for the length of a call.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from strop.dispatch.identities import CONSTANTS
+
+# Settings of torch that decide about results or that code may compute with. How gradients are
+# switched is none of them: all is traced without.
+QUESTIONS: tuple[Callable[[], Any], ...] = (
+    torch.get_default_dtype,
+    torch.get_num_threads,
+    torch.get_num_interop_threads,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    torch.is_deterministic_algorithms_warn_only_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+)
+ENVIRONMENT = os.environ  # noqa: TID251 - the user's code reads it
+OF_ENVIRONMENT = frozenset({"environ", "getenv"})
+_QUESTIONS = {id(function) for function in QUESTIONS}
+_SETTINGS = type(torch.backends.cudnn)  # a module whose attributes are properties
+_OF_PRODUCTS = type(torch.backends.cuda.matmul)  # an object that hands attributes on
+_SETTINGS_OF_PRODUCTS = frozenset(
+    {
+        "allow_tf32",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    }
+)
+_OBJECT = type("Object", (), {"__repr__": lambda self: "an object"})()
+_UNSET = object()
+
+
+class Asked:
+    """Show what a function returns as a table of any entries. An equal answer is the same object,
+    so that looks by identity hold."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask, self._last = ask, _UNSET
+
+    def __getitem__(self, key: str) -> Any:
+        found = self._ask()
+        if not isinstance(found, CONSTANTS):
+            return _OBJECT
+        if type(found) is not type(self._last) or found != self._last:
+            self._last = found
+        return self._last
+
+
+class Question(NamedTuple):
+    """Name what is asked: a table, and the key in it."""
+
+    label: str
+    table: Asked
+    key: str
+
+
+def questions_of(value: Any, names: frozenset[str]) -> list[Question]:
+    """Return what code asks of ``value``, of which it names ``names``; nothing of most values."""
+    return list(_questions(value, names))
+
+
+def _questions(value: Any, names: frozenset[str]) -> Iterator[Question]:
+    if id(value) in _QUESTIONS:
+        yield Question("()", Asked(value), "()")
+    elif isinstance(value, ContextVar):
+        yield Question(".get()", Asked(lambda: value.get(None)), "get")
+    elif isinstance(value, threading.local):
+        for name in sorted(names.difference(dir(type(value)))):
+            yield Question(f".{name}", _attribute(value, name), name)
+    elif isinstance(value, _OF_PRODUCTS):
+        for name in sorted(names & _SETTINGS_OF_PRODUCTS):
+            yield Question(f".{name}", _attribute(value, name), name)
+    elif isinstance(value, ModuleType) and isinstance(value, _SETTINGS):
+        for name in sorted(names & vars(type(value)).keys()):
+            if not name.startswith("_"):
+                yield Question(f".{name}", _attribute(value, name), name)
+
+
+def _attribute(value: Any, name: str) -> Asked:
+    return Asked(lambda: getattr(value, name, None))
+
+
+def variables(words: frozenset[str]) -> Iterator[Question]:
+    """Yield a question for each variable of the environment that texts in code may name."""
+    for word in sorted(words):
+        if word.isidentifier():
+            yield Question(f"[{word!r}]", _variable(word), word)
+
+
+def _variable(name: str) -> Asked:
+    return Asked(lambda: ENVIRONMENT.get(name))
