@@ -57,6 +57,9 @@ class Loops:
         self.scalars = CppScalars()
         self.has_places = has_places(kernel)
         self.scratch: list[Scratch] = [BOUNDS_CHECK] if self.has_places else []
+        loaded = {stmt.out for stmt in kernel.body if isinstance(stmt, Load)}
+        checks = [stmt for stmt in kernel.body if isinstance(stmt, CheckIndex)]
+        self.made_places = frozenset(c.out for c in checks if c.value not in loaded)
         self.space = spaces(kernel)
         self.col_names = frozenset(axis.name for axis in kernel.cols)
         self.outside = frozenset(v for v, axes in self.space.items() if not axes & self.col_names)
@@ -143,6 +146,8 @@ class Loops:
         """Count lookups outside of a tensor here and, in the end, report that there were some."""
         if self.has_places:
             self.out("int64_t faults = 0;")
+        if self.made_places:
+            self.out("const int32_t none = sp::unseen_zero();")
         yield
         if self.has_places:
             self.out(f"if (faults) sp::report(p{len(self.kernel.params)});")
@@ -341,7 +346,9 @@ class Loops:
         value = f"sp::wrapped({stmt.value}, {size})" if stmt.wraps else stmt.value
         self.out(f"const bool {out}_outside = sp::is_outside({value}, {size});")
         self.out(f"faults |= {out}_outside{f' & {stmt.guard}' if stmt.guard else ''};")
-        self.out(f"const int32_t {out} = static_cast<int32_t>({value}) & ({out}_outside - 1);")
+        place = f"static_cast<int32_t>({value})"
+        place = f"({place} + none)" if out in self.made_places else place
+        self.out(f"const int32_t {out} = {place} & ({out}_outside - 1);")
 
     def element(self, index: Index) -> str:
         """Return the text of an index, over ``lane`` where all cols run as one."""

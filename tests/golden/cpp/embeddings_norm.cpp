@@ -11,11 +11,13 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
   int64_t faults = 0;
+  const int32_t none = sp::unseen_zero();
   const int64_t step = 4;
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     int64_t faults = 0;
+    const int32_t none = sp::unseen_zero();
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);
     const auto place0_of = [&](const int64_t row) {
@@ -45,7 +47,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       const int64_t v3 = r1;
       const bool v4_outside = sp::is_outside(v3, s2);
       faults |= v4_outside;
-      const int32_t v4 = static_cast<int32_t>(v3) & (v4_outside - 1);
+      const int32_t v4 = (static_cast<int32_t>(v3) + none) & (v4_outside - 1);
       double first_v7 = 0;
       for (int64_t c0 = 0; c0 < sp::min<int64_t>(320, 1); ++c0) {
         const float v2 = sp::widen(p1[c0 + v1 * int64_t{320}]);

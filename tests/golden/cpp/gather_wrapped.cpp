@@ -9,6 +9,7 @@ extern "C" void gather_wrapped(void* const* buffers, const int64_t* scalars) {
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
   int64_t faults = 0;
+  const int32_t none = sp::unseen_zero();
   const int64_t v1 = 1;
   const int64_t v3 = 0;
   const int64_t v5 = 3;
@@ -20,6 +21,7 @@ extern "C" void gather_wrapped(void* const* buffers, const int64_t* scalars) {
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks * blocks; ++task) {
     int64_t faults = 0;
+    const int32_t none = sp::unseen_zero();
     const int64_t first = task / blocks * step;
     const int64_t last = sp::min<int64_t>(first + step, s1);
     const int64_t begin = task % blocks * 16384;
@@ -35,11 +37,11 @@ extern "C" void gather_wrapped(void* const* buffers, const int64_t* scalars) {
         const int64_t v8 = v6 - v7;
         const bool v9_outside = sp::is_outside(sp::wrapped(v8, 6), 6);
         faults |= v9_outside & v4;
-        const int32_t v9 = static_cast<int32_t>(sp::wrapped(v8, 6)) & (v9_outside - 1);
+        const int32_t v9 = (static_cast<int32_t>(sp::wrapped(v8, 6)) + none) & (v9_outside - 1);
         const int64_t v11 = v10 - v0;
         const bool v12_outside = sp::is_outside(sp::wrapped(v11, 6), 6);
         faults |= v12_outside;
-        const int32_t v12 = static_cast<int32_t>(sp::wrapped(v11, 6)) & (v12_outside - 1);
+        const int32_t v12 = (static_cast<int32_t>(sp::wrapped(v11, 6)) + none) & (v12_outside - 1);
         const float v13 = v4 ? sp::widen(p0[r0 * 6 + v9]) : 0.0f;
         const float v14 = sp::widen(p0[r0 * 6 + v12]);
         const float v15 = v13 + v14;

@@ -276,6 +276,14 @@ inline bool is_outside(int64_t place, int64_t size) {
   return static_cast<uint64_t>(place) >= static_cast<uint64_t>(size);
 }
 
+// Of which the compiler does not know that it is zero. g++ 12 takes a condition that is a place of a
+// lookup, such as (x > 0), for the mask that it is in a vector: it reads at -1 where it holds.
+inline int32_t unseen_zero() {
+  int32_t zero = 0;
+  asm("" : "+r"(zero));
+  return zero;
+}
+
 // Threads may do so at once.
 inline void report(int64_t* mark) { __atomic_store_n(mark, int64_t(1), __ATOMIC_RELAXED); }
 
