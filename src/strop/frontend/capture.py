@@ -52,11 +52,12 @@ from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.library_operators import opened
 from strop.frontend.module_tensors import named_state, putting_together, tensor_places
-from strop.frontend.numbers import Numbers, python_floats
+from strop.frontend.numbers import Numbers, python_floats, python_texts
 from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.origins import record_origins, settle_origins
+from strop.frontend.other_memory import refuse_set
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_loading_compilers, without_tensor_meta
 from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, TraceWatch
@@ -395,11 +396,11 @@ def _traced(
 
     origins: dict[str, str] = {}
     blocks = RepeatedBlocks(module, origins, watch, reads, numbers)
-    texts = python_floats() if numbers.values else nullcontext()
+    floats = python_floats() if numbers.values else nullcontext()
     with (
         no_effects(module, private=False),
         tracing(module, mode, reads, origins, watch.entered),
-        texts,
+        floats,
         # what torch takes writes out of is wrapped, and has no node of its own
         nullcontext() if transform else blocks.watched(),
     ):
@@ -408,6 +409,7 @@ def _traced(
         rules |= functional_collectives()
         gm = make_fx(function, rules, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
+    refuse_set(gm)
     refuse_unread(gm)
     settle_origins(gm, module, origins)
     reads.views.mark(gm)
@@ -444,6 +446,7 @@ def tracing(
             python,
             _as_compiling(),
             symbolic_builtins(module),
+            python_texts(),
             retarget,
             overlap_by_traced_sizes(),
             record_origins(module, origins, entered),

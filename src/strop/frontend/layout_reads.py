@@ -24,6 +24,7 @@ from strop.frontend.formats import traced
 from strop.frontend.functional import memory_of
 from strop.frontend.given_orders import ChannelViews, has_dims, node_of, walked_back
 from strop.frontend.operators import Retarget
+from strop.frontend.other_memory import refuse_other_memory
 
 READS: dict[Callable[..., Any], str] = {
     Tensor.stride: "stride",
@@ -88,6 +89,7 @@ class LayoutReads(Retarget):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        refuse_other_memory(func)
         if func in READS:
             self.num_asked += 1
             _refuse_chosen(READS[func], args[0])

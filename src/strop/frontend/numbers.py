@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import sympy
 import torch
-from torch import SymFloat
+from torch import SymFloat, SymInt
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.symbol import SymT, make_symbol, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -138,38 +138,55 @@ def _attribute_of(number: Any, name: str) -> Any:
 
 
 def _text_of(number: Any) -> str:
-    if _is_asked_by_torch(sys._getframe(1)) or not is_number(number):
+    """Write a SymInt or SymFloat as the number that it is in this call. Code that computes with its
+    text gets a graph for each. torch's own messages name the symbol."""
+    if _is_asked_by_torch(sys._getframe(1)):
         return str(number.node.str())
-    return repr(builtins.float(number))
+    return repr(_python(number))
 
 
 def _format_of(number: Any, form: str) -> str:
-    return format(builtins.float(number), form) if is_number(number) else str(number.node.str())
+    if _is_asked_by_torch(sys._getframe(1)):
+        return str(number.node.str())
+    return format(_python(number), form)
+
+
+def _python(number: Any) -> int | float:
+    return builtins.int(number) if isinstance(number, SymInt) else builtins.float(number)
 
 
 def _truth_of(number: Any) -> bool:
     return bool(number != 0.0) if is_number(number) else bool(number.node.bool_())
 
 
+_TEXTS: dict[str, Any] = {"__repr__": _text_of, "__str__": _text_of, "__format__": _format_of}
+
+
+@contextmanager
+def python_texts() -> Iterator[None]:
+    """Let the text of a size, or of a number that is an input, be that of its value."""
+    with _having(SymInt, _TEXTS), _having(SymFloat, _TEXTS):
+        yield
+
+
 @contextmanager
 def python_floats() -> Iterator[None]:
-    """Let a SymFloat be a float to those who ask for its class, and its text that of the number.
-    Traces take turns."""
-    ours: dict[str, Any] = {
-        "__getattribute__": _attribute_of,
-        "__repr__": _text_of,
-        "__str__": _text_of,
-        "__format__": _format_of,
-        "__bool__": _truth_of,
-    }
-    before = {name: vars(SymFloat).get(name) for name in ours}
+    """Let a SymFloat be a float to those who ask for its class."""
+    with _having(SymFloat, {"__getattribute__": _attribute_of, "__bool__": _truth_of}):
+        yield
+
+
+@contextmanager
+def _having(kind: type, ours: Mapping[str, Any]) -> Iterator[None]:
+    """Give a class these members in the body. Traces take turns."""
+    before = {name: vars(kind).get(name) for name in ours}
     for name, value in ours.items():
-        setattr(SymFloat, name, value)
+        setattr(kind, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
             if value is None:
-                delattr(SymFloat, name)
+                delattr(kind, name)
             else:
-                setattr(SymFloat, name, value)
+                setattr(kind, name, value)

@@ -51,6 +51,7 @@ from strop.frontend.known_results import RememberingMode, quick_devices
 from strop.frontend.module_tensors import named_state
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.origins import settle_origins
+from strop.frontend.other_memory import refuse_other_memory
 from strop.frontend.repeated_blocks import UNWATCHED, TraceWatch
 from strop.frontend.repeated_gradients import RepeatedGradients
 from strop.frontend.shape_rules import TracedSizes
@@ -85,6 +86,7 @@ class _Retarget(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        refuse_other_memory(func)
         return _TABLE.get(func, func)(*args, **(kwargs or {}))
 
 
