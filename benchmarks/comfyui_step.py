@@ -166,7 +166,7 @@ def run_child(args: argparse.Namespace) -> None:
         "first_s": round(first, 3),
         "round_s": round(statistics.median(rounds), 4),
         "step_ms": round(statistics.median(rounds) / args.steps * 1e3, 3),
-        "spread_ms": [round(each / args.steps * 1e3, 3) for each in (min(rounds), max(rounds))],
+        "samples_ms": [round(each / args.steps * 1e3, 3) for each in rounds],
         "model": type(model.model).__name__,
         "dtype": str(model.model.get_dtype()),
     }

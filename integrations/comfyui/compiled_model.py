@@ -19,7 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
 import strop
-from strop.extensions import Traced, defaults_of, dense, empty
+from strop.extensions import KnowsCopies, defaults_of, dense, empty
 
 from .calls import Call, TracedOptions
 from .gguf_weights import plain_codes
@@ -33,7 +33,7 @@ OFF = "strop off"  # is attached to a clone that is to run without, whatever the
 _PLAIN: contextvars.ContextVar[Callable[[], Any]] = contextvars.ContextVar("plain call")
 
 
-class ComfyModel(Traced):
+class ComfyModel(KnowsCopies):
     """This is what Strop compiles: the forward of a model, which writes into two of its arguments.
     They are made anew inside, so that a trace of it has no effect on them."""
 

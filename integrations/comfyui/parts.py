@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 import strop
-from strop.extensions import Traced, dense
+from strop.extensions import KnowsCopies, dense
 
 from .gguf_weights import plain_codes
 from .interrupts import keep_interrupt, stop_if_interrupted
@@ -27,7 +27,7 @@ KEY = "strop"  # of what this pack attaches to a patcher
 TEXT_ENCODERS = ("CLIPEncoder",)  # classes of layers in a row; what is around them takes lengths
 
 
-class ComfyMethod(Traced):
+class ComfyMethod(KnowsCopies):
     """This is what Strop compiles: one method of a module."""
 
     def __init__(self, model: nn.Module, name: str) -> None:

@@ -54,7 +54,7 @@ def reason_in(value: Any, place: str, origin_of: Callable[[Any], str]) -> str:
     return next(filter(None, (reason_in(part, name, origin_of) for part, name in parts)), "")
 
 
-class Traced(nn.Module):
+class KnowsCopies(nn.Module):
     """Know whether this is the module that was made, or a copy of it, which Strop traces.
 
     It compares objects, not their numbers: a number would be an attribute that the forward reads,
@@ -64,7 +64,6 @@ class Traced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._made = ref(self)  # a copy's is the same
-
         self.shows_places = False  # in options, to the code that is traced
 
     def is_copy(self) -> bool:
@@ -78,15 +77,15 @@ class Traced(nn.Module):
             self.shows_places = True
 
 
-class Place:
+class UnaskedPlace:
     """Stand for where in a model code is called. A UNet writes that into its options for patches
     of other nodes, and with it no two of its blocks are given the same. Code may hand it on; asking
     for it raises LookupError."""
 
-    def __getitem__(self, number: int) -> Place:
+    def __getitem__(self, number: int) -> UnaskedPlace:
         return self
 
-    def __add__(self, steps: object) -> Place:
+    def __add__(self, steps: object) -> UnaskedPlace:
         return self
 
     def __hash__(self) -> int:
@@ -99,8 +98,8 @@ def _ask(*args: Any) -> Any:
 
 _ASKING = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "contains", "sub", "mod")
 for _name in (*_ASKING, "int", "index", "float", "str", "repr", "format"):
-    setattr(Place, f"__{_name}__", _ask)
-PLACE = Place()
+    setattr(UnaskedPlace, f"__{_name}__", _ask)
+PLACE = UnaskedPlace()
 
 
 class TracedOptions(dict[str, Any]):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.dispatch.asked_values import QUESTIONS, Asked, questions_of
+from strop.dispatch.asked_values import QUESTIONS, Answers, questions_of
 from tests.dispatch.test_global_guards import check, optimized, reads
 
 NAME = "STROP_TESTS_GAIN"
@@ -128,16 +128,16 @@ def test_another_answer_is_another_graph(name: str, tmp_path: Path) -> None:
 
 def test_objects_in_a_context_count_as_one(tmp_path: Path) -> None:
     """Code keeps one there for the length of a call."""
-    module = optimized(reads(lambda self, x: x * (1 if GAIN.get() else 3)), tmp_path)
-    for _ in range(3):
-        GAIN.set(object())
+    module = optimized(reads(lambda self, x: x * 2 if GAIN.get() != 3 else x), tmp_path)
+    for value in (object(), object(), None):
+        GAIN.set(value)
         check(module)
     assert module.forward.variants.num_captures == 1
 
 
 def test_an_equal_answer_is_the_same_object() -> None:
     answers = iter([1000.5, 500.25 * 2 + 0.0, 1001.5, "a b", "a " + "b", object(), object()])
-    table = Asked(lambda: next(answers))
+    table = Answers(lambda: next(answers))
     first, again, other, text, same, thing, another = (table[""] for _ in range(7))
     assert first is again
     assert other == 1001.5
@@ -147,7 +147,7 @@ def test_an_equal_answer_is_the_same_object() -> None:
 
 def test_true_is_not_one() -> None:
     answers = iter([1, True, 1.0])
-    table = Asked(lambda: next(answers))
+    table = Answers(lambda: next(answers))
     assert [type(table[""]) for _ in range(3)] == [int, bool, float]
 
 

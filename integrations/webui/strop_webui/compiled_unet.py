@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import strop
-from strop.extensions import Traced, defaults_of, dense, empty
+from strop.extensions import KnowsCopies, defaults_of, dense, empty
 
 from .calls import OF_CALL, Call, TracedOptions, Unread
 
@@ -22,7 +22,7 @@ log = logging.getLogger("strop.webui")
 _PLAIN: contextvars.ContextVar[Callable[[], Any]] = contextvars.ContextVar("plain call")
 
 
-class UnetCalls(Traced):
+class UnetCalls(KnowsCopies):
     """This is what Strop compiles: a UNet, which may write into two of its arguments. They are
     made anew inside, so that a trace of it has no effect on them."""
 

@@ -1,8 +1,8 @@
-"""What code asks of Python and of torch by calling something: variables of the environment and of
-a context, a thread's own values, and settings of torch.
+"""Watch what code asks of Python and of torch by a call: variables of the environment and of a
+context, a thread's own values, and settings of torch.
 
 No name stands for these values, so a table here asks anew whenever it is read. Values that are no
-numbers and texts count as one: code keeps objects there for the length of a call.
+numbers and texts count as one, with None: code keeps objects there for the length of a call.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _SETTINGS_OF_PRODUCTS = frozenset(
         "allow_fp16_accumulation",
     }
 )
-_OBJECT = type("Object", (), {"__repr__": lambda self: "an object"})()
+_OTHER = type("Other", (), {"__repr__": lambda self: "None or an object"})()
 _UNSET = object()
 
 
-class Asked:
+class Answers:
     """Show what a function returns as a table of any entries. An equal answer is the same object,
     so that looks by identity hold."""
 
@@ -58,8 +58,8 @@ class Asked:
 
     def __getitem__(self, key: str) -> Any:
         found = self._ask()
-        if not isinstance(found, CONSTANTS):
-            return _OBJECT
+        if found is None or not isinstance(found, CONSTANTS):
+            return _OTHER
         if type(found) is not type(self._last) or found != self._last:
             self._last = found
         return self._last
@@ -69,7 +69,7 @@ class Question(NamedTuple):
     """Name what is asked: a table, and the key in it."""
 
     label: str
-    table: Asked
+    table: Answers
     key: str
 
 
@@ -80,9 +80,9 @@ def questions_of(value: Any, names: frozenset[str]) -> list[Question]:
 
 def _questions(value: Any, names: frozenset[str]) -> Iterator[Question]:
     if id(value) in _QUESTIONS:
-        yield Question("()", Asked(value), "()")
+        yield Question("()", Answers(value), "()")
     elif isinstance(value, ContextVar):
-        yield Question(".get()", Asked(lambda: value.get(None)), "get")
+        yield Question(".get()", Answers(lambda: value.get(None)), "get")
     elif isinstance(value, threading.local):
         for name in sorted(names.difference(dir(type(value)))):
             yield Question(f".{name}", _attribute(value, name), name)
@@ -95,8 +95,8 @@ def _questions(value: Any, names: frozenset[str]) -> Iterator[Question]:
                 yield Question(f".{name}", _attribute(value, name), name)
 
 
-def _attribute(value: Any, name: str) -> Asked:
-    return Asked(lambda: getattr(value, name, None))
+def _attribute(value: Any, name: str) -> Answers:
+    return Answers(lambda: getattr(value, name, None))
 
 
 def variables(words: frozenset[str]) -> Iterator[Question]:
@@ -106,5 +106,5 @@ def variables(words: frozenset[str]) -> Iterator[Question]:
             yield Question(f"[{word!r}]", _variable(word), word)
 
 
-def _variable(name: str) -> Asked:
-    return Asked(lambda: ENVIRONMENT.get(name))
+def _variable(name: str) -> Answers:
+    return Answers(lambda: ENVIRONMENT.get(name))

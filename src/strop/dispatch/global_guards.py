@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from strop.dispatch.asked_values import Asked
+from strop.dispatch.asked_values import Answers
 from strop.dispatch.code_walk import (
     ABSENT,
     LIBRARIES,
@@ -294,7 +294,7 @@ def _binding(place: Binding, value: Any) -> Callable[[], None]:
         if isinstance(table, Cell):
             table.cell.cell_contents = value
             return
-        if isinstance(table, Asked):  # what was traced has set it as in eager
+        if isinstance(table, Answers):  # what was traced has set it as in eager
             return
         held = table.table if isinstance(table, Unbound | Originals) else table
         if not isinstance(held, dict):  # a class, or slots

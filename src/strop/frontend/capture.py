@@ -396,11 +396,10 @@ def _traced(
 
     origins: dict[str, str] = {}
     blocks = RepeatedBlocks(module, origins, watch, reads, numbers)
-    floats = python_floats() if numbers.values else nullcontext()
     with (
         no_effects(module, private=False),
         tracing(module, mode, reads, origins, watch.entered),
-        floats,
+        python_floats() if numbers.values else nullcontext(),
         # what torch takes writes out of is wrapped, and has no node of its own
         nullcontext() if transform else blocks.watched(),
     ):
