@@ -140,8 +140,8 @@ def test_its_memory_is_as_large_as_the_kernel_says():
     """The header is C++, and what reserves memory for it is not."""
     text = code_panel.header()
     assert f"PANEL = {code_panel.ROWS};" in text
-    assert f"return up_to(columns, {code_panel.LANES}) * (depth / 2 + 2);" in text
+    assert f"return up_to(columns, {code_panel.LANES}) * (depth / 2 + 3);" in text
     assert f"HEAD = {code_panel.HEAD};" in text
-    assert code_panel.packed_words(17, 9) == 32 * 6
+    assert code_panel.packed_words(17, 9) == 32 * 7
     assert "return depth / 2 + 1;" in text
     assert code_panel.row_words(9) == 5

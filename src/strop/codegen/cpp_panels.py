@@ -1,7 +1,8 @@
 """Print panels of sums of products of codes: rows of them that a kernel makes before it reads them.
 
-The weight is packed before the tasks. Each task then multiplies its rows, and reads them where they
-lie in a cache. ``rt/code_sums.h`` has the functions that are called.
+The weight is packed before the tasks. Each task then multiplies its rows, takes off what zero points
+of the weight have added, and reads them where they lie in a cache. ``rt/code_sums.h`` and
+``rt/kept_codes.h`` have the functions that are called.
 """
 
 from __future__ import annotations
@@ -60,6 +61,13 @@ def pack(loops: Loops) -> None:
         rows = loops.scalars(loops.kernel.num_rows)
         given = f"{rows}, p{panel.weight}, {panel.columns}, {panel.depth}, {', '.join(memory)}"
         loops.out(f"const code_sums::Word* const packed{number} = code_sums::packed_for({given});")
+        loops.out(f"int32_t begins{number}[code_sums::up_to({panel.columns}, 16)];")
+        begins = f"{panel.columns}, {panel.depth}, {panel.zero}, begins{number}"
+        loops.out(f"code_sums::begins_of(packed{number}, {begins});")
+        if panel.zeros is not None:
+            loops.out(f"int32_t room{number}[{panel.columns}];")
+            used = f"code_sums::used_zeros(p{panel.zeros}, {panel.columns}, room{number})"
+            loops.out(f"const int32_t* const zeros{number} = {used};")
 
 
 def multiply(loops: Loops) -> None:
@@ -102,5 +110,8 @@ def _multiply(loops: Loops, number: int, panel: CodePanel) -> None:
         words = f"code_sums::PANEL * code_sums::row_words({panel.depth})"
         out(f"alignas(64) code_sums::Word copied[{words}];")
         rows = f"p{number} + begin * {panel.depth}, end - begin"
-        packed = f"packed{number}, copied, sums{number}"
+        packed = f"packed{number}, begins{number}, copied, sums{number}"
         out(f"code_sums::multiply({rows}, {sizes}, {packed});")
+        if panel.zeros is not None:
+            to = f"{panel.zero}, sums{number}, width{number}"
+            out(f"code_sums::take_off(zeros{number}, {rows}, {sizes}, {to});")

@@ -6,7 +6,8 @@
 // registers.
 //
 // vpdpbusd multiplies unsigned by signed codes and saturates nowhere. Its rows are x + 128, and sums
-// begin with -128 times those of the columns of w. vpmaddwd takes both as they are.
+// begin with -128 times those of the columns of w. vpmaddwd takes both as they are. A zero point of x,
+// one for all of it, is taken off the same way, and costs nothing.
 #ifndef STROP_CODE_SUMS
 #define STROP_CODE_SUMS
 
@@ -200,7 +201,7 @@ inline void transpose(Words (&rows)[LANES]) {
 // One vector of columns of w from ``column`` on, into a block that is ``width`` columns wide.
 template <bool VNNI>
 void pack_columns(const int8_t* w, int64_t column, int64_t columns, int64_t depth, Word* to,
-                  int64_t width, int32_t* begins) {
+                  int64_t width, int32_t* of_columns) {
   const int64_t steps = steps_of<VNNI>(depth);
   Ints sums = {};
   for (int64_t step = 0; step < steps; step += LANES) {
@@ -213,23 +214,33 @@ void pack_columns(const int8_t* w, int64_t column, int64_t columns, int64_t dept
     transpose<LANES / 2>(rows);
     for (int n = 0; n < LANES && step + n < steps; ++n) {
       *reinterpret_cast<LooseWords*>(to + (step + n) * width) = rows[n];
-      if constexpr (VNNI) fuse<true>(sums, splat(0x80808080u), rows[n]);
+      fuse<VNNI>(sums, splat(VNNI ? 0x01010101u : 0x00010001u), rows[n]);
     }
   }
-  *reinterpret_cast<LooseInts*>(begins) = -sums;
+  *reinterpret_cast<LooseInts*>(of_columns) = sums;
 }
 
 template <bool VNNI>
 void pack_all(const int8_t* w, int64_t columns, int64_t depth, Word* packed) {
   const int64_t steps = steps_of<VNNI>(depth), padded = up_to(columns, LANES), vectors = padded / LANES;
-  int32_t* const begins = reinterpret_cast<int32_t*>(packed + padded * steps);
+  int32_t* const of_columns = reinterpret_cast<int32_t*>(packed + padded * steps);
 #pragma omp parallel for schedule(static) if (work(1, columns, depth) > THREADED_FROM)
   for (int64_t vector = 0; vector < vectors; ++vector) {
     const int64_t column = vector * LANES, block = column / BLOCK * BLOCK;
     const int64_t width = least(padded - block, BLOCK);
     pack_columns<VNNI>(w, column, columns, depth, packed + block * steps + column - block, width,
-                       begins + column);
+                       of_columns + column);
   }
+}
+
+// What sums with each column begin with: what is added to x by its form, and ``zero``, times the sums
+// of the columns, which lie behind the packed codes.
+template <bool VNNI>
+void begin_with(const Word* packed, int64_t columns, int64_t depth, int32_t zero, int32_t* begins) {
+  const int64_t padded = up_to(columns, LANES);
+  const int32_t* const sums = reinterpret_cast<const int32_t*>(packed + padded * steps_of<VNNI>(depth));
+  const uint32_t taken = -(uint32_t(zero) + (VNNI ? 128 : 0));
+  for (int64_t n = 0; n < padded; ++n) begins[n] = int32_t(sums[n] * taken);
 }
 
 // ---- a panel of rows ---------------------------------------------------------------------------
@@ -277,18 +288,17 @@ void panel(const Word* a, int64_t rows, int64_t steps, const Word* packed, const
 
 template <bool VNNI>
 void rows_by_all(const int8_t* x, int64_t rows, int64_t columns, int64_t depth, const Word* packed,
-                 Word* copied, int32_t* to) {
-  const int64_t padded = up_to(columns, LANES), steps = steps_of<VNNI>(depth);
+                 const int32_t* begins, Word* copied, int32_t* to) {
+  const int64_t padded = up_to(columns, LANES);
   copy_rows<VNNI>(x, rows, depth, copied);
-  panel<VNNI>(copied, rows, steps, packed, reinterpret_cast<const int32_t*>(packed + padded * steps),
-              0, padded, to, padded);
+  panel<VNNI>(copied, rows, steps_of<VNNI>(depth), packed, begins, 0, padded, to, padded);
 }
 
 // ---- what kernels call -------------------------------------------------------------------------
 
 // Words of packed codes, and of a copied row, in whichever form: numbers of a launch.
 constexpr int64_t packed_words(int64_t columns, int64_t depth) {
-  return up_to(columns, 16) * (depth / 2 + 2);
+  return up_to(columns, 16) * (depth / 2 + 3);
 }
 constexpr int64_t row_words(int64_t depth) { return depth / 2 + 1; }
 
@@ -298,22 +308,28 @@ inline void pack(const int8_t* w, int64_t columns, int64_t depth, Word* packed) 
   else pack_all<false>(w, columns, depth, packed);
 }
 
+// Writes what sums of x - ``zero`` with packed columns begin with, ``up_to(columns, LANES)`` numbers.
+inline void begins_of(const Word* packed, int64_t columns, int64_t depth, int32_t zero,
+                      int32_t* begins) {
+  if (has_vnni()) begin_with<true>(packed, columns, depth, zero, begins);
+  else begin_with<false>(packed, columns, depth, zero, begins);
+}
+
 // Sums of up to PANEL dense rows of x with all columns, to rows of ``up_to(columns, LANES)`` numbers.
 // ``copied``: memory for ``rows`` times ``row_words(depth)`` words.
 inline void multiply(const int8_t* x, int64_t rows, int64_t columns, int64_t depth,
-                     const Word* packed, Word* copied, int32_t* to) {
-  if (has_vnni()) rows_by_all<true>(x, rows, columns, depth, packed, copied, to);
-  else rows_by_all<false>(x, rows, columns, depth, packed, copied, to);
+                     const Word* packed, const int32_t* begins, Word* copied, int32_t* to) {
+  if (has_vnni()) rows_by_all<true>(x, rows, columns, depth, packed, begins, copied, to);
+  else rows_by_all<false>(x, rows, columns, depth, packed, begins, copied, to);
 }
 
 // One task of a product of its own: up to PANEL rows, whose sums with some columns at a time lie in a
 // cache before they are copied.
 template <bool VNNI>
 void part(const int8_t* x, int64_t rows, int64_t columns, int64_t depth, const Word* packed,
-          Word* copied, int32_t* to) {
+          const int32_t* begins, Word* copied, int32_t* to) {
   alignas(64) int32_t sums[PANEL * GROUP];
   const int64_t padded = up_to(columns, LANES), steps = steps_of<VNNI>(depth);
-  const int32_t* const begins = reinterpret_cast<const int32_t*>(packed + padded * steps);
   copy_rows<VNNI>(x, rows, depth, copied);
   for (int64_t begin = 0; begin < columns; begin += GROUP) {
     const int64_t end = least(begin + GROUP, padded), width = end - begin;
@@ -324,21 +340,23 @@ void part(const int8_t* x, int64_t rows, int64_t columns, int64_t depth, const W
   }
 }
 
-// out (rows, columns) = x (rows, depth) times w (columns, depth) transposed, all dense.
-// ``memory``: packed codes, and ``row_words(depth)`` words for each row.
+// out (rows, columns) = x - zero (rows, depth) times w (columns, depth) transposed, all dense.
+// ``memory``: packed codes, ``row_words(depth)`` words for each row, and ``up_to(columns, 16)``.
 inline void product(const int8_t* x, const int8_t* w, int32_t* out, Word* memory, int64_t rows,
-                    int64_t columns, int64_t depth) {
+                    int64_t columns, int64_t depth, int32_t zero) {
   const int64_t parts = (rows + PANEL - 1) / PANEL;
   Word* const copies = memory + packed_words(columns, depth);
+  int32_t* const begins = reinterpret_cast<int32_t*>(copies + rows * row_words(depth));
   pack(w, columns, depth, memory);
+  begins_of(memory, columns, depth, zero, begins);
 #pragma omp parallel for schedule(static) if (work(rows, columns, depth) > THREADED_FROM)
   for (int64_t at = 0; at < parts; ++at) {
     const int64_t row = at * PANEL, some = least(PANEL, rows - row);
     const int8_t* const from = x + row * depth;
     Word* const copied = copies + row * row_words(depth);
     int32_t* const to = out + row * columns;
-    if (has_vnni()) part<true>(from, some, columns, depth, memory, copied, to);
-    else part<false>(from, some, columns, depth, memory, copied, to);
+    if (has_vnni()) part<true>(from, some, columns, depth, memory, begins, copied, to);
+    else part<false>(from, some, columns, depth, memory, begins, copied, to);
   }
 }
 
