@@ -1,14 +1,20 @@
-"""Rewrite softmax as C++ runs it best. Its sum of exponentials has one that is 1, and all are
-positive."""
+"""Rewrite softmax and casts to codes as C++ runs them best. The sum of exponentials of a softmax has
+one that is 1, and all are positive. Numbers that are limited before they become codes of 8 bits
+need no detour by 64 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from strop.codegen.cpp_text import OF_NEGATIVE
-from strop.ir.loops import Apply, LoopKernel, Reduce, Schedule, Stmt, args_of, outs_of
+from strop.codegen.cpp_text import LIMITED, OF_NEGATIVE
+from strop.ir.loops import Apply, Literal, LoopKernel, Reduce, Schedule, Stmt, args_of, outs_of
+from strop.ir.ops import compute_dtype
+
+_CODES = (torch.uint8, torch.int8)
+_MOST = float(2**30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +88,44 @@ def with_powers(kernel: LoopKernel) -> LoopKernel:
         return stmt
 
     return replace(kernel, body=tuple(map(rewritten, kernel.body)))
+
+
+def with_limits(kernel: LoopKernel) -> LoopKernel:
+    """Mark casts to codes of numbers in fp32 that known limits keep within int32, and the limits
+    that nothing else reads, to which the sign of a zero is all one."""
+    makers = {out: stmt for stmt in kernel.body for out in outs_of(stmt)}
+    casts = {
+        stmt.out: makers[stmt.args[0]]
+        for stmt in kernel.body
+        if isinstance(stmt, Apply) and stmt.op == "cast" and stmt.dtype in _CODES
+        if _is_limit(makers.get(stmt.args[0]), makers)
+    }
+    if not casts:
+        return kernel
+    read = {
+        arg
+        for stmt in (*kernel.body, *kernel.tail)
+        if not casts.keys() & set(outs_of(stmt))
+        for arg in args_of(stmt)
+    }
+
+    def rewritten(stmt: Stmt) -> Stmt:
+        is_limit = stmt in casts.values() and read.isdisjoint(outs_of(stmt))
+        if isinstance(stmt, Apply) and (is_limit or stmt.out in casts):
+            return replace(stmt, attrs=(*stmt.attrs, LIMITED))
+        return stmt
+
+    return replace(kernel, body=tuple(map(rewritten, kernel.body)))
+
+
+def _is_limit(stmt: Stmt | None, makers: Mapping[str, Stmt]) -> bool:
+    """Tell whether this is a clamp in fp32 to two numbers."""
+    if not isinstance(stmt, Apply) or stmt.op != "clamp":
+        return False
+    if compute_dtype(stmt.dtype) is not torch.float32:
+        return False
+    ends = [makers.get(arg) for arg in stmt.args[1:]]
+    return all(
+        isinstance(end, Literal) and isinstance(end.value, int | float) and abs(end.value) <= _MOST
+        for end in ends
+    )

@@ -192,10 +192,11 @@ def _by_codes(b: Builder, node: Node, x: Codes, weight: Codes, bias: tuple[Node,
         total = _less(b, total, b.pointwise("mul", each, one, dtype=_I32))
     scale = _of_columns(b, weight.scale)
     scales = b.pointwise("mul", b.reshape(x.scale, ()), scale, dtype=_F32)
-    y = b.pointwise("mul", b.cast(total, _F32), scales, dtype=_F32)
+    # in the type of the linear, which rounds where it is stored, and not before what reads it here
+    y = b.pointwise("mul", b.cast(total, _F32), scales, dtype=_F32 if bias else node.dtype)
     for added in bias:
-        y = b.pointwise("add", y, b.cast(added, _F32), dtype=_F32, alpha=1)
-    return b.reshape(b.cast(y, node.dtype), node.shape)
+        y = b.pointwise("add", y, b.cast(added, _F32), dtype=node.dtype, alpha=1)
+    return b.reshape(y, node.shape)
 
 
 def _conv_by_codes(b: Builder, node: Node, x: Codes, weight: Codes, bias: tuple[Node, ...]) -> Node:

@@ -318,6 +318,12 @@ inline T limit(T x, Given<T> least, Given<T> most) {
   return min(max(x, least), most);
 }
 
+// The same where nobody asks for the sign of a zero: two instructions.
+inline float between(float x, float least, float most) {
+  const float larger = least > x ? least : x;
+  return most < larger ? most : larger;
+}
+
 template <class T>
 inline T sign(T x) { return T(x > 0) - T(x < 0); }
 inline bool signbit(float x) { return bits_of(x) >> 31; }
@@ -613,6 +619,30 @@ inline float erf(float x) {
   q = __builtin_fmaf(q, z, 1.0f);
   const float inside = y * (p / q);
   return abs(x) > 3.8325068f ? __builtin_copysignf(1.0f, x) : inside;
+}
+
+// gelu(x) = x * P(normal <= x) where 16 bits are kept of it, by the polynomial of ``ir/functions.py``:
+// log2(P(normal <= -|x|)), of which 2^x is within 1e-7. No division, and half of erf's instructions.
+inline float half_gelu(float x) {
+  constexpr float biased_zero = 12582912.0f + 127.0f;
+  const float a = abs(x);
+  float t = __builtin_fmaf(a, -1.16784452e-6f, 5.14027517e-5f);
+  t = __builtin_fmaf(t, a, -8.70034642e-4f);
+  t = __builtin_fmaf(t, a, 8.33262074e-3f);
+  t = __builtin_fmaf(t, a, -5.37043910e-2f);
+  t = __builtin_fmaf(t, a, -4.58637588e-1f);
+  t = __builtin_fmaf(t, a, -1.15120849f);
+  t = __builtin_fmaf(t, a, -0.999996922f);
+  const float y = t < -126.0f ? -126.0f : t;
+  const float biased = y + biased_zero, r = y - (biased - biased_zero);
+  float p = 1.32764510e-3f;
+  p = __builtin_fmaf(p, r, 9.67554002e-3f);
+  p = __builtin_fmaf(p, r, 5.55071297e-2f);
+  p = __builtin_fmaf(p, r, 2.40221200e-1f);
+  p = __builtin_fmaf(p, r, 6.93146970e-1f);
+  p = __builtin_fmaf(p, r, 1.00000007f);
+  const float chance = t < -126.0f ? 0.0f : p * from_bits(bits_of(biased) << 23);
+  return x * (x > 0.0f ? 1.0f - chance : chance);
 }
 
 // (e - 1) / (e + 1) with e = exp(2 |x|). 2.3 ulp, 1.5 from 0.4 on, where the gradient 1 - tanh^2 would
