@@ -200,18 +200,20 @@ def inductor_int8(model: nn.Module, example: Given) -> Way:
     def call(*given: Tensor) -> Any:
         key = tuple(tensor.shape for tensor in given)
         if key not in found:
-            found[key] = _frozen(_by_pt2e(model, given))
+            found[key] = _frozen(by_pt2e(model, given))
         with torch.autocast("cpu", torch.bfloat16):
             return found[key](*given)
 
     return call
 
 
-def _by_pt2e(model: nn.Module, given: Given) -> nn.Module:
+def by_pt2e(model: nn.Module, given: Given, sizes: Any = None) -> nn.Module:
+    """Return a copy that PT2E has quantised with static ranges, which calls like the given one
+    have; ``sizes`` names those that may change, in the form of ``torch.export``."""
     import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    traced = torch.export.export(copy.deepcopy(model), given).module()
+    traced = torch.export.export(copy.deepcopy(model), given, dynamic_shapes=sizes).module()
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
     watched = prepare_pt2e(traced, quantizer)

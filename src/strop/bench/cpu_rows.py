@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 import strop
 from strop.bench import cpu_peers, cpu_workloads, recommendation
@@ -109,7 +110,19 @@ def _strop_int8(
     return optimized
 
 
-ZERO_POINTS = "strop int8, zero points"
+def _strop_static(model: nn.Module, example: Given) -> Way:
+    """Optimize BERT in bf16 as PT2E quantises it, exported once for all batches and lengths."""
+    sizes = {0: Dim("batch", max=64), 1: Dim("length", max=512)}
+    quantised = cpu_peers.by_pt2e(
+        copy.deepcopy(model).bfloat16(), example, tuple(sizes for _ in example)
+    )
+    for part in quantised.modules():
+        part.training = False  # torch forbids eval() on exported modules
+    optimized: Way = strop.optimize(quantised)
+    return optimized
+
+
+ZERO_POINTS, STATIC = "strop int8, zero points", "strop int8, static"
 _TORCHAO = "torchao's int8 weights and dynamic rows of a bf16 model"
 _OPENVINO = "OpenVINO, one thread, latency hint, a program for each shape"
 _ONNX = "ONNX Runtime, one thread, exported by torch.onnx (dynamo) for each shape"
@@ -188,6 +201,13 @@ _IN_INT8 = (
         ZERO_POINTS,
         f"{_TORCHAO}, rows with zero points (ASYMMETRIC), strop.optimize",
         partial(_strop_int8, has_zero_points=True),
+        NEEDS["torchao"],
+    ),
+    Contender(
+        STATIC,
+        "PT2E of torchao, X86InductorQuantizer, static ranges, of a bf16 model exported once for"
+        " all shapes; strop.optimize",
+        _strop_static,
         NEEDS["torchao"],
     ),
 )
