@@ -222,18 +222,38 @@ class RowSweeps:
             (stmt,) = sweep.reduces
             out(f"const float {stmt.outs[0]} = sp::largest({row}, {size});")
             return
-        self._firsts(sweep)
-        buffered = [s for s in sweep.reduces if s.kind == "powers" and s.arg in sweep.keeps]
-        parts = parts_of(s for s in sweep.reduces if s not in buffered)
+        buffered = [s for s in sweep.reduces if self._is_in_a_row(s, sweep)]
+        others = [s for s in sweep.reduces if s not in buffered]
+        self._firsts(sweep, moments_of(others))
+        parts = parts_of(others)
         for part in parts:
             out.all(part.declare())
         *outer, innermost = self.loops.col_loops()
         with self.loops.loops(outer):
             self._innermost(sweep, parts, *innermost)
         for stmt in buffered:
-            out(f"const double total_{stmt.outs[0]} = sp::sum({self.kept[stmt.arg]}, {size});")
+            name, row = stmt.outs[0], f"{self.kept[stmt.arg]}, {size}"
+            if stmt.kind == "powers":
+                out(f"const double total_{name} = sp::sum({row});")
+                continue
+            out(f"const sp::Moments of_{name} = sp::moments({row});")
+            parts_in = {"first": name, "sum": name, "squares": stmt.outs[1]}
+            for part, which in parts_in.items():
+                kind = "first" if part == "first" else "total"
+                out(f"const double {kind}_{which} = of_{name}.{part};")
         for part in parts_of(sweep.reduces):
             out.all(part.result(size))
+
+    def _is_in_a_row(self, stmt: Reduce, sweep: nest.Sweep) -> bool:
+        """Tell whether the sweep keeps what a reduction adds up, which is done behind it then, by
+        a function that does so best."""
+        if stmt.arg not in sweep.keeps:
+            return False
+        return stmt.kind == "powers" or (stmt.kind == "moments" and self._is_float(stmt.arg))
+
+    def _is_float(self, value: str) -> bool:
+        makers = (s for s in self.loops.kernel.body if value in outs_of(s))
+        return all(not isinstance(s, Store) and scalar_type(s.dtype) == "float" for s in makers)
 
     def _row_for_top(self, sweep: nest.Sweep) -> str:
         """Return where the row begins if the sweep only looks for the top of one that lies in
@@ -260,9 +280,9 @@ class RowSweeps:
         strides = (term for term in index.strides if term[0] not in self.loops.col_names)
         return self.loops.element(Index(index.offset, tuple(strides)))
 
-    def _firsts(self, sweep: nest.Sweep) -> None:
-        """Print the first element of each moments, if there is one."""
-        loops, moments = self.loops, moments_of(sweep.reduces)
+    def _firsts(self, sweep: nest.Sweep, moments: Sequence[Reduce]) -> None:
+        """Print the first element of each of these, if there is one."""
+        loops = self.loops
         if not moments:
             return
         declare_firsts(loops, moments)
