@@ -59,6 +59,7 @@ def _print_all(loops: Loops) -> None:
     with loops.faults():
         cpp_panels.pack(loops)
         loops.uniform_values()
+        cpp_panels.print_columns(loops)
         _print_loops(loops)
 
 
