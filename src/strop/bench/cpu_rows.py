@@ -15,6 +15,7 @@ from torch.export import Dim
 import strop
 from strop.bench import cpu_peers, cpu_workloads, recommendation
 from strop.bench.cpu_peers import NEEDS, Given, Way
+from strop.bench.cpu_smoothed import smoothed
 from strop.errors import OptionError
 from strop.options import Options
 
@@ -111,11 +112,11 @@ def _strop_int8(
 
 
 def _strop_static(model: nn.Module, example: Given) -> Way:
-    """Optimize BERT in bf16 as PT2E quantises it, exported once for all batches and lengths."""
+    """Optimize BERT in bf16, smoothed, as PT2E quantises it, exported once for all batches and
+    lengths."""
     sizes = {0: Dim("batch", max=64), 1: Dim("length", max=512)}
-    quantised = cpu_peers.by_pt2e(
-        copy.deepcopy(model).bfloat16(), example, tuple(sizes for _ in example)
-    )
+    smooth = smoothed(model, cpu_peers.calibrating(example)).bfloat16()
+    quantised = cpu_peers.by_pt2e(smooth, example, tuple(sizes for _ in example))
     for part in quantised.modules():
         part.training = False  # torch forbids eval() on exported modules
     optimized: Way = strop.optimize(quantised)
@@ -205,8 +206,8 @@ _IN_INT8 = (
     ),
     Contender(
         STATIC,
-        "PT2E of torchao, X86InductorQuantizer, static ranges, of a bf16 model exported once for"
-        " all shapes; strop.optimize",
+        "SmoothQuant, then PT2E of torchao, X86InductorQuantizer, static ranges, of a bf16 model"
+        " exported once for all shapes; strop.optimize",
         _strop_static,
         NEEDS["torchao"],
     ),

@@ -30,6 +30,7 @@ TYPES = {
 
 
 OF_NEGATIVE = ("of_negative", True)  # attribute of an exp whose argument is never positive
+CODED = ("coded", True)  # of a cast of (x, zero, least, most): of the code of x between two limits
 LIMITED = ("limited", True)  # of a cast of what limits keep within int32, and of these alone
 
 
@@ -102,6 +103,8 @@ def number(value: float, dtype: torch.dtype) -> str:
 
 def apply_text(stmt: Apply) -> str:
     """Return the expression of a pointwise statement."""
+    if stmt.op == "cast" and CODED in stmt.attrs:
+        return f"static_cast<{TYPES[stmt.dtype]}>(sp::code({', '.join(stmt.args)}))"
     if stmt.op == "cast":
         return _cast(stmt.args[0], stmt.dtype, is_limited=LIMITED in stmt.attrs)
     if stmt.op == "clamp" and LIMITED in stmt.attrs:

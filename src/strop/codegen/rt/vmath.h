@@ -357,6 +357,15 @@ inline float between(float x, float least, float most) {
   return most < larger ? most : larger;
 }
 
+// The whole number nearest to x plus ``zero``, between two whole numbers, all of them below 2^20; NaN
+// becomes the least. Limits come first: then a sum rounds, to even, and no number is converted.
+inline int32_t code(float x, float zero, float least, float most) {
+  const float low = least - zero, high = most - zero;
+  const float larger = x > low ? x : low, limited = larger < high ? larger : high;
+  const uint32_t bits = bits_of(limited + 12582912.0f);
+  return static_cast<int32_t>(bits - 0x4B400000u) + static_cast<int32_t>(zero);
+}
+
 template <class T>
 inline T sign(T x) { return T(x > 0) - T(x < 0); }
 inline bool signbit(float x) { return bits_of(x) >> 31; }
