@@ -24,8 +24,10 @@ class Smoothed(nn.Module):
     def __init__(self, linear: nn.Linear, factors: Tensor) -> None:
         super().__init__()
         self.linear = linear
-        self.register_buffer("inverse", 1 / factors)
-        linear.weight.data.mul_(factors)
+        # as bf16 has it, so that it and the weight fit each other in a model of bf16
+        inverse = (1 / factors).bfloat16().float()
+        self.register_buffer("inverse", inverse)
+        linear.weight.data.div_(inverse)
 
     def forward(self, x: Tensor) -> Any:
         return self.linear(x * self.inverse)
