@@ -36,7 +36,8 @@ def test_the_short_gelu_is_as_accurate_as_eager_for_every_number(dtype, tmp_path
     assert "sp::half_gelu(" in emit(kernel).source.text
     run(kernel, [x, found], tmp_path)
     eager = F.gelu(x)
-    assert torch.equal(found.isnan(), eager.isnan())
+    # of infinity it is infinity, which some of torch's vectors miss
+    assert torch.equal(found.isnan(), x.isnan() | (x == -float("inf")))
     wide = x.double()
     exact = F.gelu(wide)
     usual = wide.abs() < 8
@@ -45,7 +46,7 @@ def test_the_short_gelu_is_as_accurate_as_eager_for_every_number(dtype, tmp_path
     assert ours.square().mean() <= 1.001 * theirs.square().mean()
     beyond = wide.isfinite() & ~usual
     assert torch.equal(found[beyond & (wide > 0)], x[beyond & (wide > 0)])
-    assert found[beyond & (wide < 0)].abs().max() < 1e-13
+    assert found[beyond & (wide < 0)].double().abs().max() < 1e-13
 
 
 def test_gelu_in_fp32_is_the_long_one():
@@ -99,7 +100,9 @@ def test_moments_of_rows_of_every_length(offset, tmp_path):
         x = torch.randn(5, columns) + offset
         exact = F.layer_norm((x + 1).double(), (columns,))
         with torch.no_grad():
-            torch.testing.assert_close(function(x).double(), exact, rtol=1e-4, atol=1e-4)
+            # a mean is rounded to fp32
+            most = 1e-5 + 1e-6 * offset
+            torch.testing.assert_close(function(x).double(), exact, rtol=most, atol=most)
 
 
 def test_a_nan_or_infinity_stays_in_its_row(tmp_path):
