@@ -30,7 +30,8 @@ class Smoothed(nn.Module):
         linear.weight.data.div_(inverse)
 
     def forward(self, x: Tensor) -> Any:
-        return self.linear(x * self.inverse)
+        inverse: Any = self.inverse
+        return self.linear(x * inverse)
 
 
 @torch.no_grad()

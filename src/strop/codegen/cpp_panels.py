@@ -1,7 +1,7 @@
 """Print panels of sums of products of codes: rows of them that a kernel makes before it reads them.
 
-The weight is packed before the tasks. Each task then multiplies its rows, takes off what zero points
-of the weight have added, and reads them where they lie in a cache. ``rt/code_sums.h`` and
+The weight is packed before the tasks. Each task then multiplies its rows, takes off what zero
+points of the weight have added, and reads them where they lie in a cache. ``rt/code_sums.h`` and
 ``rt/kept_codes.h`` have the functions that are called.
 """
 

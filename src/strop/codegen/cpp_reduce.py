@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strop.codegen import nest
+from strop.codegen import cpp_kept_rows, nest
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_text import OMP_REDUCTIONS, TYPES, combine, identity, scalar_type
 from strop.ir.dims import product
@@ -222,7 +222,8 @@ class RowSweeps:
             (stmt,) = sweep.reduces
             out(f"const float {stmt.outs[0]} = sp::largest({row}, {size});")
             return
-        buffered = [s for s in sweep.reduces if self._is_in_a_row(s, sweep)]
+        kernel, is_in_a_row = self.loops.kernel, cpp_kept_rows.is_in_a_row
+        buffered = [s for s in sweep.reduces if is_in_a_row(s, sweep.keeps, kernel)]
         others = [s for s in sweep.reduces if s not in buffered]
         self._firsts(sweep, moments_of(others))
         parts = parts_of(others)
@@ -232,28 +233,9 @@ class RowSweeps:
         with self.loops.loops(outer):
             self._innermost(sweep, parts, *innermost)
         for stmt in buffered:
-            name, row = stmt.outs[0], f"{self.kept[stmt.arg]}, {size}"
-            if stmt.kind == "powers":
-                out(f"const double total_{name} = sp::sum({row});")
-                continue
-            out(f"const sp::Moments of_{name} = sp::moments({row});")
-            parts_in = {"first": name, "sum": name, "squares": stmt.outs[1]}
-            for part, which in parts_in.items():
-                kind = "first" if part == "first" else "total"
-                out(f"const double {kind}_{which} = of_{name}.{part};")
+            out.all(cpp_kept_rows.totals(stmt, f"{self.kept[stmt.arg]}, {size}"))
         for part in parts_of(sweep.reduces):
             out.all(part.result(size))
-
-    def _is_in_a_row(self, stmt: Reduce, sweep: nest.Sweep) -> bool:
-        """Tell whether the sweep keeps what a reduction adds up, which is done behind it then, by
-        a function that does so best."""
-        if stmt.arg not in sweep.keeps:
-            return False
-        return stmt.kind == "powers" or (stmt.kind == "moments" and self._is_float(stmt.arg))
-
-    def _is_float(self, value: str) -> bool:
-        makers = (s for s in self.loops.kernel.body if value in outs_of(s))
-        return all(not isinstance(s, Store) and scalar_type(s.dtype) == "float" for s in makers)
 
     def _row_for_top(self, sweep: nest.Sweep) -> str:
         """Return where the row begins if the sweep only looks for the top of one that lies in

@@ -1,6 +1,8 @@
-"""Rewrite softmax and casts to codes as C++ runs them best. The sum of exponentials of a softmax has
-one that is 1, and all are positive. Numbers that are limited before they become codes of 8 bits
-need no detour by 64 bits."""
+"""Rewrite softmax and casts to codes as C++ runs them best.
+
+The sum of exponentials of a softmax has one that is 1, and all are positive. Numbers that are
+limited before they become codes of 8 bits need no detour by 64 bits.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ as PT2E writes it.
 The sums are whole numbers and exact. Eager dequantises both and adds products in fp32: this is
 rounded once behind the sums, for the scales once each. Values that are rounded to a half on their
 way into the linear, as by autocast, or dequantised in a half, are not rounded here. A z that is
-known and zero points of rows of a weight belong to the product itself (``code_sums``). A convolution takes both zero points off
-by itself: outside of a picture its values are 0, whose code is z.
+known and zero points of rows of a weight belong to the product itself (``code_sums``). A
+convolution takes both zero points off by itself: outside of a picture its values are 0, whose code
+is z.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def codes_of(value: Node) -> Codes | None:
 
 
 def _unrounded(value: Node) -> Node:
-    """Return what a value was before it was rounded to a half, if all that happened to it is that."""
+    """Return what a value was before it was rounded to a half, and that alone."""
     found = value
     while found.op == "cast" and found.dtype in _WIDE and found.inputs[0].dtype in _WIDE:
         found = found.inputs[0]

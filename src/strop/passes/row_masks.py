@@ -42,9 +42,7 @@ def _computed(masks: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _narrow(
-    b: Builder, node: Node, inputs: tuple[Node, ...], known: IndexValues
-) -> Node | None:
+def _narrow(b: Builder, node: Node, inputs: tuple[Node, ...], known: IndexValues) -> Node | None:
     """Return a node of smaller operands, broadcast to its shape; None where there are none."""
     if node.op == "bitwise_and" and node.dtype is torch.bool:
         kept = [x for x, own in zip(inputs, node.inputs, strict=True) if not _holds(own, known)]

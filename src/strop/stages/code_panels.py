@@ -75,7 +75,9 @@ def panels_of(group: Group, low: Lowered, readers: Mapping[Node, Group]) -> Code
         place, (x, weight, *zeros) = low.buffers.index(call), call.inputs
         columns, depth = (size.value for size in weight.shape)
         own = len(params)
-        panel = CodePanel(columns, depth, own, call.attrs.get("zero", 0), own + 1 if zeros else None)
+        panel = CodePanel(
+            columns, depth, own, call.attrs.get("zero", 0), own + 1 if zeros else None
+        )
         params[place] = Param(x.dtype, False, panel)
         buffers[place] = base_of(x)
         for each in (weight, *zeros):
