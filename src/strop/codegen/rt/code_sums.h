@@ -28,7 +28,6 @@ constexpr int LANES = 4, WIDE = 2;
 constexpr int ROWS = 6;  // of a tile: 24 sums, 4 columns and a row in 32 registers
 constexpr int BLOCK = WIDE * LANES;
 constexpr int64_t PANEL = 24;  // rows of a task, a multiple of ROWS
-constexpr int64_t GROUP = 512;  // columns whose sums lie in a cache, a multiple of BLOCK
 constexpr double THREADED_FROM = 2e6;  // operations: 10 us of one core
 
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -143,6 +142,10 @@ template <bool VNNI, int M>
 void tile_wide(int vectors, const Word* a, const Word* b, int64_t width, int64_t steps,
                const int32_t* begins, int32_t* to, int64_t to_row) {
   if (vectors == WIDE) return tile<VNNI, M, WIDE>(a, b, width, steps, begins, to, to_row);
+  if constexpr (VNNI && M == ROWS && WIDE == 4) {  // beside each other, to have sums enough at work
+    if (vectors == 3) return tile<VNNI, M, 3>(a, b, width, steps, begins, to, to_row);
+    if (vectors == 2) return tile<VNNI, M, 2>(a, b, width, steps, begins, to, to_row);
+  }
   for (int n = 0; n < vectors; ++n)
     tile<VNNI, M, 1>(a, b + n * LANES, width, steps, begins + n * LANES, to + n * LANES, to_row);
 }
@@ -250,10 +253,14 @@ template <bool VNNI>
 void copy_rows(const int8_t* x, int64_t rows, int64_t depth, Word* to) {
   const int64_t steps = steps_of<VNNI>(depth);
   const uint32_t sign = VNNI ? 0x80808080u : 0;
+  const int64_t whole = depth / EACH<VNNI>;  // words; the last vector of them overlaps
   for (int64_t row = 0; row < rows; ++row, x += depth, to += steps) {
     int64_t step = 0;
-    for (; step + LANES <= steps; step += LANES)
-      *reinterpret_cast<LooseWords*>(to + step) = words<VNNI>(x, depth, step) ^ splat(sign);
+    const auto copy = [&](int64_t at) __attribute__((always_inline)) {
+      *reinterpret_cast<LooseWords*>(to + at) = words<VNNI>(x, depth, at) ^ splat(sign);
+    };
+    for (; step + LANES <= whole; step += LANES) copy(step);
+    if (step && step < whole) copy(whole - LANES), step = whole;
     const int8_t* rest = x + step * EACH<VNNI>;
     for (; step < steps; ++step, rest += EACH<VNNI>)
       to[step] = word<VNNI>(rest, x + depth - rest) ^ sign;
@@ -273,6 +280,13 @@ void panel(const Word* a, int64_t rows, int64_t steps, const Word* packed, const
       const int64_t rest = rows - row;
       const Word* const from = a + row * steps;
       int32_t* const out = to + row * to_row + block - begin;
+      if constexpr (VNNI && WIDE == 4) {  // six sums would wait for each other
+        if (vectors == 1 && rest >= 2 * ROWS) {
+          tile<VNNI, 2 * ROWS, 1>(from, b, width, steps, begins + block, out, to_row);
+          row += 2 * ROWS;
+          continue;
+        }
+      }
       const auto multiply = [&](auto count) {
         constexpr int m = count.value;
         tile_wide<VNNI, m>(vectors, from, b, width, steps, begins + block, out, to_row);
@@ -323,21 +337,20 @@ inline void multiply(const int8_t* x, int64_t rows, int64_t columns, int64_t dep
   else rows_by_all<false>(x, rows, columns, depth, packed, begins, copied, to);
 }
 
-// One task of a product of its own: up to PANEL rows, whose sums with some columns at a time lie in a
-// cache before they are copied.
+// One task of a product of its own: up to PANEL rows. What is left of columns behind whole blocks has
+// no room for whole vectors: it is copied.
 template <bool VNNI>
 void part(const int8_t* x, int64_t rows, int64_t columns, int64_t depth, const Word* packed,
           const int32_t* begins, Word* copied, int32_t* to) {
-  alignas(64) int32_t sums[PANEL * GROUP];
+  alignas(64) int32_t sums[PANEL * BLOCK];
   const int64_t padded = up_to(columns, LANES), steps = steps_of<VNNI>(depth);
   copy_rows<VNNI>(x, rows, depth, copied);
-  for (int64_t begin = 0; begin < columns; begin += GROUP) {
-    const int64_t end = least(begin + GROUP, padded), width = end - begin;
-    panel<VNNI>(copied, rows, steps, packed, begins, begin, end, sums, width);
-    const int64_t some = least(end, columns) - begin;
-    for (int64_t row = 0; row < rows; ++row)
-      __builtin_memcpy(to + row * columns + begin, sums + row * width, some * sizeof(int32_t));
-  }
+  const int64_t whole = columns / BLOCK * BLOCK, width = padded - whole, some = columns - whole;
+  panel<VNNI>(copied, rows, steps, packed, begins, 0, whole, to, columns);
+  if (!some) return;
+  panel<VNNI>(copied, rows, steps, packed, begins, whole, padded, sums, width);
+  for (int64_t row = 0; row < rows; ++row)
+    __builtin_memcpy(to + row * columns + whole, sums + row * width, some * sizeof(int32_t));
 }
 
 // out (rows, columns) = x - zero (rows, depth) times w (columns, depth) transposed, all dense.
