@@ -112,7 +112,7 @@ def _strop_int8(
 
 
 def _strop_static(model: nn.Module, example: Given) -> Way:
-    """Optimize BERT in bf16, smoothed, as PT2E quantises it, exported once for all batches and
+    """Return BERT in bf16 as PT2E quantises it after SmoothQuant, exported once for all batches and
     lengths."""
     sizes = {0: Dim("batch", max=64), 1: Dim("length", max=512)}
     smooth = smoothed(model, cpu_peers.calibrating(example)).bfloat16()
