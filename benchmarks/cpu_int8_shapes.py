@@ -67,12 +67,14 @@ extern "C" void multiply_packed(void* const* buffers, const int64_t* scalars) {{
   Word* const copied = static_cast<Word*>(buffers[2]);
   int32_t* const out = static_cast<int32_t*>(buffers[3]);
   const int64_t rows = scalars[0], columns = scalars[1], depth = scalars[2];
+  int32_t* const begins = reinterpret_cast<int32_t*>(copied + PANEL * row_words(depth));
+  begins_of(packed, columns, depth, 0, begins);
   for (int64_t row = 0; row < rows; row += PANEL) {{
     const int64_t some = least(PANEL, rows - row);
     const int8_t* const from = x + row * depth;
     int32_t* const to = out + row * columns;
-    if (has_vnni()) part<true>(from, some, columns, depth, packed, copied, to);
-    else part<false>(from, some, columns, depth, packed, copied, to);
+    if (has_vnni()) part<true>(from, some, columns, depth, packed, begins, copied, to);
+    else part<false>(from, some, columns, depth, packed, begins, copied, to);
   }}
 }}
 """
@@ -106,7 +108,8 @@ class Product:
         self._sums = torch.empty(rows, columns, dtype=_INT32)
         self._of_library = torch.empty_like(self._sums)
         self._packed = torch.empty(packed_words(columns, depth), dtype=_INT32)
-        self._copied = torch.empty(ROWS * row_words(depth), dtype=_INT32)
+        begins = -(-columns // 16) * 16
+        self._copied = torch.empty(ROWS * row_words(depth) + begins, dtype=_INT32)
         self._blocks = torch.ops.onednn.qlinear_prepack(self.weight, [rows, depth])
         self._scales = torch.ones(columns), torch.zeros(columns, dtype=torch.int64)
         pointers = [self.weight.data_ptr(), self._packed.data_ptr()]

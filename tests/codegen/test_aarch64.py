@@ -143,6 +143,10 @@ def check_code_sums(emulated: EmulatedKernels, shapes: list[tuple[int, int, int]
         assert torch.equal(found, sums.exact(x, weight)), (rows, columns, depth)
     x, weight = (torch.full((n, 1000), -128, dtype=torch.int8) for n in (7, 65))
     assert torch.equal(sums.ours(emulated, x, weight), sums.exact(x, weight))
+    x, weight, zeros = sums.codes(7, 37), sums.codes(20, 37), torch.randint(-128, 129, (20,))
+    emulated.machine.forget()
+    wanted = ((x.long() - 100) @ (weight.long() - zeros[:, None]).t()).int()
+    assert torch.equal(sums.ours_less(emulated, x, weight, 100, zeros), wanted)
 
 
 @pytest.mark.parametrize("target", ["aarch64-v8.2", "aarch64-v8.6"])

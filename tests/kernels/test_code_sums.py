@@ -73,6 +73,15 @@ def ours(kernels: Any, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def ours_less(kernels: Any, x: Tensor, weight: Tensor, zero: int, *zeros: Tensor) -> Tensor:
+    """The sums without zero points."""
+    shapes = [each.shape for each in (x, weight, *zeros)]
+    launches = code_sums.launch(problem("code_sums", *shapes, dtype=torch.int32, zero=zero), CPU)
+    out = torch.full((x.shape[0], weight.shape[0]), -7, dtype=torch.int32)
+    launched(launches, kernels).writing(refuse)((x, weight, *zeros), out)
+    return out
+
+
 def exact(x: Tensor, weight: Tensor) -> Tensor:
     return (x.long() @ weight.long().t()).int()
 
@@ -93,6 +102,17 @@ def test_every_number_of_rows_columns_and_codes(kernels):
     for rows, columns, depth in sorted(shapes):
         x, weight = codes(rows, depth), codes(columns, depth)
         assert torch.equal(ours(kernels, x, weight), exact(x, weight)), (rows, columns, depth)
+
+
+@pytest.mark.parametrize("zero", [0, 1, -128, 127])
+@pytest.mark.parametrize("most", [None, 0, 128])
+def test_zero_points_are_taken_off(zero, most, kernels):
+    for rows, columns, depth in ((1, 1, 1), (7, 37, 66), (26, 130, 257), (49, 16, 4)):
+        x, weight = codes(rows, depth), codes(columns, depth)
+        zeros = [] if most is None else [torch.randint(-most, most + 1, (columns,))]
+        less = weight.long() - (zeros[0][:, None] if zeros else 0)
+        wanted = ((x.long() - zero) @ less.t()).int()
+        assert torch.equal(ours_less(kernels, x, weight, zero, *zeros), wanted), (rows, columns)
 
 
 @pytest.mark.parametrize("values", [(-128, -128), (127, 127), (127, -128), (-128, 127)], ids=str)
@@ -140,8 +160,8 @@ def test_its_memory_is_as_large_as_the_kernel_says():
     """The header is C++, and what reserves memory for it is not."""
     text = code_panel.header()
     assert f"PANEL = {code_panel.ROWS};" in text
-    assert f"return up_to(columns, {code_panel.LANES}) * (depth / 2 + 2);" in text
+    assert f"return up_to(columns, {code_panel.LANES}) * (depth / 2 + 3);" in text
     assert f"HEAD = {code_panel.HEAD};" in text
-    assert code_panel.packed_words(17, 9) == 32 * 6
+    assert code_panel.packed_words(17, 9) == 32 * 7
     assert "return depth / 2 + 1;" in text
     assert code_panel.row_words(9) == 5

@@ -163,6 +163,80 @@ def test_one_scale_for_a_weight_and_halves(folder):
     assert products(own) == 1
 
 
+class InHalves(Quantised):
+    """Dequantises both operands in bf16, as PT2E writes it for a model of bf16."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        given = (self.scale, self.zero)
+        held = OPS.quantize_per_tensor.default(x, *given, *self.codes)
+        values = OPS.dequantize_per_tensor.default(
+            held, *given, *self.codes, out_dtype=torch.bfloat16
+        )
+        return values, self.own_weight()
+
+    def own_weight(self) -> Tensor:
+        given = self.weight, self.scales, self.zeros, 0, *INT8
+        return OPS.dequantize_per_channel.default(*given, out_dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.bfloat16()
+        return nn.functional.linear(*self.operands(x), bias)
+
+
+@pytest.mark.parametrize("kind", ["static", "static int8", "static at 128", "no bias"])
+def test_models_of_bf16(kind, folder):
+    torch.manual_seed(2)
+    eager = InHalves(48, 70, **KINDS[kind]).eval()
+    own = compiled(eager, folder)
+    with torch.no_grad():
+        for rows in (5, 2, 30):
+            x = (torch.randn(rows, 4, 70) + 0.3).bfloat16()
+            found, wanted = own(x), eager(x)
+            assert found.dtype is torch.bfloat16
+            assert_as_accurate_as_eager(found, wanted, eager.exact(x))
+    assert products(own) == 1
+    assert not strop.explain(own).calls
+
+
+class Tied(Quantised):
+    """Multiplies values by one weight twice, with another zero point each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for zero in (self.zero, self.zero - 90):
+            self.zero, before = zero, self.zero
+            found.append(super().forward(x))
+            self.zero = before
+        return found[0] - 2 * found[1]
+
+    def exact(self, x: Tensor) -> Tensor:
+        found = []
+        for zero in (self.zero, self.zero - 90):
+            self.zero, before = zero, self.zero
+            found.append(super().exact(x))
+            self.zero = before
+        return found[0] - 2 * found[1]
+
+
+def test_one_packed_weight_serves_any_zero_point_of_values(folder):
+    eager = Tied(48, 64).eval()
+    own = compiled(eager, folder)
+    with torch.no_grad():
+        for rows in (5, 5, 60, 3):
+            x = torch.randn(rows, 64)
+            assert_as_accurate_as_eager(own(x), eager(x), eager.exact(x))
+
+
+def test_the_library_takes_zero_points_off(folder):
+    """Where panels have too few rows of a large weight, and without our product."""
+    eager = Quantised(1024, 300).eval()
+    own = compiled(eager, folder, kernels_off=("code_sums",))
+    with torch.no_grad():
+        for rows in (1, 3, 40):
+            x = torch.randn(rows, 300)
+            assert_as_accurate_as_eager(own(x), eager(x), eager.exact(x))
+
+
 class Aside(Quantised):
     """Moves values between their codes and the linear."""
 

@@ -88,14 +88,10 @@ def openvino_int8(model: nn.Module, example: Given) -> Way:
     floating point in bf16."""
     import nncf
 
-    def drawn() -> Iterator[list[Any]]:
-        generator = torch.Generator().manual_seed(7)
-        for _ in range(CALIBRATING):
-            yield [_like(tensor, generator).numpy() for tensor in example]
-
+    drawn = [[tensor.numpy() for tensor in call] for call in calibrating(example)]
     quantised = nncf.quantize(
         _converted(model, example),
-        nncf.Dataset(list(drawn())),
+        nncf.Dataset(drawn),
         model_type=nncf.ModelType.TRANSFORMER,
         subset_size=CALIBRATING,
     )
@@ -106,6 +102,13 @@ def _converted(model: nn.Module, example: Given) -> Any:
     import openvino
 
     return openvino.convert_model(model, example_input=example)
+
+
+def calibrating(given: Given) -> Iterator[Given]:
+    """Yield calls like the given one, by which ranges are found."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(CALIBRATING):
+        yield tuple(_like(tensor, generator) for tensor in given)
 
 
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -200,24 +203,25 @@ def inductor_int8(model: nn.Module, example: Given) -> Way:
     def call(*given: Tensor) -> Any:
         key = tuple(tensor.shape for tensor in given)
         if key not in found:
-            found[key] = _frozen(_by_pt2e(model, given))
+            found[key] = _frozen(by_pt2e(model, given))
         with torch.autocast("cpu", torch.bfloat16):
             return found[key](*given)
 
     return call
 
 
-def _by_pt2e(model: nn.Module, given: Given) -> nn.Module:
+def by_pt2e(model: nn.Module, given: Given, sizes: Any = None) -> nn.Module:
+    """Return a copy that PT2E has quantised with static ranges, which calls like the given one
+    have; ``sizes`` names those that may change, in the form of ``torch.export``."""
     import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    traced = torch.export.export(copy.deepcopy(model), given).module()
+    traced = torch.export.export(copy.deepcopy(model), given, dynamic_shapes=sizes).module()
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
     watched = prepare_pt2e(traced, quantizer)
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(CALIBRATING):
-        watched(*(_like(tensor, generator) for tensor in given))
+    for call in calibrating(given):
+        watched(*call)
     quantised: nn.Module = convert_pt2e(watched)
     return quantised
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 import strop
 from strop.bench import cpu_peers, cpu_workloads, recommendation
 from strop.bench.cpu_peers import NEEDS, Given, Way
+from strop.bench.cpu_smoothed import smoothed
 from strop.errors import OptionError
 from strop.options import Options
 
@@ -109,7 +111,19 @@ def _strop_int8(
     return optimized
 
 
-ZERO_POINTS = "strop int8, zero points"
+def _strop_static(model: nn.Module, example: Given) -> Way:
+    """Return BERT in bf16 as PT2E quantises it after SmoothQuant, exported once for all batches and
+    lengths."""
+    sizes = {0: Dim("batch", max=64), 1: Dim("length", max=512)}
+    smooth = smoothed(model, cpu_peers.calibrating(example)).bfloat16()
+    quantised = cpu_peers.by_pt2e(smooth, example, tuple(sizes for _ in example))
+    for part in quantised.modules():
+        part.training = False  # torch forbids eval() on exported modules
+    optimized: Way = strop.optimize(quantised)
+    return optimized
+
+
+ZERO_POINTS, STATIC = "strop int8, zero points", "strop int8, static"
 _TORCHAO = "torchao's int8 weights and dynamic rows of a bf16 model"
 _OPENVINO = "OpenVINO, one thread, latency hint, a program for each shape"
 _ONNX = "ONNX Runtime, one thread, exported by torch.onnx (dynamo) for each shape"
@@ -188,6 +202,13 @@ _IN_INT8 = (
         ZERO_POINTS,
         f"{_TORCHAO}, rows with zero points (ASYMMETRIC), strop.optimize",
         partial(_strop_int8, has_zero_points=True),
+        NEEDS["torchao"],
+    ),
+    Contender(
+        STATIC,
+        "SmoothQuant, then PT2E of torchao, X86InductorQuantizer, static ranges, of a bf16 model"
+        " exported once for all shapes; strop.optimize",
+        _strop_static,
         NEEDS["torchao"],
     ),
 )
@@ -271,12 +292,14 @@ def _unet(shape: tuple[int, int], fp32: float, bf16: float) -> CpuRow:
 
 
 def _bert(shape: tuple[int, int], least: float) -> CpuRow:
+    # beside peers, whose ranges are static and whose columns are smoothed, stands who has both
     peers = ("inductor int8", "openvino int8", "onnxruntime int8")
     musts = (
         Must("strop int8", EAGER, least),
         Must(ZERO_POINTS, EAGER, least),
-        Must(ZERO_POINTS, "openvino int8", 1.05),
-        *(Must(ZERO_POINTS, peer) for peer in peers),
+        Must(STATIC, EAGER, least),
+        Must(STATIC, "openvino int8", 1.05),
+        *(Must(STATIC, peer) for peer in peers),
     )
     return CpuRow("bert", shape, musts)
 

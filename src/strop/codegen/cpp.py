@@ -16,7 +16,7 @@ from strop.codegen.cpp_panel_sweeps import PanelSweeps
 from strop.codegen.cpp_parts import PartPrinter
 from strop.codegen.cpp_places import print_places
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
-from strop.codegen.cpp_rewrites import with_powers
+from strop.codegen.cpp_rewrites import with_limits, with_powers
 from strop.codegen.cpp_text import TYPES
 from strop.ir.code_panel import header
 from strop.ir.loops import LoopKernel, Schedule
@@ -33,13 +33,13 @@ def emit(kernel: LoopKernel) -> Emitted:
     """Print the C++ source of a kernel, and list the sizes that it takes. This is a pure
     function."""
     parts = pieces.cut_loops(kernel)
-    loops = Loops(with_powers(nest.simplify(parts[0])))
+    loops = Loops(_rewritten(parts[0]))
     if len(parts) == 1:
         _print_all(loops)
     else:
         printer = PartPrinter(loops, _print_all)
         for part in parts:
-            printer.add(with_powers(nest.simplify(part)))
+            printer.add(_rewritten(part))
     source = KernelSource(
         name=kernel.name,
         language="cpp",
@@ -51,10 +51,15 @@ def emit(kernel: LoopKernel) -> Emitted:
     return Emitted(source, tuple(loops.scalars.names))
 
 
+def _rewritten(kernel: LoopKernel) -> LoopKernel:
+    return with_limits(with_powers(nest.simplify(kernel)))
+
+
 def _print_all(loops: Loops) -> None:
     with loops.faults():
         cpp_panels.pack(loops)
         loops.uniform_values()
+        cpp_panels.print_columns(loops)
         _print_loops(loops)
 
 

@@ -1,7 +1,8 @@
 """Print panels of sums of products of codes: rows of them that a kernel makes before it reads them.
 
-The weight is packed before the tasks. Each task then multiplies its rows, and reads them where they
-lie in a cache. ``rt/code_sums.h`` has the functions that are called.
+The weight is packed before the tasks. Each task then multiplies its rows, takes off what zero
+points of the weight have added, and reads them where they lie in a cache. ``rt/code_sums.h`` and
+``rt/kept_codes.h`` have the functions that are called.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import torch
 
 from strop.codegen import nest, pieces
 from strop.codegen.cpp_loops import Loops
+from strop.codegen.cpp_text import scalar_type
 from strop.ir.code_panel import MOST_BYTES, CodePanel
 from strop.ir.dims import product
-from strop.ir.loops import Load, LoopKernel, Schedule
+from strop.ir.loops import Apply, Load, LoopKernel, Schedule, Store, args_of
+from strop.ir.ops import compute_dtype
 
 
 def fits(kernel: LoopKernel) -> bool:
@@ -60,6 +63,46 @@ def pack(loops: Loops) -> None:
         rows = loops.scalars(loops.kernel.num_rows)
         given = f"{rows}, p{panel.weight}, {panel.columns}, {panel.depth}, {', '.join(memory)}"
         loops.out(f"const code_sums::Word* const packed{number} = code_sums::packed_for({given});")
+        loops.out(f"int32_t begins{number}[code_sums::up_to({panel.columns}, 16)];")
+        begins = f"{panel.columns}, {panel.depth}, {panel.zero}, begins{number}"
+        loops.out(f"code_sums::begins_of(packed{number}, {begins});")
+        if panel.zeros is not None:
+            loops.out(f"int32_t room{number}[{panel.columns}];")
+            used = f"code_sums::used_zeros(p{panel.zeros}, {panel.columns}, room{number})"
+            loops.out(f"const int32_t* const zeros{number} = {used};")
+
+
+def print_columns(loops: Loops) -> None:
+    """Print what is computed of columns alone, scales and biases, once for all rows: numbers of 32
+    bits that each row loads."""
+    if not loops.panels or not loops.kernel.rows or not loops.is_flat:
+        return
+    for stmt in _of_columns(loops):
+        name = f"{stmt.out}_columns"
+        loops.row_buffer(name, scalar_type(stmt.dtype))
+        with loops.cols():
+            loops.col_values([stmt.out])
+            loops.out(f"{name}[{loops.lane}] = {stmt.out};")
+        loops.buffers[stmt.out] = name
+
+
+def _of_columns(loops: Loops) -> list[Apply | Load]:
+    """Return the values of columns that rows read, other than what lies in 32 bits anyway."""
+    body = loops.kernel.body
+    read = {
+        arg
+        for stmt in body
+        if not isinstance(stmt, Store) and loops.varies_over(stmt) - loops.col_names
+        for arg in args_of(stmt)
+    }
+    return [
+        stmt
+        for stmt in body
+        if isinstance(stmt, Apply | Load)
+        if stmt.out in read and loops.varies_over(stmt) and stmt.out not in loops.buffers
+        if loops.varies_over(stmt) <= loops.col_names and compute_dtype(stmt.dtype).itemsize == 4
+        if isinstance(stmt, Apply) or loops.kernel.params[stmt.param].dtype.itemsize < 4
+    ]
 
 
 def multiply(loops: Loops) -> None:
@@ -102,5 +145,8 @@ def _multiply(loops: Loops, number: int, panel: CodePanel) -> None:
         words = f"code_sums::PANEL * code_sums::row_words({panel.depth})"
         out(f"alignas(64) code_sums::Word copied[{words}];")
         rows = f"p{number} + begin * {panel.depth}, end - begin"
-        packed = f"packed{number}, copied, sums{number}"
+        packed = f"packed{number}, begins{number}, copied, sums{number}"
         out(f"code_sums::multiply({rows}, {sizes}, {packed});")
+        if panel.zeros is not None:
+            to = f"{panel.zero}, sums{number}, width{number}"
+            out(f"code_sums::take_off(zeros{number}, {rows}, {sizes}, {to});")

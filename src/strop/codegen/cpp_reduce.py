@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strop.codegen import nest
+from strop.codegen import cpp_kept_rows, nest
 from strop.codegen.cpp_loops import HEAVY_FROM, Loops
 from strop.codegen.cpp_text import OMP_REDUCTIONS, TYPES, combine, identity, scalar_type
 from strop.ir.dims import product
@@ -222,16 +222,18 @@ class RowSweeps:
             (stmt,) = sweep.reduces
             out(f"const float {stmt.outs[0]} = sp::largest({row}, {size});")
             return
-        self._firsts(sweep)
-        buffered = [s for s in sweep.reduces if s.kind == "powers" and s.arg in sweep.keeps]
-        parts = parts_of(s for s in sweep.reduces if s not in buffered)
+        kernel, is_in_a_row = self.loops.kernel, cpp_kept_rows.is_in_a_row
+        buffered = [s for s in sweep.reduces if is_in_a_row(s, sweep.keeps, kernel)]
+        others = [s for s in sweep.reduces if s not in buffered]
+        self._firsts(sweep, moments_of(others))
+        parts = parts_of(others)
         for part in parts:
             out.all(part.declare())
         *outer, innermost = self.loops.col_loops()
         with self.loops.loops(outer):
             self._innermost(sweep, parts, *innermost)
         for stmt in buffered:
-            out(f"const double total_{stmt.outs[0]} = sp::sum({self.kept[stmt.arg]}, {size});")
+            out.all(cpp_kept_rows.totals(stmt, f"{self.kept[stmt.arg]}, {size}"))
         for part in parts_of(sweep.reduces):
             out.all(part.result(size))
 
@@ -260,9 +262,9 @@ class RowSweeps:
         strides = (term for term in index.strides if term[0] not in self.loops.col_names)
         return self.loops.element(Index(index.offset, tuple(strides)))
 
-    def _firsts(self, sweep: nest.Sweep) -> None:
-        """Print the first element of each moments, if there is one."""
-        loops, moments = self.loops, moments_of(sweep.reduces)
+    def _firsts(self, sweep: nest.Sweep, moments: Sequence[Reduce]) -> None:
+        """Print the first element of each of these, if there is one."""
+        loops = self.loops
         if not moments:
             return
         declare_firsts(loops, moments)

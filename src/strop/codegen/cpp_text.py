@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from strop.ir.dims import Expr, symbol
+from strop.ir.functions import HALVES
 from strop.ir.loops import Apply
 from strop.ir.ops import OPS, compute_dtype
 
@@ -29,6 +30,8 @@ TYPES = {
 
 
 OF_NEGATIVE = ("of_negative", True)  # attribute of an exp whose argument is never positive
+CODED = ("coded", True)  # of a cast of (x, zero, least, most): of the code of x between two limits
+LIMITED = ("limited", True)  # of a cast of what limits keep within int32, and of these alone
 
 
 def scalar_type(dtype: torch.dtype) -> str:
@@ -100,11 +103,16 @@ def number(value: float, dtype: torch.dtype) -> str:
 
 def apply_text(stmt: Apply) -> str:
     """Return the expression of a pointwise statement."""
+    if stmt.op == "cast" and CODED in stmt.attrs:
+        return f"static_cast<{TYPES[stmt.dtype]}>(sp::code({', '.join(stmt.args)}))"
     if stmt.op == "cast":
-        return _cast(stmt.args[0], stmt.dtype)
+        return _cast(stmt.args[0], stmt.dtype, is_limited=LIMITED in stmt.attrs)
+    if stmt.op == "clamp" and LIMITED in stmt.attrs:
+        return "sp::between({}, {}, {})".format(*stmt.args)
     if OF_NEGATIVE in stmt.attrs:
         return f"sp::exp_of_negative({stmt.args[0]})"
-    template, attrs = OPS[stmt.op].cpp, dict(stmt.attrs)
+    row, attrs = OPS[stmt.op], dict(stmt.attrs)
+    template = row.cpp_half if row.cpp_half and stmt.dtype in HALVES else row.cpp
     if attrs.get("alpha") == 1:
         template = template.replace("{alpha} * ", "")
     texts = {name: _attribute(value, stmt.dtype) for name, value in attrs.items()}
@@ -120,9 +128,11 @@ def _attribute(value: float | str, dtype: torch.dtype) -> str:
     return number(value, dtype if dtype.is_floating_point else torch.float64)
 
 
-def _cast(arg: str, dtype: torch.dtype) -> str:
-    if dtype in (torch.float16, torch.bfloat16):
+def _cast(arg: str, dtype: torch.dtype, *, is_limited: bool = False) -> str:
+    if dtype in HALVES:
         return f"sp::round_to<{TYPES[dtype]}>({arg})"
+    if is_limited:
+        return f"static_cast<{TYPES[dtype]}>(static_cast<int32_t>({arg}))"
     if dtype is torch.uint8:  # from a negative number by way of a signed type, as ATen
         return f"static_cast<uint8_t>(static_cast<int64_t>({arg}))"
     return f"static_cast<{TYPES[dtype]}>({arg})"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import UnsupportedError
-from strop.ir.code_conv import code_conv2d, scaled_conv2d
+from strop.ir.code_conv import code_conv2d, code_sums, scaled_conv2d
 from strop.ir.contractions import GELU_TANH, Gate
 from strop.ir.dims import Env, Expr
 from strop.ir.e4m3 import as_e4m3
@@ -261,7 +261,7 @@ _RULES: dict[str, Rule] = {
     "paired_geglu": lambda n, x, env: _geglu(n, _paired(x)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "mixed_product": lambda n, x, env: mixed_product(*x),
-    "code_sums": lambda n, x, env: torch.matmul(x[0].double(), x[1].double().t()),
+    "code_sums": lambda n, x, env: code_sums(*x, **n.attrs),
     "scaled_product": lambda n, x, env: _scaled_product(x),
     "scaled_geglu": lambda n, x, env: _geglu(n, _scaled_product(x)),
     "code_conv2d": lambda n, x, env: code_conv2d(*x, **_concrete_attrs(n, env)),

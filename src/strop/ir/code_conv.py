@@ -1,4 +1,4 @@
-"""Define what convolutions of codes stand for."""
+"""Define what products and convolutions of codes stand for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 from strop.ir.e4m3 import as_e4m3
+
+
+def code_sums(x: Tensor, weight: Tensor, zeros: Tensor | None = None, *, zero: int = 0) -> Tensor:
+    """Return the sums (M, N) of (x - zero) (weight - zeros) in fp64, all of them whole numbers and
+    exact. ``x`` (M, K) and ``weight`` (N, K) hold int8 codes; ``zeros`` (N,) are whole numbers,
+    None for 0."""
+    own = weight.double()
+    if zeros is not None:
+        own = own - zeros.double()[:, None]
+    return torch.matmul(x.double() - zero, own.t())
 
 
 def code_conv2d(

@@ -24,11 +24,14 @@ MOST_BYTES = 1 << 19  # of a panel and its codes, on the stack of a thread, whic
 @dataclass(frozen=True, slots=True)
 class CodePanel:
     """Describe a param that holds codes (M, ``depth``), of which a kernel reads sums (M,
-    ``columns``). ``weight`` is the param with the codes (``columns``, ``depth``) of the weight."""
+    ``columns``). ``weight`` is the param with the codes (``columns``, ``depth``) of the weight, and
+    ``zeros`` that with its zero points, if it has any. ``zero`` is that of the values."""
 
     columns: int
     depth: int
     weight: int
+    zero: int = 0
+    zeros: int | None = None
 
     @property
     def scratch(self) -> tuple[Scratch, Scratch]:
@@ -50,7 +53,7 @@ def _padded(columns: int) -> int:
 
 def packed_words(columns: int, depth: int) -> int:
     """Return the words of 4 bytes that a packed weight takes at most."""
-    return _padded(columns) * (depth // 2 + 2)
+    return _padded(columns) * (depth // 2 + 3)
 
 
 def row_words(depth: int) -> int:

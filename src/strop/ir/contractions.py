@@ -171,7 +171,8 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", ANYWHERE, flops=_mixed_flops),
     ),
-    # codes (M, K), codes of a weight (N, K), both int8 -> sums of their products (M, N), int32
+    # codes (M, K), codes of a weight (N, K), both int8[, its zero points (N,), int64] -> sums
+    # (M, N) of (code - ``zero``, 0 without it) times (code - its zero point), int32
     Op(
         "code_sums",
         Kind.CONTRACTION,

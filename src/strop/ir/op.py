@@ -121,6 +121,7 @@ class Op:
     triton: str = ""
     cpp: str = ""
     triton_half: str = ""  # a shorter one, whose error no result of 16 bits shows
+    cpp_half: str = ""  # the same in C++
     reference: Callable[..., Any] | None = None
     operands: Operands = Operands.RESULT
     types: Types = Types.ANY

@@ -24,6 +24,7 @@ ACTIVATIONS: tuple[Op, ...] = (
         "sp::half({0}) * (1 + sp::erf({0} * 0.7071067811865476f))",
         when=has(approximate="none"),
         triton_half="half_gelu({0})",
+        cpp_half="sp::half_gelu({0})",
     ),
     # 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u
     row(

@@ -133,7 +133,7 @@ def trimmed_us(problem: Problem, device: Device) -> float:
 
 def codes_us(problem: Problem, device: Device) -> float:
     """Return a guess: what is rounded nowhere is not left to it where there is a choice."""
-    (rows, depth), (columns, _) = problem.shapes
+    (rows, depth), (columns, _) = problem.shapes[:2]
     return 2 * rows * depth * columns / CODES_A_US
 
 

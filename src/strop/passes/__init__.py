@@ -36,6 +36,7 @@ from strop.passes.pointwise_conv import pointwise_conv
 from strop.passes.pooled_operands import pooled_operands
 from strop.passes.product_sum import product_sum
 from strop.passes.reduce_in_steps import reduce_in_steps
+from strop.passes.row_masks import row_masks
 from strop.passes.scaled_products import scaled_products
 from strop.passes.spelled_gelu import spelled_gelu
 from strop.passes.upsampled_conv import upsampled_conv
@@ -45,6 +46,7 @@ Pass = Callable[[Graph, Options], Graph]
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
     causal_masks,  # masks that are causal, of which attention knows
+    row_masks,  # masks that are the same for all queries, as rows
     spelled_gelu,  # GELU that a model's code spells out, as one operator
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
     dequantised_linear,  # products of dequantised values, by codes
@@ -84,6 +86,7 @@ ONLY_ON = {
     "eight_bit_attention": "cuda",
     "eight_bit_convs": "cuda",
     "pooled_operands": "cuda",
+    "row_masks": "cpu",
     "gated_codes": "cuda",
     "gated_linear": "cuda",
     "grouped_heads": "cuda",

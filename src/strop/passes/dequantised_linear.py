@@ -8,14 +8,17 @@ as PT2E writes it.
 
 The sums are whole numbers and exact. Eager dequantises both and adds products in fp32: this is
 rounded once behind the sums, for the scales once each. Values that are rounded to a half on their
-way into the linear, as by autocast, are not rounded here. A convolution takes both zero points off
-by itself: outside of a picture its values are 0, whose code is z.
+way into the linear, as by autocast, or dequantised in a half, are not rounded here. A z that is
+known and zero points of rows of a weight belong to the product itself (``code_sums``). A
+convolution takes both zero points off by itself: outside of a picture its values are 0, whose code
+is z.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
@@ -28,6 +31,7 @@ from strop.options import Options
 _CODES = (torch.int8, torch.uint8)
 _WHOLE = (*_CODES, torch.int16, torch.int32, torch.int64)
 _F32, _I32 = torch.float32, torch.int32
+_WIDE = (_F32, *HALVES)  # in which codes are dequantised
 _TO_SIGNED = 128  # what unsigned codes are above signed ones
 # 255 x 255 times as many is less than 2^31.
 MOST_DEPTH = 1 << 15
@@ -131,11 +135,12 @@ def codes_of(value: Node) -> Codes | None:
     """Return the codes that a value is dequantised of, in its shape, or None."""
     while value.op == "reshape" or (value.op == "cast" and value.dtype in HALVES):
         value = value.inputs[0]
-    if value.op != "mul" or value.dtype is not _F32:
+    if value.op != "mul" or value.dtype not in _WIDE:
         return None
     scaled, scale = value.inputs
     if scale.dtype is not _F32 or scaled.shape != value.shape:
         return None
+    scaled = _unrounded(scaled)
     if scaled.op == "sub" and scaled.attrs.get("alpha", 1) == 1:
         wide, zero = scaled.inputs
     else:
@@ -146,6 +151,14 @@ def codes_of(value: Node) -> Codes | None:
     if zero is not None and (zero := _whole(zero)) is None:
         return None
     return Codes(codes, zero, scale)
+
+
+def _unrounded(value: Node) -> Node:
+    """Return what a value was before it was rounded to a half, and that alone."""
+    found = value
+    while found.op == "cast" and found.dtype in _WIDE and found.inputs[0].dtype in _WIDE:
+        found = found.inputs[0]
+    return found
 
 
 def _whole(zero: Node) -> Node | None:
@@ -162,23 +175,29 @@ def _by_codes(b: Builder, node: Node, x: Codes, weight: Codes, bias: tuple[Node,
     rows = product(node.shape[:-1])
     codes, zero = _signed(b, x)
     codes = b.reshape(codes, (rows, depth))
-    total = b.make("code_sums", (codes, weight.codes), (rows, columns), _I32)
-    if zero is not None:
-        taken = b.pointwise("mul", _sums(b, weight.codes), zero, dtype=_I32)
+    number, zeros = (zero.attrs["value"] if _is_constant(zero) else 0), weight.zero
+    # what the product takes off by itself, in no time where all of them are 0
+    own = zeros is not None and not _is_one(zeros)
+    read = [codes, weight.codes]
+    if own and zeros is not None:
+        read.append(b.reshape(b.cast(zeros, torch.int64), (columns,)))
+    total = b.make("code_sums", read, (rows, columns), _I32, zero=number)
+    if zero is not None and not _is_constant(zero):
+        taken = b.pointwise("mul", _less_zeros(b, weight), zero, dtype=_I32)
         total = _less(b, total, b.reshape(taken, (1, columns)))
-    if weight.zero is not None:
+    if zeros is not None and not own:
         each = _sums(b, codes)
-        if zero is not None:
-            nothing = b.pointwise("mul", zero, b.constant(depth.value, _I32), dtype=_I32)
-            each = _less(b, each, nothing)
-        zeros = b.cast(_of_columns(b, weight.zero), _I32)
-        total = _less(b, total, b.pointwise("mul", each, zeros, dtype=_I32))
+        if number:
+            each = _less(b, each, b.constant(number * depth.value, _I32))
+        one = b.cast(b.reshape(zeros, ()), _I32)
+        total = _less(b, total, b.pointwise("mul", each, one, dtype=_I32))
     scale = _of_columns(b, weight.scale)
     scales = b.pointwise("mul", b.reshape(x.scale, ()), scale, dtype=_F32)
-    y = b.pointwise("mul", b.cast(total, _F32), scales, dtype=_F32)
+    # in the type of the linear, which rounds where it is stored, and not before what reads it here
+    y = b.pointwise("mul", b.cast(total, _F32), scales, dtype=_F32 if bias else node.dtype)
     for added in bias:
-        y = b.pointwise("add", y, b.cast(added, _F32), dtype=_F32, alpha=1)
-    return b.reshape(b.cast(y, node.dtype), node.shape)
+        y = b.pointwise("add", y, b.cast(added, _F32), dtype=node.dtype, alpha=1)
+    return b.reshape(y, node.shape)
 
 
 def _conv_by_codes(b: Builder, node: Node, x: Codes, weight: Codes, bias: tuple[Node, ...]) -> Node:
@@ -226,6 +245,21 @@ def _number(b: Builder, zero: Node) -> Node:
 def _of_columns(b: Builder, x: Node) -> Node:
     """Return what each row of a weight has, or all have, as a row (1, N) or a number."""
     return b.reshape(x, () if _is_one(x) else (1, x.shape[0]))
+
+
+def _less_zeros(b: Builder, weight: Codes) -> Node:
+    """Return the sums (N, 1) of a weight's codes, less their zero points."""
+    sums, depth = _sums(b, weight.codes), b.constant(weight.codes.shape[1].value, _I32)
+    if weight.zero is None:
+        return sums
+    zeros = b.cast(weight.zero, _I32)
+    if _is_one(weight.zero):
+        zeros = b.reshape(zeros, ())
+    return _less(b, sums, b.pointwise("mul", zeros, depth, dtype=_I32))
+
+
+def _is_constant(zero: Node | None) -> TypeGuard[Node]:
+    return zero is not None and zero.op == "constant"
 
 
 def _sums(b: Builder, codes: Node) -> Node:

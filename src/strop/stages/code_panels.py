@@ -7,7 +7,7 @@ of. The kernel of the library makes those that a call reads, or several kernels,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from strop.fusion.plan import CodePanels, FusionPlan, Group
 from strop.fusion.planner import loaded
 from strop.ir.affine import base_of
 from strop.ir.code_panel import CodePanel
-from strop.ir.dims import const
+from strop.ir.dims import Expr, const
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Param
 from strop.ir.ops import Kind
@@ -72,14 +72,19 @@ def panels_of(group: Group, low: Lowered, readers: Mapping[Node, Group]) -> Code
         return None
     params, buffers = list(low.kernel.params), list(low.buffers)
     for call in calls:
-        place, (x, weight) = low.buffers.index(call), call.inputs
+        place, (x, weight, *zeros) = low.buffers.index(call), call.inputs
         columns, depth = (size.value for size in weight.shape)
-        params[place] = Param(x.dtype, False, CodePanel(columns, depth, len(params)))
-        params.append(Param(weight.dtype, False))
+        own = len(params)
+        panel = CodePanel(
+            columns, depth, own, call.attrs.get("zero", 0), own + 1 if zeros else None
+        )
+        params[place] = Param(x.dtype, False, panel)
         buffers[place] = base_of(x)
-        buffers.append(weight)
+        for each in (weight, *zeros):
+            params.append(Param(each.dtype, False))
+            buffers.append(base_of(each))
     kernel = replace(low.kernel, name=f"codes_{low.kernel.name}", params=tuple(params))
-    offsets = (*low.offsets, *(const(0) for _ in calls))
+    offsets = (*low.offsets, *(const(0) for _ in buffers[len(low.buffers) :]))
     if not cpp_panels.fits(kernel):
         return None
     is_small = all(call.inputs[1].numel.value <= SMALL for call in calls)
@@ -88,11 +93,18 @@ def panels_of(group: Group, low: Lowered, readers: Mapping[Node, Group]) -> Code
 
 
 def _has_plain_operands(call: Node) -> bool:
-    """Tell whether codes and weight lie densely from where their memory begins."""
-    x, weight = call.inputs
+    """Tell whether codes, weight and its zero points lie densely from where their memory begins."""
+    x, weight, *zeros = call.inputs
+    is_weight = weight.op == "input" and weight.order is None
+    is_known = is_weight and all(size.is_const for size in weight.shape)
+    return is_known and _is_whole(x, x.shape[-1:]) and all(_is_whole(z, ()) for z in zeros)
+
+
+def _is_whole(x: Node, rows: Sequence[Expr]) -> bool:
+    """Tell whether all of some memory, and nothing but its shape, is seen otherwise: its rows are
+    these."""
     base = base_of(x)
-    is_whole = base.order is None and base.shape[-1:] == x.shape[-1:] and base.numel == x.numel
+    is_whole = base.order is None and base.numel == x.numel
     while x.op == "reshape":
         x = x.inputs[0]
-    is_weight = weight.op == "input" and weight.order is None
-    return x is base and is_whole and is_weight and all(size.is_const for size in weight.shape)
+    return x is base and is_whole and base.shape[len(base.shape) - len(rows) :] == tuple(rows)

@@ -48,24 +48,17 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       const bool v4_outside = sp::is_outside(v3, s2);
       faults |= v4_outside;
       const int32_t v4 = (static_cast<int32_t>(v3) + none) & (v4_outside - 1);
-      double first_v7 = 0;
-      for (int64_t c0 = 0; c0 < sp::min<int64_t>(320, 1); ++c0) {
-        const float v2 = sp::widen(p1[c0 + v1 * int64_t{320}]);
-        const float v5 = sp::widen(p2[c0 + v4 * int64_t{320}]);
-        const float v6 = v2 + v5;
-        first_v7 = v6;
-      }
-      double total_v7 = 0;
-      double total_v8 = 0;
-      #pragma omp simd reduction(+:total_v7) reduction(+:total_v8) reduction(|:faults)
+      #pragma omp simd reduction(|:faults)
       for (int64_t c0 = 0; c0 < 320; ++c0) {
         const float v2 = sp::widen(p1[c0 + v1 * int64_t{320}]);
         const float v5 = sp::widen(p2[c0 + v4 * int64_t{320}]);
         const float v6 = v2 + v5;
         t0[c0] = v6;
-        total_v7 += (v6 - first_v7);
-        total_v8 += (v6 - first_v7) * (v6 - first_v7);
       }
+      const sp::Moments of_v7 = sp::moments(t0, 320);
+      const double first_v7 = of_v7.first;
+      const double total_v7 = of_v7.sum;
+      const double total_v8 = of_v7.squares;
       const float v7 = static_cast<float>(first_v7 + total_v7 / 320);
       const float v8 = static_cast<float>(sp::max(total_v8 / 320 - total_v7 / 320 * (total_v7 / 320), 0.0));
       const float v10 = 1 / sp::sqrt(v8);

@@ -19,24 +19,17 @@ extern "C" void layer_norm(void* const* buffers, const int64_t* scalars) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       float* const t0 = p4 + r0 * 320;
-      double first_v3 = 0;
-      for (int64_t c0 = 0; c0 < sp::min<int64_t>(320, 1); ++c0) {
-        const float v0 = sp::widen(p0[r0 * 320 + c0]);
-        const float v1 = sp::widen(p1[r0 * 320 + c0]);
-        const float v2 = v0 + v1;
-        first_v3 = v2;
-      }
-      double total_v3 = 0;
-      double total_v4 = 0;
-      #pragma omp simd reduction(+:total_v3) reduction(+:total_v4)
+      #pragma omp simd
       for (int64_t c0 = 0; c0 < 320; ++c0) {
         const float v0 = sp::widen(p0[r0 * 320 + c0]);
         const float v1 = sp::widen(p1[r0 * 320 + c0]);
         const float v2 = v0 + v1;
         t0[c0] = v2;
-        total_v3 += (v2 - first_v3);
-        total_v4 += (v2 - first_v3) * (v2 - first_v3);
       }
+      const sp::Moments of_v3 = sp::moments(t0, 320);
+      const double first_v3 = of_v3.first;
+      const double total_v3 = of_v3.sum;
+      const double total_v4 = of_v3.squares;
       const float v3 = static_cast<float>(first_v3 + total_v3 / 320);
       const float v4 = static_cast<float>(sp::max(total_v4 / 320 - total_v3 / 320 * (total_v3 / 320), 0.0));
       const float v6 = v4 + v5;

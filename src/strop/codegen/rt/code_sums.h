@@ -6,7 +6,8 @@
 // registers.
 //
 // vpdpbusd multiplies unsigned by signed codes and saturates nowhere. Its rows are x + 128, and sums
-// begin with -128 times those of the columns of w. vpmaddwd takes both as they are.
+// begin with -128 times those of the columns of w. vpmaddwd takes both as they are. A zero point of x,
+// one for all of it, is taken off the same way, and costs nothing.
 #ifndef STROP_CODE_SUMS
 #define STROP_CODE_SUMS
 
@@ -27,7 +28,6 @@ constexpr int LANES = 4, WIDE = 2;
 constexpr int ROWS = 6;  // of a tile: 24 sums, 4 columns and a row in 32 registers
 constexpr int BLOCK = WIDE * LANES;
 constexpr int64_t PANEL = 24;  // rows of a task, a multiple of ROWS
-constexpr int64_t GROUP = 512;  // columns whose sums lie in a cache, a multiple of BLOCK
 constexpr double THREADED_FROM = 2e6;  // operations: 10 us of one core
 
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -142,6 +142,10 @@ template <bool VNNI, int M>
 void tile_wide(int vectors, const Word* a, const Word* b, int64_t width, int64_t steps,
                const int32_t* begins, int32_t* to, int64_t to_row) {
   if (vectors == WIDE) return tile<VNNI, M, WIDE>(a, b, width, steps, begins, to, to_row);
+  if constexpr (VNNI && M == ROWS && WIDE == 4) {  // beside each other, to have sums enough at work
+    if (vectors == 3) return tile<VNNI, M, 3>(a, b, width, steps, begins, to, to_row);
+    if (vectors == 2) return tile<VNNI, M, 2>(a, b, width, steps, begins, to, to_row);
+  }
   for (int n = 0; n < vectors; ++n)
     tile<VNNI, M, 1>(a, b + n * LANES, width, steps, begins + n * LANES, to + n * LANES, to_row);
 }
@@ -200,7 +204,7 @@ inline void transpose(Words (&rows)[LANES]) {
 // One vector of columns of w from ``column`` on, into a block that is ``width`` columns wide.
 template <bool VNNI>
 void pack_columns(const int8_t* w, int64_t column, int64_t columns, int64_t depth, Word* to,
-                  int64_t width, int32_t* begins) {
+                  int64_t width, int32_t* of_columns) {
   const int64_t steps = steps_of<VNNI>(depth);
   Ints sums = {};
   for (int64_t step = 0; step < steps; step += LANES) {
@@ -213,23 +217,33 @@ void pack_columns(const int8_t* w, int64_t column, int64_t columns, int64_t dept
     transpose<LANES / 2>(rows);
     for (int n = 0; n < LANES && step + n < steps; ++n) {
       *reinterpret_cast<LooseWords*>(to + (step + n) * width) = rows[n];
-      if constexpr (VNNI) fuse<true>(sums, splat(0x80808080u), rows[n]);
+      fuse<VNNI>(sums, splat(VNNI ? 0x01010101u : 0x00010001u), rows[n]);
     }
   }
-  *reinterpret_cast<LooseInts*>(begins) = -sums;
+  *reinterpret_cast<LooseInts*>(of_columns) = sums;
 }
 
 template <bool VNNI>
 void pack_all(const int8_t* w, int64_t columns, int64_t depth, Word* packed) {
   const int64_t steps = steps_of<VNNI>(depth), padded = up_to(columns, LANES), vectors = padded / LANES;
-  int32_t* const begins = reinterpret_cast<int32_t*>(packed + padded * steps);
+  int32_t* const of_columns = reinterpret_cast<int32_t*>(packed + padded * steps);
 #pragma omp parallel for schedule(static) if (work(1, columns, depth) > THREADED_FROM)
   for (int64_t vector = 0; vector < vectors; ++vector) {
     const int64_t column = vector * LANES, block = column / BLOCK * BLOCK;
     const int64_t width = least(padded - block, BLOCK);
     pack_columns<VNNI>(w, column, columns, depth, packed + block * steps + column - block, width,
-                       begins + column);
+                       of_columns + column);
   }
+}
+
+// What sums with each column begin with: what is added to x by its form, and ``zero``, times the sums
+// of the columns, which lie behind the packed codes.
+template <bool VNNI>
+void begin_with(const Word* packed, int64_t columns, int64_t depth, int32_t zero, int32_t* begins) {
+  const int64_t padded = up_to(columns, LANES);
+  const int32_t* const sums = reinterpret_cast<const int32_t*>(packed + padded * steps_of<VNNI>(depth));
+  const uint32_t taken = -(uint32_t(zero) + (VNNI ? 128 : 0));
+  for (int64_t n = 0; n < padded; ++n) begins[n] = int32_t(sums[n] * taken);
 }
 
 // ---- a panel of rows ---------------------------------------------------------------------------
@@ -239,10 +253,14 @@ template <bool VNNI>
 void copy_rows(const int8_t* x, int64_t rows, int64_t depth, Word* to) {
   const int64_t steps = steps_of<VNNI>(depth);
   const uint32_t sign = VNNI ? 0x80808080u : 0;
+  const int64_t whole = depth / EACH<VNNI>;  // words; the last vector of them overlaps
   for (int64_t row = 0; row < rows; ++row, x += depth, to += steps) {
     int64_t step = 0;
-    for (; step + LANES <= steps; step += LANES)
-      *reinterpret_cast<LooseWords*>(to + step) = words<VNNI>(x, depth, step) ^ splat(sign);
+    const auto copy = [&](int64_t at) __attribute__((always_inline)) {
+      *reinterpret_cast<LooseWords*>(to + at) = words<VNNI>(x, depth, at) ^ splat(sign);
+    };
+    for (; step + LANES <= whole; step += LANES) copy(step);
+    if (step && step < whole) copy(whole - LANES), step = whole;
     const int8_t* rest = x + step * EACH<VNNI>;
     for (; step < steps; ++step, rest += EACH<VNNI>)
       to[step] = word<VNNI>(rest, x + depth - rest) ^ sign;
@@ -262,6 +280,13 @@ void panel(const Word* a, int64_t rows, int64_t steps, const Word* packed, const
       const int64_t rest = rows - row;
       const Word* const from = a + row * steps;
       int32_t* const out = to + row * to_row + block - begin;
+      if constexpr (VNNI && WIDE == 4) {  // six sums would wait for each other
+        if (vectors == 1 && rest >= 2 * ROWS) {
+          tile<VNNI, 2 * ROWS, 1>(from, b, width, steps, begins + block, out, to_row);
+          row += 2 * ROWS;
+          continue;
+        }
+      }
       const auto multiply = [&](auto count) {
         constexpr int m = count.value;
         tile_wide<VNNI, m>(vectors, from, b, width, steps, begins + block, out, to_row);
@@ -277,18 +302,17 @@ void panel(const Word* a, int64_t rows, int64_t steps, const Word* packed, const
 
 template <bool VNNI>
 void rows_by_all(const int8_t* x, int64_t rows, int64_t columns, int64_t depth, const Word* packed,
-                 Word* copied, int32_t* to) {
-  const int64_t padded = up_to(columns, LANES), steps = steps_of<VNNI>(depth);
+                 const int32_t* begins, Word* copied, int32_t* to) {
+  const int64_t padded = up_to(columns, LANES);
   copy_rows<VNNI>(x, rows, depth, copied);
-  panel<VNNI>(copied, rows, steps, packed, reinterpret_cast<const int32_t*>(packed + padded * steps),
-              0, padded, to, padded);
+  panel<VNNI>(copied, rows, steps_of<VNNI>(depth), packed, begins, 0, padded, to, padded);
 }
 
 // ---- what kernels call -------------------------------------------------------------------------
 
 // Words of packed codes, and of a copied row, in whichever form: numbers of a launch.
 constexpr int64_t packed_words(int64_t columns, int64_t depth) {
-  return up_to(columns, 16) * (depth / 2 + 2);
+  return up_to(columns, 16) * (depth / 2 + 3);
 }
 constexpr int64_t row_words(int64_t depth) { return depth / 2 + 1; }
 
@@ -298,47 +322,54 @@ inline void pack(const int8_t* w, int64_t columns, int64_t depth, Word* packed) 
   else pack_all<false>(w, columns, depth, packed);
 }
 
+// Writes what sums of x - ``zero`` with packed columns begin with, ``up_to(columns, LANES)`` numbers.
+inline void begins_of(const Word* packed, int64_t columns, int64_t depth, int32_t zero,
+                      int32_t* begins) {
+  if (has_vnni()) begin_with<true>(packed, columns, depth, zero, begins);
+  else begin_with<false>(packed, columns, depth, zero, begins);
+}
+
 // Sums of up to PANEL dense rows of x with all columns, to rows of ``up_to(columns, LANES)`` numbers.
 // ``copied``: memory for ``rows`` times ``row_words(depth)`` words.
 inline void multiply(const int8_t* x, int64_t rows, int64_t columns, int64_t depth,
-                     const Word* packed, Word* copied, int32_t* to) {
-  if (has_vnni()) rows_by_all<true>(x, rows, columns, depth, packed, copied, to);
-  else rows_by_all<false>(x, rows, columns, depth, packed, copied, to);
+                     const Word* packed, const int32_t* begins, Word* copied, int32_t* to) {
+  if (has_vnni()) rows_by_all<true>(x, rows, columns, depth, packed, begins, copied, to);
+  else rows_by_all<false>(x, rows, columns, depth, packed, begins, copied, to);
 }
 
-// One task of a product of its own: up to PANEL rows, whose sums with some columns at a time lie in a
-// cache before they are copied.
+// One task of a product of its own: up to PANEL rows. What is left of columns behind whole blocks has
+// no room for whole vectors: it is copied.
 template <bool VNNI>
 void part(const int8_t* x, int64_t rows, int64_t columns, int64_t depth, const Word* packed,
-          Word* copied, int32_t* to) {
-  alignas(64) int32_t sums[PANEL * GROUP];
+          const int32_t* begins, Word* copied, int32_t* to) {
+  alignas(64) int32_t sums[PANEL * BLOCK];
   const int64_t padded = up_to(columns, LANES), steps = steps_of<VNNI>(depth);
-  const int32_t* const begins = reinterpret_cast<const int32_t*>(packed + padded * steps);
   copy_rows<VNNI>(x, rows, depth, copied);
-  for (int64_t begin = 0; begin < columns; begin += GROUP) {
-    const int64_t end = least(begin + GROUP, padded), width = end - begin;
-    panel<VNNI>(copied, rows, steps, packed, begins, begin, end, sums, width);
-    const int64_t some = least(end, columns) - begin;
-    for (int64_t row = 0; row < rows; ++row)
-      __builtin_memcpy(to + row * columns + begin, sums + row * width, some * sizeof(int32_t));
-  }
+  const int64_t whole = columns / BLOCK * BLOCK, width = padded - whole, some = columns - whole;
+  panel<VNNI>(copied, rows, steps, packed, begins, 0, whole, to, columns);
+  if (!some) return;
+  panel<VNNI>(copied, rows, steps, packed, begins, whole, padded, sums, width);
+  for (int64_t row = 0; row < rows; ++row)
+    __builtin_memcpy(to + row * columns + whole, sums + row * width, some * sizeof(int32_t));
 }
 
-// out (rows, columns) = x (rows, depth) times w (columns, depth) transposed, all dense.
-// ``memory``: packed codes, and ``row_words(depth)`` words for each row.
+// out (rows, columns) = x - zero (rows, depth) times w (columns, depth) transposed, all dense.
+// ``memory``: packed codes, ``row_words(depth)`` words for each row, and ``up_to(columns, 16)``.
 inline void product(const int8_t* x, const int8_t* w, int32_t* out, Word* memory, int64_t rows,
-                    int64_t columns, int64_t depth) {
+                    int64_t columns, int64_t depth, int32_t zero) {
   const int64_t parts = (rows + PANEL - 1) / PANEL;
   Word* const copies = memory + packed_words(columns, depth);
+  int32_t* const begins = reinterpret_cast<int32_t*>(copies + rows * row_words(depth));
   pack(w, columns, depth, memory);
+  begins_of(memory, columns, depth, zero, begins);
 #pragma omp parallel for schedule(static) if (work(rows, columns, depth) > THREADED_FROM)
   for (int64_t at = 0; at < parts; ++at) {
     const int64_t row = at * PANEL, some = least(PANEL, rows - row);
     const int8_t* const from = x + row * depth;
     Word* const copied = copies + row * row_words(depth);
     int32_t* const to = out + row * columns;
-    if (has_vnni()) part<true>(from, some, columns, depth, memory, copied, to);
-    else part<false>(from, some, columns, depth, memory, copied, to);
+    if (has_vnni()) part<true>(from, some, columns, depth, memory, begins, copied, to);
+    else part<false>(from, some, columns, depth, memory, begins, copied, to);
   }
 }
 

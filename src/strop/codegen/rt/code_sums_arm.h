@@ -58,13 +58,21 @@ inline int32x4_t fused(int32x4_t sums, int8x16_t rows, int8x16_t columns) {
 #endif
 }
 
+// What the sums of a vector of columns begin with, for one or two rows.
+inline int32x4_t begin_of(const int32_t* begins, int vector) {
+  if constexpr (ACROSS == 1) return vld1q_s32(begins + vector * LANES);
+  const int32x2_t two = vld1_s32(begins + vector * 2);
+  return vcombine_s32(two, two);
+}
+
 // M rows by BLOCK columns: ``b`` has 16 * EACH codes for each step.
 template <int M>
-void tile(const int8_t* x, int64_t depth, const int8_t* b, int32_t* to, int64_t to_row) {
+void tile(const int8_t* x, int64_t depth, const int8_t* b, const int32_t* begins, int32_t* to,
+          int64_t to_row) {
   constexpr int groups = (M + ACROSS - 1) / ACROSS, vectors = BLOCK * ACROSS / LANES;
   int32x4_t sums[groups][vectors];
   for (int m = 0; m < groups; ++m)
-    for (int n = 0; n < vectors; ++n) sums[m][n] = vdupq_n_s32(0);
+    for (int n = 0; n < vectors; ++n) sums[m][n] = begin_of(begins, n);
   for (int64_t at = 0; at < depth; at += EACH, b += BLOCK * EACH) {
     int8x16_t rows[groups];
 #pragma GCC unroll 6
@@ -96,17 +104,23 @@ void tile(const int8_t* x, int64_t depth, const int8_t* b, int32_t* to, int64_t 
 
 // Words of packed codes, and of working memory for a row, in whichever form: numbers of a launch.
 constexpr int64_t packed_words(int64_t columns, int64_t depth) {
-  return up_to(columns, 16) * (depth / 2 + 2);
+  return up_to(columns, 16) * (depth / 2 + 3);
 }
 constexpr int64_t row_words(int64_t depth) { return depth / 2 + 1; }
 
-// Packs w (columns, depth) into ``packed_words`` words: by block of columns, by step, by column.
+// Packs w (columns, depth) into ``packed_words`` words: by block of columns, by step, by column. Behind
+// them lie the sums of the columns.
 inline void pack(const int8_t* w, int64_t columns, int64_t depth, Word* packed) {
   int8_t* const all = reinterpret_cast<int8_t*>(packed);
   const int64_t blocks = up_to(columns, BLOCK) / BLOCK, padded = up_to(depth, EACH);
+  int32_t* const sums = reinterpret_cast<int32_t*>(all + blocks * BLOCK * padded);
 #pragma omp parallel for schedule(static) if (work(1, columns, depth) > THREADED_FROM)
   for (int64_t block = 0; block < blocks; ++block) {
     int8_t* to = all + block * BLOCK * padded;
+    for (int64_t column = block * BLOCK; column < (block + 1) * BLOCK; ++column) {
+      sums[column] = 0;
+      for (int64_t n = 0; column < columns && n < depth; ++n) sums[column] += w[column * depth + n];
+    }
     for (int64_t at = 0; at < depth; at += EACH) {
       for (int n = 0; n < BLOCK; ++n, to += EACH) {
         const int64_t column = block * BLOCK + n, rest = least(depth - at, EACH);
@@ -118,32 +132,41 @@ inline void pack(const int8_t* w, int64_t columns, int64_t depth, Word* packed) 
   }
 }
 
+// Writes what sums of x - ``zero`` with packed columns begin with, ``up_to(columns, BLOCK)`` numbers.
+inline void begins_of(const Word* packed, int64_t columns, int64_t depth, int32_t zero,
+                      int32_t* begins) {
+  const int64_t padded = up_to(columns, BLOCK);
+  const int8_t* const all = reinterpret_cast<const int8_t*>(packed);
+  const int32_t* const sums = reinterpret_cast<const int32_t*>(all + padded * up_to(depth, EACH));
+  for (int64_t n = 0; n < padded; ++n) begins[n] = int32_t(-uint32_t(zero) * uint32_t(sums[n]));
+}
+
 // Sums of up to PANEL dense rows of x with one block of columns.
-inline void block_of(const int8_t* x, int64_t rows, int64_t depth, const int8_t* b, int32_t* to,
-                     int64_t to_row) {
+inline void block_of(const int8_t* x, int64_t rows, int64_t depth, const int8_t* b,
+                     const int32_t* begins, int32_t* to, int64_t to_row) {
   for (int64_t row = 0; row < rows;) {
     const int64_t rest = rows - row;
     const int8_t* const from = x + row * depth;
     int32_t* const out = to + row * to_row;
-    if (rest >= 6) tile<6>(from, depth, b, out, to_row), row += 6;
-    else if (rest >= 4) tile<4>(from, depth, b, out, to_row), row += 4;
-    else if (rest >= 2) tile<2>(from, depth, b, out, to_row), row += 2;
-    else tile<1>(from, depth, b, out, to_row), row += 1;
+    if (rest >= 6) tile<6>(from, depth, b, begins, out, to_row), row += 6;
+    else if (rest >= 4) tile<4>(from, depth, b, begins, out, to_row), row += 4;
+    else if (rest >= 2) tile<2>(from, depth, b, begins, out, to_row), row += 2;
+    else tile<1>(from, depth, b, begins, out, to_row), row += 1;
   }
 }
 
 // Sums of up to PANEL dense rows of x with all columns, to rows of ``to_row`` numbers.
 inline void rows_by_all(const int8_t* x, int64_t rows, int64_t columns, int64_t depth,
-                        const Word* packed, int32_t* to, int64_t to_row) {
+                        const Word* packed, const int32_t* begins, int32_t* to, int64_t to_row) {
   const int8_t* b = reinterpret_cast<const int8_t*>(packed);
   alignas(64) int32_t sums[PANEL * BLOCK];
   for (int64_t column = 0; column < columns; column += BLOCK, b += BLOCK * up_to(depth, EACH)) {
     const int64_t some = least(columns - column, BLOCK);
     if (column + BLOCK <= to_row) {
-      block_of(x, rows, depth, b, to + column, to_row);
+      block_of(x, rows, depth, b, begins + column, to + column, to_row);
       continue;
     }
-    block_of(x, rows, depth, b, sums, BLOCK);
+    block_of(x, rows, depth, b, begins + column, sums, BLOCK);
     for (int64_t row = 0; row < rows; ++row)
       __builtin_memcpy(to + row * to_row + column, sums + row * BLOCK, some * sizeof(int32_t));
   }
@@ -151,20 +174,23 @@ inline void rows_by_all(const int8_t* x, int64_t rows, int64_t columns, int64_t 
 
 // Sums of up to PANEL dense rows of x with all columns, to rows of ``up_to(columns, LANES)`` numbers.
 inline void multiply(const int8_t* x, int64_t rows, int64_t columns, int64_t depth,
-                     const Word* packed, Word*, int32_t* to) {
-  rows_by_all(x, rows, columns, depth, packed, to, up_to(columns, LANES));
+                     const Word* packed, const int32_t* begins, Word*, int32_t* to) {
+  rows_by_all(x, rows, columns, depth, packed, begins, to, up_to(columns, LANES));
 }
 
-// out (rows, columns) = x (rows, depth) times w (columns, depth) transposed, all dense.
-// ``memory``: packed codes.
+// out (rows, columns) = x - zero (rows, depth) times w (columns, depth) transposed, all dense.
+// ``memory``: packed codes, ``row_words(depth)`` words for each row, and ``up_to(columns, 16)``.
 inline void product(const int8_t* x, const int8_t* w, int32_t* out, Word* memory, int64_t rows,
-                    int64_t columns, int64_t depth) {
+                    int64_t columns, int64_t depth, int32_t zero) {
   const int64_t parts = (rows + PANEL - 1) / PANEL;
+  Word* const behind = memory + packed_words(columns, depth) + rows * row_words(depth);
+  int32_t* const begins = reinterpret_cast<int32_t*>(behind);
   pack(w, columns, depth, memory);
+  begins_of(memory, columns, depth, zero, begins);
 #pragma omp parallel for schedule(static) if (work(rows, columns, depth) > THREADED_FROM)
   for (int64_t at = 0; at < parts; ++at) {
     const int64_t row = at * PANEL;
-    rows_by_all(x + row * depth, least(PANEL, rows - row), columns, depth, memory,
+    rows_by_all(x + row * depth, least(PANEL, rows - row), columns, depth, memory, begins,
                 out + row * columns, columns);
   }
 }

@@ -55,6 +55,26 @@ inline const Word* packed_for(int64_t rows, const int8_t* w, int64_t columns, in
   return working;
 }
 
+// ---- zero points of a weight, one for each column of sums --------------------------------------
+
+// Returns them in ``room``, or null where all of them are 0, as those of a symmetric weight: then
+// nothing is taken off.
+inline const int32_t* used_zeros(const int64_t* zeros, int64_t columns, int32_t* room) {
+  int64_t any = 0;
+  for (int64_t n = 0; n < columns; ++n) any |= zeros[n], room[n] = int32_t(zeros[n]);
+  return any ? room : nullptr;
+}
+
+// Takes off sums of rows what the zero points of columns have added: these times the sum of x - zero.
+inline void take_off(const int32_t* zeros, const int8_t* x, int64_t rows, int64_t columns,
+                     int64_t depth, int32_t zero, int32_t* sums, int64_t to_row) {
+  for (int64_t row = 0; zeros && row < rows; ++row, x += depth, sums += to_row) {
+    uint32_t all = -uint32_t(zero) * uint32_t(depth);
+    for (int64_t n = 0; n < depth; ++n) all += int32_t(x[n]);
+    for (int64_t n = 0; n < columns; ++n) sums[n] = int32_t(sums[n] - zeros[n] * all);
+  }
+}
+
 }  // namespace
 }  // namespace code_sums
 #endif

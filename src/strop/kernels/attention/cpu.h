@@ -339,7 +339,8 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
 [[gnu::always_inline]] inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // exp(x) for x <= 0 or NaN: ``sp::exp_of_negative`` for a vector. With AVX-512 a power of 2 has any
-// exponent, so that what is too small needs no test.
+// exponent, so that what is too small needs no test. What is ROUNDED to bf16 behind it is within 3e-6.
+template <bool ROUNDED>
 [[gnu::always_inline]] inline Floats power_of(Floats x) {
 #if defined(__AVX512F__)
   constexpr float bias = 0.0f, lowest = -126.0f;
@@ -349,6 +350,18 @@ void accumulate_wide(int vectors, const Operands& of, const float* kept, float f
   const Floats zero = splat(12582912.0f + bias), least = splat(lowest);
   const Floats y = larger(least, x);
   const Floats biased = y * splat(1.44269504088896341f) + zero;
+#if defined(__AVX512F__)
+  if constexpr (ROUNDED) {  // 2^r, by a polynomial of four steps instead of seven
+    const Floats whole = biased - zero, rest = y * splat(1.44269504088896341f) - whole;
+    Floats power = splat(9.5701000e-3f);
+    power = power * rest + splat(5.5917860e-2f);
+    power = power * rest + splat(2.40247450e-1f);
+    power = power * rest + splat(6.93121810e-1f);
+    power = power * rest + splat(0.99999926f);
+    asm("vscalefps %1, %0, %0" : "+v"(power) : "v"(whole));
+    return power;
+  }
+#endif
   const Floats r = (biased - zero) * splat(-0.693147180559945309f) + y;
   Floats p = splat(1.9875691500e-4f);
   p = p * r + splat(1.3981999507e-3f);
@@ -430,20 +443,20 @@ template <bool PAIRED>  // not inline: each height of tiles would have its own
   }
   const Floats least = splat(now);
   for (at = 0; at + LANES < end; at += 2 * LANES) {
-    const Floats first = power_of(load(scores + at) - least);
-    const Floats second = power_of(load(scores + at + LANES) - least);
+    const Floats first = power_of<PAIRED>(load(scores + at) - least);
+    const Floats second = power_of<PAIRED>(load(scores + at + LANES) - least);
     store_power<PAIRED>(powers, at, first);
     store_power<PAIRED>(powers, at + LANES, second);
     sums[0] += first;
     sums[1] += second;
   }
   for (; at < padded; at += LANES) {
-    const Floats power = power_of(load(scores + at) - least);
+    const Floats power = power_of<PAIRED>(load(scores + at) - least);
     store_power<PAIRED>(powers, at, power);
     sums[0] += power;
   }
   const float sum = total(sums[0] + sums[1]);
-  const float factor = before == LOWEST ? 0.0f : power_of(splat(before - now))[0];
+  const float factor = before == LOWEST ? 0.0f : power_of<false>(splat(before - now))[0];
   row.most = now;
   row.sum = row.sum * factor + sum;
   return factor;

@@ -46,6 +46,14 @@ inline void add(const float* numbers, int64_t count, float* to) {
   for (int64_t key = 0; key < count; ++key) to[key] += numbers[key];
 }
 
+// Tells whether any of some numbers is another than 0.
+inline bool is_any(const float* numbers, int64_t count) {
+  uint32_t found = 0;
+#pragma omp simd reduction(| : found)
+  for (int64_t key = 0; key < count; ++key) found |= numbers[key] != 0.0f;
+  return found;
+}
+
 constexpr int SOME = LANES < 8 ? 8 : LANES;  // marks
 
 // Tells whether SOME marks are all set.
@@ -107,6 +115,7 @@ struct Task {
   alignas(64) float scores[ROWS * KEYS];
   alignas(64) Word powers[PAIRED ? ROWS * KEYS / 2 : LANES];
   alignas(64) float numbers[KEYS];
+  bool adds = false;  // numbers that all rows share, and that are not all 0
   RowState rows[QUERIES];
 
   int64_t steps() const { return (of.head + EACH - 1) / EACH; }
@@ -129,7 +138,10 @@ struct Task {
                         : Words{});
     const int64_t seen = of.is_causal ? least(of.keys, begin + count) : of.keys;
     for (int64_t first = 0; first < seen; first += KEYS) {
-      if (of.mask_kind != NONE && of.mask.row == 0) read(0, first);
+      if (of.mask_kind != NONE && of.mask.row == 0) {
+        read(0, first);
+        adds = is_any(numbers, least(KEYS, of.keys - first));
+      }
       for (int64_t n = 0; n < count; n += ROWS) {
         const int64_t rest = count - n;
         if (next.q && !first) fetch_next(begin + n, begin + n + least(rest, ROWS));
@@ -201,7 +213,7 @@ struct Task {
         hide(static_cast<const bool*>(mask) + (begin + n + i) * of.mask.row + first, some, own);
       } else if (of.mask_kind != NONE) {
         if (of.mask.row != 0) read(begin + n + i, first);
-        add(numbers, some, own);
+        if (of.mask.row != 0 || adds) add(numbers, some, own);
       }
       factors[i] = soften<PAIRED>(own, to, some, padded, rows[n + i]);
     }
@@ -221,12 +233,13 @@ struct Task {
   void finish() {
     for (int64_t n = 0; n < count; ++n) {
       // a row without any weight is 0, and NaN where values are
-      const float sum = rows[n].sum, divisor = sum == 0.0f ? 1.0f : sum;
+      const float sum = rows[n].sum, divisor = sum == 0.0f ? 1.0f : sum, inverse = 1.0f / divisor;
       const float* const from = sums + n * columns();
       T* const to = out + (begin + n) * of.out.row;
       if (of.out.column == 1) {
 #pragma omp simd
-        for (int64_t c = 0; c < of.values; ++c) to[c] = sp::narrow<T>(from[c] / divisor);
+        for (int64_t c = 0; c < of.values; ++c)  // a product loses nothing that a half shows
+          to[c] = sp::narrow<T>(sizeof(T) == 2 ? from[c] * inverse : from[c] / divisor);
       } else {
         for (int64_t c = 0; c < of.values; ++c)
           to[c * of.out.column] = sp::narrow<T>(from[c] / divisor);

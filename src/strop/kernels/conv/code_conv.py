@@ -86,7 +86,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     )
     numbers = (X, WEIGHT, RESULT, scratch(0), *(ZEROS for _ in zeros))
     operands = tuple(Operand(number, Lies.UNALIGNED) for number in numbers)
-    words = HEAD + packed_words(weight[0], depth) + weight[0]
+    words = HEAD + packed_words(weight[0], depth)
     kept = PartScratch((words,), torch.int32, packs=WEIGHT)
     part = Launch(source(bool(zeros)), operands, scalars)
     return Launches((part,), (kept,))

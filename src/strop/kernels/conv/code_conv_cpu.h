@@ -3,7 +3,7 @@
 // Pictures lie channels-last; others are copied. A product is made of it (``code_sums.h``): rows are the windows of a panel of
 // pixels, whose codes are put behind each other while they are in a cache, columns are the channels of
 // the result. Where a window leaves the picture it has ``zero``, which counts nothing. The weight is
-// packed once for each content, in the order of a window, with the sums of its columns.
+// packed once for each content, in the order of a window.
 namespace code_convs {
 namespace {  // each kernel has its own
 
@@ -58,48 +58,32 @@ inline void gather(const int8_t* x, const Window& w, int64_t pixel, int8_t zero,
   }
 }
 
-// Packs a weight of any strides (outs, ins, high, wide), and behind it the sums of its columns.
+// Packs a weight of any strides (outs, ins, high, wide).
 inline void pack(const int8_t* weight, const int64_t* strides, const Window& w, Word* packed) {
   const int64_t depth = w.depth();
   const Room<int8_t> all(w.outs * depth);
-  int32_t* const sums = reinterpret_cast<int32_t*>(packed + code_sums::packed_words(w.outs, depth));
   int8_t* to = all.begin;
-  for (int64_t out = 0; out < w.outs; ++out) {
-    int32_t sum = 0;
+  for (int64_t out = 0; out < w.outs; ++out)
     for (int64_t n = 0; n < w.high; ++n)
       for (int64_t m = 0; m < w.wide; ++m) {
         const int8_t* const from = weight + out * strides[0] + n * strides[2] + m * strides[3];
-        for (int64_t in = 0; in < w.ins; ++in) sum += *to++ = from[in * strides[1]];
+        for (int64_t in = 0; in < w.ins; ++in) *to++ = from[in * strides[1]];
       }
-    sums[out] = sum;
-  }
   code_sums::pack(all.begin, w.outs, depth, packed);
 }
 
-// Writes up to PANEL rows of sums without what zero points have added to them. ``zeros``: of the
-// columns, or null; ``codes`` are the rows.
-inline void write(const int32_t* sums, int64_t rows, const Window& w, const int32_t* of_columns,
-                  int32_t zero, const int32_t* zeros, const int8_t* codes, int32_t* to) {
-  const int64_t padded = code_sums::up_to(w.outs, code_sums::LANES), depth = w.depth();
-  for (int64_t row = 0; row < rows; ++row, sums += padded, to += w.outs, codes += depth) {
-    for (int64_t n = 0; n < w.outs; ++n) to[n] = sums[n] - zero * of_columns[n];
-    if (!zeros) continue;
-    int32_t all = -zero * int32_t(depth);
-    for (int64_t n = 0; n < depth; ++n) all += codes[n];
-    for (int64_t n = 0; n < w.outs; ++n) to[n] -= zeros[n] * all;
-  }
-}
-
+// ``zeros``: of the columns, or null.
 inline void multiply(const int8_t* x, const Window& w, const Word* packed, int32_t zero,
                      const int32_t* zeros, int32_t* out) {
   const int64_t depth = w.depth(), pixels = w.pixels(), parts = (pixels + PANEL - 1) / PANEL;
-  const int32_t* const of_columns =
-      reinterpret_cast<const int32_t*>(packed + code_sums::packed_words(w.outs, depth));
+  const int64_t padded = code_sums::up_to(w.outs, code_sums::LANES);
+  const Room<int32_t> begins(code_sums::up_to(w.outs, 16));
+  code_sums::begins_of(packed, w.outs, depth, zero, begins.begin);
 #pragma omp parallel if (code_sums::work(pixels, w.outs, depth) > code_sums::THREADED_FROM)
   {
     const Room<int8_t> gathered(w.is_point() ? 0 : PANEL * depth);
     const Room<Word> copied(PANEL * code_sums::row_words(depth));
-    const Room<int32_t> sums(PANEL * code_sums::up_to(w.outs, code_sums::LANES));
+    const Room<int32_t> sums(PANEL * padded);
 #pragma omp for schedule(static)
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t begin = part * PANEL, rows = code_sums::least(PANEL, pixels - begin);
@@ -109,8 +93,11 @@ inline void multiply(const int8_t* x, const Window& w, const Word* packed, int32
         for (int64_t n = 0; n < rows; ++n)
           gather(x, w, begin + n, int8_t(zero), gathered.begin + n * depth);
       }
-      code_sums::multiply(from, rows, w.outs, depth, packed, copied.begin, sums.begin);
-      write(sums.begin, rows, w, of_columns, zero, zeros, from, out + begin * w.outs);
+      code_sums::multiply(from, rows, w.outs, depth, packed, begins.begin, copied.begin, sums.begin);
+      code_sums::take_off(zeros, from, rows, w.outs, depth, zero, sums.begin, padded);
+      for (int64_t row = 0; row < rows; ++row)
+        __builtin_memcpy(out + (begin + row) * w.outs, sums.begin + row * padded,
+                         w.outs * sizeof(int32_t));
     }
   }
 }
