@@ -12,8 +12,14 @@ from torch import Tensor
 
 from strop.dispatch.aliases import AliasOfArgument
 from strop.frontend.capture import Same
+from strop.frontend.layout_reads import OF_STRIDES
 from strop.ir.tensor_spec import TensorSpec
 from strop.runtime.run.cpu_runs import FIRST
+
+GAPS = (
+    "its forward asks how arguments lie in memory ({}), and one of them has gaps or another order:"
+    " make it contiguous"
+)
 
 
 def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -60,6 +66,22 @@ def returned(
         of = {"argument": tensors, "state": state, "result": results}[known.kind]
         results[known.place] = of[known.number]
     return pytree.tree_unflatten(results, spec)
+
+
+def misfit_in_memory(
+    reads: Sequence[str], tensors: Sequence[Tensor], specs: Sequence[TensorSpec]
+) -> str:
+    """Say why a program whose forward asks these things about memory cannot have these arguments,
+    or nothing."""
+    at_begin = asks_begin(reads)
+    if reads and not are_dense(tensors, specs, at_begin=at_begin):
+        return GAPS.format(", ".join(reads))
+    return ""
+
+
+def asks_begin(reads: Sequence[str]) -> bool:
+    """Tell whether only arguments at the beginning of their memory can be served."""
+    return not set(reads) <= set(OF_STRIDES)
 
 
 def structured(spec: pytree.TreeSpec, count: int) -> Callable[[list[Any]], Any]:

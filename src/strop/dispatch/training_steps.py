@@ -19,6 +19,7 @@ from torch.fx import Node as FxNode
 
 from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
+from strop.dispatch.arguments import misfit_in_memory
 from strop.dispatch.dynamo import AotLog, AotProgram, AotRecord, refuse_foreign, root_of
 from strop.dispatch.effects import Effects
 from strop.dispatch.first_order import once
@@ -70,6 +71,7 @@ class Step:
     differentiable: tuple[bool, ...]
     given: tuple[BackwardArgument, ...]  # the backward's arguments
     wants: tuple[bool, ...]  # of state and arguments: who gets a gradient
+    layout_reads: tuple[str, ...] = ()  # see ``CapturedStep``
 
     @property
     def keeps_tensors(self) -> bool:
@@ -151,7 +153,7 @@ class Steps:
         for step in self.by_key.get(key, ()):
             env = step.env(sizes)
             if env is not None:
-                return step, env
+                return _checked(step, tensors), env
         if key in self.refused:
             raise UnsupportedError(self.refused[key])
         self.latest_refusal = key
@@ -168,7 +170,7 @@ class Steps:
             self.by_key.setdefault(key, []).append(step)
             env = step.env(sizes)
             if env is not None:
-                return step, env
+                return _checked(step, tensors), env
         self.refused[key] = (
             f"its graph has guards that exclude the sizes it was traced for: {sizes}"
         )
@@ -261,7 +263,16 @@ class Steps:
             captured.differentiable,
             _arguments(captured, *graphs),
             wants,
+            captured.layout_reads,
         )
+
+
+def _checked(step: Step, tensors: Sequence[Tensor]) -> Step:
+    """Return a step. Raises UnsupportedError where its forward asks how arguments lie in memory,
+    and these lie otherwise."""
+    if reason := misfit_in_memory(step.layout_reads, tensors, step.specs):
+        raise UnsupportedError(reason)
+    return step
 
 
 class _Half:

@@ -24,7 +24,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.dispatch import stored_variants
-from strop.dispatch.arguments import are_dense, wants_none
+from strop.dispatch.arguments import asks_begin, misfit_in_memory, wants_none
 from strop.dispatch.cut_forward import is_by_values
 from strop.dispatch.effects import Effects
 from strop.dispatch.gc_pause import collection_paused
@@ -43,7 +43,6 @@ from strop.dispatch.varying_numbers import GivenCall
 from strop.errors import CaptureError, ShapeError, UnsupportedError
 from strop.frontend.capture import Captured, NumbersNeeded, Same, capture
 from strop.frontend.importer import import_graph
-from strop.frontend.layout_reads import OF_STRIDES
 from strop.frontend.low_rank_layers import is_factor, rows_counted
 from strop.frontend.objects import Contents, with_objects
 from strop.frontend.repeated_blocks import TraceWatch
@@ -62,10 +61,6 @@ from strop.wording import counted
 log = logging.getLogger("strop")
 Sizes = Sequence[Sequence[int]]  # of each tensor argument
 MOST_FIXED = 16  # graphs that each hold for one value of some size, such as the rounds of a loop
-GAPS = (
-    "its forward asks how arguments lie in memory ({}), and one of them has gaps or another order:"
-    " make it contiguous"
-)
 TURNS_ON = (
     "its forward turns gradients on itself: call it under torch.no_grad(), with arguments that"
     " require none"
@@ -117,12 +112,12 @@ class Variant:
     @property
     def asks_begin(self) -> bool:
         """Say whether it serves arguments at the beginning of their memory alone."""
-        return not set(self.layout_reads) <= set(OF_STRIDES)
+        return asks_begin(self.layout_reads)
 
     def misfit(self, tensors: Sequence[Tensor], *, is_no_grad: bool) -> str:
         """Say why a call that it fits by sizes must not have it, or nothing."""
-        if self.layout_reads and not are_dense(tensors, self.specs, at_begin=self.asks_begin):
-            return GAPS.format(", ".join(self.layout_reads))
+        if reason := misfit_in_memory(self.layout_reads, tensors, self.specs):
+            return reason
         if self.wants is not None and not (is_no_grad and wants_none(tensors)):
             return TURNS_ON
         return ""

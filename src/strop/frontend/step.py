@@ -48,6 +48,7 @@ from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.known_results import RememberingMode, quick_devices
+from strop.frontend.layout_reads import READS
 from strop.frontend.module_tensors import named_state
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.origins import settle_origins
@@ -74,6 +75,7 @@ class CapturedStep:
     leaves: tuple[Any, ...]  # of what the module returns: Ref for a result, or the value itself
     out_spec: pytree.TreeSpec
     differentiable: tuple[bool, ...]  # of the results
+    layout_reads: tuple[str, ...] = ()  # what the forward asks about the memory of tensors
 
     @property
     def num_results(self) -> int:
@@ -81,12 +83,19 @@ class CapturedStep:
 
 
 class _Retarget(TorchFunctionMode):
-    """Retarget operators that have gradients to forms that fuse."""
+    """Retarget operators that have gradients to forms that fuse, and note what a forward asks about
+    memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, None] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         refuse_other_memory(func)
+        if func in READS:
+            self.asked[READS[func]] = None
         return _TABLE.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -142,7 +151,7 @@ def capture_step(
     mode = RememberingMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     state, origins = named_state(module), dict[str, str]()
-    flat = _Flat(module, call, tuple(state), wants)
+    flat, retarget = _Flat(module, call, tuple(state), wants), _Retarget()
     with ONE_AT_A_TIME, settings(), torch.enable_grad(), _no_autocast_cache(), tagged_checkpoints():
         roots = fake_roots(mode, hints)
         primals: list[Tensor] = [
@@ -153,7 +162,7 @@ def capture_step(
         primals = [t.requires_grad_(w) for t, w in zip(primals, wants, strict=True)]
         with (
             no_effects(module, private=True),
-            tracing(module, mode, _Retarget(), origins),
+            tracing(module, mode, retarget, origins),
             RepeatedGradients(module, origins, watch).watched(),
             quick_devices(),
             _use_lazy_graph_module(True),  # nobody runs its code: it is not written
@@ -167,9 +176,8 @@ def capture_step(
     _check_aliases(gm, flat)
     check_constants(gm, module)
     sizes = known_sizes(module, shape_env, gm, roots, specs, hints, fixes_numbers=False)
-    return CapturedStep(
-        gm, tuple(state), sizes, origins, flat.leaves, flat.out_spec, flat.differentiable
-    )
+    given = flat.leaves, flat.out_spec, flat.differentiable
+    return CapturedStep(gm, tuple(state), sizes, origins, *given, tuple(retarget.asked))
 
 
 def _tangent(number: int, result: Tensor) -> Tensor:
