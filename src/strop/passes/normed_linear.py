@@ -27,6 +27,7 @@ from strop.passes.gated_linear import fits
 from strop.passes.linear_add import Users, is_sum, readers_of
 
 PIECE = 8  # columns and depth are multiples of this: 16 bytes
+LEAST_COLUMNS = 32  # of a tile: what is added is read for all of its columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +171,9 @@ class _Chains:
 def _is_able(linear: Node) -> bool:
     """Tell whether it is a linear without biases, and not in 8 bits, as kernels take them."""
     is_plain = linear.op == "linear" and len(linear.inputs) == 2 and MARK not in linear.attrs
-    return is_plain and fits(linear, PIECE, halves=1)
+    if not is_plain or not fits(linear, PIECE, halves=1):
+        return False
+    return bool(linear.shape[-1].value >= LEAST_COLUMNS)
 
 
 def _is_alike(norm: Node, total: Node, other: Node) -> bool:

@@ -310,7 +310,7 @@ def _beside(problem: Problem, biases: int, order: tuple[int, ...]) -> Iterator[O
         yield Operand(biases, order=order if biases == 1 else ())
         return
     count = len(problem.shapes)
-    yield from map(Operand, range(count - NUM_OF_NORM, count))
+    yield from (Operand(n, Lies.RUNS) for n in range(count - NUM_OF_NORM, count))
     if problem.op == NORMED[1]:
         yield Operand(2)
 
