@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.ir.contractions import RELU, SILU, ColumnNorm
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.tile import MOST_SHARED, NORMED, GemmTile, Product
+from strop.kernels.gemm.tile import NORMED, GemmTile, Product
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.tuned import tuned
 from tests.gpus import H100
@@ -84,9 +84,7 @@ def prepared(case: Case) -> tuple[KernelSource, Run]:
     def call(source: KernelSource, seed: int) -> None:
         out = torch.full(wanted.shape, math.nan).to(case.dtype)
         scalars = [across, right, 1, 1, case.depth, at_work, seed % 2, min(right, 2)]
-        launch(
-            source, [x, w, out, *beside], scalars, seed=seed, views=views, allow_rewrites=True
-        )
+        launch(source, [x, w, out, *beside], scalars, seed=seed, views=views, allow_rewrites=True)
         assert float((out.double() - wanted).norm() / wanted.norm()) < BOUND[case.dtype]
 
     return wgmma_gemm(product, case.dtype), call

@@ -15,6 +15,7 @@ from transformers import ResNetConfig, ResNetModel
 
 import strop
 from strop.debug.reference import evaluate, input_values
+from strop.ir.affine import base_of
 from strop.ir.contractions import NORMED, ColumnNorm
 from strop.ir.graph import Graph, Node
 from strop.ir.normed_linear import normed_linear
@@ -49,9 +50,7 @@ class Layer(nn.Module):
 class Bottleneck(nn.Module):
     """As in ResNet-50, with a layer on the way around it or without."""
 
-    def __init__(
-        self, ins: int, outs: int = 64, act: Callable[[Tensor], Tensor] = F.relu
-    ) -> None:
+    def __init__(self, ins: int, outs: int = 64, act: Callable[[Tensor], Tensor] = F.relu) -> None:
         super().__init__()
         self.first, self.second, self.third = Layer(ins, 32), Layer(32, 32, 3), Layer(32, outs)
         self.around = Layer(ins, outs) if ins != outs else nn.Identity()
@@ -60,6 +59,19 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.third(self.act(self.second(self.act(self.first(x)))))
         return self.act(y + self.around(x))
+
+
+class Inverted(nn.Module):
+    """As in EfficientNet: what is added to a norm is a norm that other layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.back = Layer(32, 40), Layer(40, 96), Layer(96, 40)
+        self.last = nn.Conv2d(40, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(self.back(F.silu(self.wide(y))) + y)  # type: ignore[no-any-return]
 
 
 def trained(module: nn.Module) -> nn.Module:
@@ -119,6 +131,13 @@ def test_blocks(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
 
     assert error(graph, True) < 1e-6
     assert error(graph, False) < 1.1 * error(plain, False)  # torch rounds the product as well
+
+
+def test_a_norm_that_is_read_and_added_later() -> None:
+    found = found_in(traced(trained(Inverted())))
+    assert [node.op for node in found] == [*[NORMED[0]] * 2, NORMED[1]]
+    first, wide, back = found
+    assert base_of(wide.inputs[0]) is base_of(back.inputs[2]) is first
 
 
 class AndMore(nn.Module):

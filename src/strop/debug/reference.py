@@ -255,9 +255,7 @@ _RULES: dict[str, Rule] = {
     "linear": lambda n, x, env: F.linear(*x),
     "trimmed_linear": lambda n, x, env: F.linear(*x)[..., : n.attrs["columns"]],
     "linear_add": lambda n, x, env: F.linear(x[0], x[1], *x[3:]) + x[2],
-    **dict.fromkeys(
-        NORMED, lambda n, x, env: normed_linear(x, ColumnNorm.of(n.op, n.attrs))
-    ),
+    **dict.fromkeys(NORMED, lambda n, x, env: normed_linear(x, ColumnNorm.of(n.op, n.attrs))),
     "linear_gelu": lambda n, x, env: ACTIVATIONS[GELU_TANH](F.linear(*x)),
     "geglu": lambda n, x, env: _geglu(n, F.linear(*x)),
     "paired_linear": lambda n, x, env: _paired(x),

@@ -159,15 +159,13 @@ CONTRACTIONS: tuple[Op, ...] = (
         anchor=Anchor("GEMM", CUDA, rows=2, takes_gaps=True, warm_up=1, flops=_linear_flops),
     ),
     # x (..., K), weight (N, K), mean, variance, factor, shift (N,) -> (..., N): a linear whose
-    # columns are (sum - mean) / sqrt(variance + ``eps``) * factor + shift, and their ``activation``,
-    # one of NORM_ACTIVATIONS, rounded once
+    # columns are (sum - mean) / sqrt(variance + ``eps``) * factor + shift, and the ``activation``
+    # of that, one of NORM_ACTIVATIONS, rounded once
     Op(
         NORMED[0],
         Kind.CONTRACTION,
         rows_kept=lambda attrs, rank: True,
-        anchor=Anchor(
-            "GEMM", CUDA, rows=2, is_movable=True, warm_up=1, flops=_linear_flops
-        ),
+        anchor=Anchor("GEMM", CUDA, rows=2, is_movable=True, warm_up=1, flops=_linear_flops),
     ),
     # x, weight, addend (..., N), mean, variance, factor, shift -> (..., N): the same, and the
     # addend is added before the activation
@@ -175,9 +173,7 @@ CONTRACTIONS: tuple[Op, ...] = (
         NORMED[1],
         Kind.CONTRACTION,
         rows_kept=lambda attrs, rank: True,
-        anchor=Anchor(
-            "GEMM", CUDA, rows=3, is_movable=True, warm_up=1, flops=_linear_flops
-        ),
+        anchor=Anchor("GEMM", CUDA, rows=3, is_movable=True, warm_up=1, flops=_linear_flops),
     ),
     # x (..., K), weight (N, K), low (..., R), up (N, R)[, bias (N,)] -> (..., N), rounded once
     Op(

@@ -128,6 +128,8 @@ class _Chains:
         its way."""
         walk = _Walk(norm.end, self._users, self._given)
         added = self._added(walk)
+        if added is None:  # rounded all the same, as it is added to something later
+            walk.goes_on(lambda node: node.op == "cast" and node.dtype == norm.end.dtype)
         start = walk.at
         last = walk.goes_on(lambda node: node.op in (RELU, SILU) and node.dtype == start.dtype)
         if walk.at in self._given or not self._is_stored(walk.at):
@@ -145,22 +147,28 @@ class _Chains:
         other = _other(total, rounded) if total else None
         if total is None or other is None or not _is_alike(norm, total, other):
             return None
-        if other.op == "cast" and other.inputs[0] in self._norms:
-            other = other.inputs[0]
-        if not self._lies_in_memory(other):
+        if other not in self._ends and self._is_only_added(other):
+            other = other.inputs[0] if other.op == "cast" else other
+        elif not self._lies_in_memory(other):
             return None
         walk.at = total
         return other
 
+    def _is_only_added(self, value: Node) -> bool:
+        """Tell whether a value is a norm, rounded or not, which nothing reads but one sum: its
+        product can store it."""
+        norm = value.inputs[0] if value.op == "cast" else value
+        alone = all(len(self._users[each]) == 1 for each in (value, norm))
+        return norm in self._norms and alone and self._given.isdisjoint((value, norm))
+
     def _lies_in_memory(self, value: Node) -> bool:
-        """Tell whether a value is stored for others than the sum, or may be by a product."""
+        """Tell whether a value is stored for others than the sum."""
         base = value
         while OPS[base.op].has_all_once:
             base = base.inputs[0]
         if base.op in ("input", "constant") or base.kind in (Kind.VIEW, Kind.OPAQUE):
             return False
-        is_made = base in self._ends or (base is value and base in self._norms)
-        return is_made or base.kind is Kind.CONTRACTION or self._is_stored(base)
+        return base in self._ends or base.kind is Kind.CONTRACTION or self._is_stored(base)
 
     def _is_stored(self, value: Node) -> bool:
         """Tell whether a call reads a value."""
@@ -231,7 +239,7 @@ def _made(b: Builder, chain: _Chain, twins: Mapping[Node, Node]) -> Node:
         addend = (value,)
     factors = tuple(twins[operand] for operand in norm.linear.inputs)
     vectors = tuple(twins[vector] for vector in norm.vectors)
-    how = {"eps": norm.eps, "activation": chain.activation}
+    how: dict[str, Any] = {"eps": norm.eps, "activation": chain.activation}
     made = (*factors, *addend, *vectors)
     found = b.make(NORMED[len(addend)], made, norm.linear.shape, chain.last.dtype, **how)
     for view in norm.views:

@@ -20,9 +20,9 @@ from strop.ir.contractions import (
 )
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
+from strop.kernels.gemm import tile as tiles
 from strop.kernels.gemm.implicit import Box, ConvShape, box_of, boxes_along, windows_of
 from strop.kernels.gemm.implicit import picture_of as convolution_of
-from strop.kernels.gemm import tile as tiles
 from strop.kernels.gemm.tile import ACTIVATED, GATED, NARROW, PLAIN, SUM, GemmTile, Product
 from strop.kernels.gemm.times import Cost, GemmTimes
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm

@@ -46,12 +46,13 @@ class Product:
     """Describe a product. ``size`` of the window, 1 or odd: of one place, rows are a line; else
     pixels of a box, whose sizes the launch tells. A size of 2: four windows, whose results lie
     between each other. ``end``: one of ENDS, ACTIVATED or NORMED; ``gate`` says by what activation,
-    and which half of the weights' rows are gates, ``norm`` how columns are normalised. ``stride``: pixels of the input from one of
-    the result to the next. ``paired``: the sum of a linear goes on over a second input with
-    weights of its own, as of an adapter's factors. ``codes``: operands are e4m3, and results their
-    sums times a scale of each row and one of each column; of a window, each pixel's products are
-    scaled by its own. ``any_width``: a linear whose dense result may have an odd number of columns:
-    its rows begin anywhere, so that programs store it themselves, 2 bytes at a time."""
+    and which half of the weights' rows are gates, ``norm`` how columns are normalised. ``stride``:
+    pixels of the input from one of the result to the next. ``paired``: the sum of a linear goes on
+    over a second input with weights of its own, as of an adapter's factors. ``codes``: operands are
+    e4m3, and results their sums times a scale of each row and one of each column; of a window, each
+    pixel's products are scaled by its own. ``any_width``: a linear whose dense result may have an
+    odd number of columns: its rows begin anywhere, so that programs store it themselves, 2 bytes at
+    a time."""
 
     tile: GemmTile
     size: int

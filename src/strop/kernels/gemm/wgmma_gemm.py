@@ -68,9 +68,9 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     if anything is; the inputs may have gaps, and so may results that leave by boxes. CI is a
     multiple of 64, of a single place 8, of codes 16, and R of 8; CO of 8, where it is gated twice
     ``width``, where it adds ``width``, and where it has an activation, a norm or scales no less
-    than ``width``; a linear of any width has at least ``width``, and one part. Codes of a window have
-    one part of the sum. Sums are fp32; where it adds they are
-    rounded before they are added to what is there, and again with it. Scalars: tiles of columns,
+    than ``width``; a linear of any width has at least ``width``, and one part. Codes of a window
+    have one part of the sum. Sums are fp32; where it adds they are rounded before they are added to
+    what is there, and again with it. Scalars: tiles of columns,
     boxes right, down and of pictures, CI, tiles at work, and 1 where kernels that may still run
     write the weights, else 0; of a window of several places pictures, lines and columns of a box,
     no more than rows in all, and 2^16 by the latter two, rounded up; of a single place how many

@@ -432,7 +432,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "code_conv2d": _code_conv2d,
     "scaled_conv2d": _scaled_conv2d,
 }
-CUDA_PLANNED_OUT = {
+CUDA_PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     **PLANNED_OUT,
     "code_sums": _cuda_code_sums,
     "scaled_product": scaled_calls.on_gpu,
