@@ -48,6 +48,7 @@ WGMMA_PASSES = (
     "gated_codes",
     "joined_calls",
     "low_rank_pair",
+    "normed_linear",
     "product_sum",
     "upsampled_conv",
 )

@@ -59,6 +59,11 @@ CALLS = (
     call("linear_add", ("n", 640), (1280, 640), ("n", 1280), (1280,)),
     call("linear_add", ("n", 640), (1280, 640), ("n", 1280)),
     call("linear_gelu", ("n", 640), (1280, 640), (1280,)),
+    *(
+        call(op, ("n", 256), (outs, 256), *added, *[(outs,)] * 4, activation="relu", eps=1e-5)
+        for outs in (64, 1024)
+        for op, added in (("normed_linear", ()), ("normed_linear_add", (("n", outs),)))
+    ),
     call("geglu", ("n", 320), (2560, 320), (2560,)),
     call("geglu", ("n", 320), (2560, 320)),
     call("matmul", ("b", "n", 64), ("b", 64, "m")),

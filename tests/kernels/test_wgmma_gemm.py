@@ -26,6 +26,7 @@ from strop.kernels.gemm.tile import (
     GEGLU,
     MOST_SHARED,
     NARROW,
+    NORMED,
     PLAIN,
     SUM,
     GemmTile,
@@ -284,7 +285,7 @@ TABLES = {
     SUM: (1, SUM, 1),
     ACTIVATED: (1, ACTIVATED, 1),
 }
-OF_CODES = (CODES, GATED_CODES, CODE_CONV)  # see test_scaled_codes
+ELSEWHERE = (CODES, GATED_CODES, CODE_CONV, NORMED)  # see test_scaled_codes, test_column_norm
 GATES = {ACTIVATED: Gate(GELU_TANH)}
 APART = ((2, 160, 4, 1, True, True), (2, 128, 5, 1, True, True), (2, 192, 3, 1, True, True))
 TRIED = {  # tiles that were measured, and are in no table
@@ -334,14 +335,14 @@ TRIED = {  # tiles that were measured, and are in no table
 ALL = [
     Product(tile, *TABLES[kind], gate=GATES.get(kind, GEGLU))
     for kind, tiles in tuned(H100).gemm.tiles.items()
-    if kind not in OF_CODES
+    if kind not in ELSEWHERE
     for tile in dict.fromkeys((*tiles, *(GemmTile(*each) for each in TRIED.get(kind, ()))))
 ]
 ALL = [*dict.fromkeys(ALL)]  # those of few columns are in the table of others, too
 
 
 def test_every_table_is_there() -> None:
-    assert tuned(H100).gemm.tiles.keys() == {*TABLES, *OF_CODES}
+    assert tuned(H100).gemm.tiles.keys() == {*TABLES, *ELSEWHERE}
     assert len(ALL) == len(set(ALL)) > 90
 
 

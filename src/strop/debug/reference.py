@@ -16,13 +16,14 @@ from torch import Tensor
 
 from strop.errors import UnsupportedError
 from strop.ir.code_conv import code_conv2d, code_sums, scaled_conv2d
-from strop.ir.contractions import GELU_TANH, Gate
+from strop.ir.contractions import GELU_TANH, NORMED, ColumnNorm, Gate
 from strop.ir.dims import Env, Expr
 from strop.ir.e4m3 import as_e4m3
 from strop.ir.eight_bit import CODES, FORMATS
 from strop.ir.exchange import exchanged
 from strop.ir.graph import Graph, Node
 from strop.ir.mixed_product import mixed_product
+from strop.ir.normed_linear import normed_linear
 from strop.ir.ops import OPS, Kind
 from strop.ir.tensor_spec import cornered
 from strop.patterns import registry
@@ -254,6 +255,7 @@ _RULES: dict[str, Rule] = {
     "linear": lambda n, x, env: F.linear(*x),
     "trimmed_linear": lambda n, x, env: F.linear(*x)[..., : n.attrs["columns"]],
     "linear_add": lambda n, x, env: F.linear(x[0], x[1], *x[3:]) + x[2],
+    **dict.fromkeys(NORMED, lambda n, x, env: normed_linear(x, ColumnNorm.of(n.op, n.attrs))),
     "linear_gelu": lambda n, x, env: ACTIVATIONS[GELU_TANH](F.linear(*x)),
     "geglu": lambda n, x, env: _geglu(n, F.linear(*x)),
     "paired_linear": lambda n, x, env: _paired(x),

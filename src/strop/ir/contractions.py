@@ -94,6 +94,27 @@ def alike(op: str, linear: str) -> str:
     return op if linear == LINEARS[0] else PAIRED[op]
 
 
+RELU = "relu"
+NORMED = ("normed_linear", "normed_linear_add")  # the second adds a value before the activation
+NUM_OF_NORM = 4  # operands that stand behind all else: mean, variance, factor, shift
+NORM_ACTIVATIONS = ("", RELU, SILU)  # none among them
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnNorm:
+    """Say how a linear ends whose columns are normalised by statistics that are known: what is
+    added to the variance, which of NORM_ACTIVATIONS follows, and whether a value is added before
+    that."""
+
+    eps: float = 0.0
+    activation: str = ""
+    adds: bool = False
+
+    @staticmethod
+    def of(op: str, attrs: Mapping[str, Any]) -> ColumnNorm:
+        return ColumnNorm(attrs["eps"], attrs["activation"], op == NORMED[1])
+
+
 CONTRACTIONS: tuple[Op, ...] = (
     # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
     Op(
@@ -136,6 +157,23 @@ CONTRACTIONS: tuple[Op, ...] = (
         "linear_gelu",
         Kind.CONTRACTION,
         anchor=Anchor("GEMM", CUDA, rows=2, takes_gaps=True, warm_up=1, flops=_linear_flops),
+    ),
+    # x (..., K), weight (N, K), mean, variance, factor, shift (N,) -> (..., N): a linear whose
+    # columns are (sum - mean) / sqrt(variance + ``eps``) * factor + shift, and the ``activation``
+    # of that, one of NORM_ACTIVATIONS, rounded once
+    Op(
+        NORMED[0],
+        Kind.CONTRACTION,
+        rows_kept=lambda attrs, rank: True,
+        anchor=Anchor("GEMM", CUDA, rows=2, is_movable=True, warm_up=1, flops=_linear_flops),
+    ),
+    # x, weight, addend (..., N), mean, variance, factor, shift -> (..., N): the same, and the
+    # addend is added before the activation
+    Op(
+        NORMED[1],
+        Kind.CONTRACTION,
+        rows_kept=lambda attrs, rank: True,
+        anchor=Anchor("GEMM", CUDA, rows=3, is_movable=True, warm_up=1, flops=_linear_flops),
     ),
     # x (..., K), weight (N, K), low (..., R), up (N, R)[, bias (N,)] -> (..., N), rounded once
     Op(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from strop.ir.contractions import AMONG_COLUMNS, PAIRED
+from strop.ir.contractions import AMONG_COLUMNS, NORMED, PAIRED
 from strop.ir.device import Device
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cases import measured_us, speaks_of, unmeasured
@@ -91,6 +91,16 @@ def activated_us(problem: Problem, device: Device) -> float:
     if dict(problem.attrs).get(AMONG_COLUMNS):  # by a copy
         us += times.adding_us + 4 * rows_by_columns / times.behind_bytes
     return us
+
+
+def normed_us(problem: Problem, device: Device) -> float:
+    """Add the time of torch's own norm behind cuBLAS: half a dozen passes over the columns, in
+    fp32."""
+    rows, columns = math.prod(problem.shapes[0][:-1]), problem.shapes[1][0]
+    plain = replace(problem, op="linear", attrs=(), shapes=problem.shapes[:2])
+    times = tuned(device).gemm.library
+    behind = 6 * times.adding_us + 40 * rows * columns / times.behind_bytes
+    return linear_us(plain, device) + behind
 
 
 def unfused_gates_us(problem: Problem, device: Device) -> float:
@@ -208,6 +218,7 @@ _SUMS = ("linear", "linear_add")
 CUBLAS = Kernel("cublas", (*_SUMS, *map(PAIRED.__getitem__, _SUMS)), anything, linear_us)
 PRODUCTS = Kernel("cublas_batched", ("matmul",), anything, product_us)
 ACTIVATED = Kernel("cublas_gelu", ("linear_gelu",), anything, activated_us)
+NORMS = Kernel("cublas_and_torch_norm", NORMED, anything, normed_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
@@ -225,6 +236,7 @@ ROWS: tuple[Kernel, ...] = (
     CUBLAS,
     PRODUCTS,
     ACTIVATED,
+    NORMS,
     GATES,
     MIXED,
     TRIMMED,

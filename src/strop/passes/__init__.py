@@ -32,6 +32,7 @@ from strop.passes.linear_add import linear_add
 from strop.passes.looked_up_rows import looked_up_rows
 from strop.passes.low_rank_add import low_rank_add
 from strop.passes.low_rank_pair import low_rank_pair
+from strop.passes.normed_linear import normed_linear
 from strop.passes.pointwise_conv import pointwise_conv
 from strop.passes.pooled_operands import pooled_operands
 from strop.passes.product_sum import product_sum
@@ -57,6 +58,7 @@ PIPELINE: tuple[Pass, ...] = (
     eight_bit_convs,  # convolutions in 8 bits, by codes with a scale for each pixel
     eight_bit_attention,  # attention that may be so, where a kernel for it is faster
     eight_bit_choice,  # which linears are computed in 8 bits, where that is allowed
+    normed_linear,  # a linear and the batch norm that follows it, which a kernel of ours computes
     dot_merge,  # GEMMs of one input as one GEMM
     eight_bit_products,  # the linears in 8 bits, by codes
     low_rank_pair,  # a linear goes on over the factors of its adapters
@@ -94,6 +96,7 @@ ONLY_ON = {
     "linear_add": "cuda",
     "low_rank_add": "cuda",
     "low_rank_pair": "cuda",
+    "normed_linear": "cuda",
     "product_sum": "cuda",
     "upsampled_conv": "cuda",
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from strop.ir.contractions import GELU, GELU_TANH, SILU
-from strop.kernels.gemm import scaled_codes
+from strop.ir.contractions import GELU, GELU_TANH, RELU, SILU
+from strop.kernels.gemm import column_norm, scaled_codes
 from strop.kernels.gemm.places import divided, row_of_thread, warp_of_tile
 from strop.kernels.gemm.tile import ACTIVATED, Product
 from strop.kernels.ptx import MEETING, ROWS, f32, unpacked
@@ -86,6 +86,10 @@ def _silu(x: str) -> Iterator[str]:
     yield from _over_one_plus_power(x)
 
 
+def _relu(x: str) -> Iterator[str]:
+    yield f"    max.NaN.f32 %t1, {x}, 0f00000000;\n"
+
+
 def _gelu_tanh(x: str) -> Iterator[str]:
     """Compute the sigmoid of 2 u, which is 0.5 * (1 + tanh(u)), for u by x and its cube."""
     linear, cubic = (f32(-LOG2_E * factor) for factor in (1.5957691216057308, 0.07135481627260025))
@@ -114,6 +118,7 @@ ACTIVATIONS: Mapping[str, Callable[[str], Iterator[str]]] = {
     GELU: _gelu,
     GELU_TANH: _gelu_tanh,
     SILU: _silu,
+    RELU: _relu,
 }
 
 
@@ -228,6 +233,8 @@ def stored(of: Product, kind: str) -> Iterator[str]:
             yield from _gates(of, kind, block)
         elif of.end == ACTIVATED:
             yield from _activated(of, block)
+        elif of.normed:
+            yield from column_norm.normed(of, kind, block, ACTIVATIONS.get(of.norm.activation))
         yield from _staged(of, kind, block)
     yield from _by_threads(of) if of.any_width else _by_boxes(of)
     if of.tile.keeps_on:
@@ -374,6 +381,8 @@ def _sum_of_parts(of: Product, kind: str) -> Iterator[str]:
             yield from (f"    add.f32 %f{n}, %f{n}, %g{n};\n" for n in range(4))
     rounded = f"    cvt.rn.{kind}x2.f32 %n5, %f1, %f0;\n    cvt.rn.{kind}x2.f32 %n6, %f3, %f2;\n"
     yield "    add.u64 %far, %out, %wide;\n"
+    if of.normed:
+        yield from column_norm.normed_part(of, kind, ACTIVATIONS.get(of.norm.activation))
     if of.adds:
         yield from _with_what_is_there(kind, rounded)
     yield rounded + "    st.global.v2.b32 [%far], {%n5, %n6};\n"

@@ -8,9 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from strop.ir.contractions import AMONG_COLUMNS, FACTORS, GELU_TANH, PAIRED, Gate
+from strop.ir.contractions import (
+    AMONG_COLUMNS,
+    FACTORS,
+    GELU_TANH,
+    NORMED,
+    NUM_OF_NORM,
+    PAIRED,
+    ColumnNorm,
+    Gate,
+)
 from strop.ir.device import Device
 from strop.ir.source import KernelSource
+from strop.kernels.gemm import tile as tiles
 from strop.kernels.gemm.implicit import Box, ConvShape, box_of, boxes_along, windows_of
 from strop.kernels.gemm.implicit import picture_of as convolution_of
 from strop.kernels.gemm.tile import ACTIVATED, GATED, NARROW, PLAIN, SUM, GemmTile, Product
@@ -42,10 +52,11 @@ _ENDS = {
     "linear_add": SUM,
     "linear_gelu": ACTIVATED,
 }
-OPS: Mapping[str, str] = _ENDS | {op: _ENDS[plain] for plain, op in PAIRED.items()}
+_NORMS = dict.fromkeys(NORMED, tiles.NORMED)
+OPS: Mapping[str, str] = _ENDS | {op: _ENDS[plain] for plain, op in PAIRED.items()} | _NORMS
 # What ends read behind the operands that are multiplied. SUM: what is added, biases. GATED: biases,
-# if there are any.
-MORE: Mapping[str, int] = {PLAIN: 0, GATED: 1, SUM: 2, ACTIVATED: 1}
+# if there are any. NORMED: what is added, if it is, and the vectors of the norm.
+MORE: Mapping[str, int] = {PLAIN: 0, GATED: 1, SUM: 2, ACTIVATED: 1, tiles.NORMED: NUM_OF_NORM}
 CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
 LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
 
@@ -182,7 +193,7 @@ def is_able(product: Product, of: ConvShape) -> bool:
     if product.end == PLAIN:
         return has_steps(product.tile, of)
     is_whole = of.outs % product.width == 0
-    is_wide = product.end == ACTIVATED and of.outs > product.width
+    is_wide = product.end in (ACTIVATED, tiles.NORMED) and of.outs > product.width
     return has_steps(product.tile, of) and (is_whole or is_wide)
 
 
@@ -208,9 +219,9 @@ def _forms(of: ConvShape, end: str, device: Device) -> Iterator[GemmForm]:
 
 
 def _least_rows(end: str) -> int:
-    """Return how many rows a linear must have. Beside a sum no library is faster with few, as it
-    would be another launch."""
-    return 1 if end == SUM else LEAST_ROWS
+    """Return how many rows a linear must have. Beside a sum, or a norm, no library is faster with
+    few, as it would be another launch."""
+    return 1 if end in (SUM, tiles.NORMED) else LEAST_ROWS
 
 
 def _is_small(of: ConvShape) -> bool:
@@ -225,7 +236,7 @@ def supports(call: Call, device: Device) -> str:
     if call.dtype not in KINDS:
         return f"computes fp16 and bf16, not {call.dtype}"
     factors, end = FACTORS.get(call.op, 2), OPS[call.op]
-    wanted, given = factors + MORE[end], len(call.shapes)
+    wanted, given = factors + MORE[end] + (call.op == NORMED[1]), len(call.shapes)
     if given != wanted and not (end == GATED and given == factors):
         return f"takes {wanted} operands for {call.op}, not {given}"
     if end == ACTIVATED and not dict(call.attrs).get(AMONG_COLUMNS):
@@ -284,13 +295,24 @@ def launches_by(found: GemmForm, problem: Problem) -> Launches:
         Operand(1, order=order, view=weights),
         *((Operand(2, Lies.ROWS, view=further), Operand(3, Lies.ROWS, view=View())) * is_paired),
         result_of(found, of, order),
-        Operand(biases, order=order if biases == 1 else ()),
+        *_beside(problem, biases, order),
     )
     source = wgmma_gemm(ended_as(found.product, problem), problem.dtype)
     product = Launch(source, operands, found.scalars(of.ins))
     if end != SUM:
         return Launches((product,))
     return Launches((Torch("copy", (Operand(factors), Operand(RESULT))), product))
+
+
+def _beside(problem: Problem, biases: int, order: tuple[int, ...]) -> Iterator[Operand]:
+    """Yield what stands behind the result: biases, or the vectors of a norm and what is added."""
+    if OPS[problem.op] != tiles.NORMED:
+        yield Operand(biases, order=order if biases == 1 else ())
+        return
+    count = len(problem.shapes)
+    yield from (Operand(n, Lies.RUNS) for n in range(count - NUM_OF_NORM, count))
+    if problem.op == NORMED[1]:
+        yield Operand(2)
 
 
 def result_of(found: GemmForm, of: ConvShape, order: tuple[int, ...]) -> Operand:
@@ -304,8 +326,10 @@ def result_of(found: GemmForm, of: ConvShape, order: tuple[int, ...]) -> Operand
 
 
 def ended_as(product: Product, call: Call | Problem) -> Product:
-    """Return the product with the gates or the activation that a call asks for, which take as long
-    as any."""
+    """Return the product with the gates, the activation or the norm that a call asks for, which
+    take as long as any."""
+    if product.end == tiles.NORMED:
+        return replace(product, norm=ColumnNorm.of(call.op, dict(call.attrs)))
     if product.end == ACTIVATED:
         return replace(product, gate=Gate(GELU_TANH))
     if product.end != GATED:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.ir.contractions import Gate
+from strop.ir.contractions import ColumnNorm, Gate
 from strop.kernels.gemm.implicit import FOUR_WINDOWS
 from strop.kernels.ptx import LINE, LINE_BYTES, ROWS
 
 GEGLU = Gate()
+NO_NORM = ColumnNorm()
 MOST_SHARED = 227 * 1024  # of a program
 MOST_SUMMED = 152  # columns of codes whose sums leave registers for all else
 MIXED = 1024  # bytes after which lines of shared memory are mixed as before
@@ -17,6 +18,8 @@ MIXED = 1024  # bytes after which lines of shared memory are mixed as before
 PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 # The results are the activation of sums and biases.
 ACTIVATED = "activated"
+# The results are sums whose columns are normalised, what is added to them, and an activation.
+NORMED = "normed"
 NARROW = "narrow"  # the kind of a plain product with few columns
 CODES = "codes"  # the kind of products of e4m3 codes
 GATED_CODES = "gated_codes"  # of those that end in gates
@@ -42,13 +45,14 @@ class GemmTile:
 class Product:
     """Describe a product. ``size`` of the window, 1 or odd: of one place, rows are a line; else
     pixels of a box, whose sizes the launch tells. A size of 2: four windows, whose results lie
-    between each other. ``end``: one of ENDS, or ACTIVATED; ``gate`` says by what activation,
-    and which half of the weights' rows are gates. ``stride``: pixels of the input from one of
-    the result to the next. ``paired``: the sum of a linear goes on over a second input with
-    weights of its own, as of an adapter's factors. ``codes``: operands are e4m3, and results their
-    sums times a scale of each row and one of each column; of a window, each pixel's products are
-    scaled by its own. ``any_width``: a linear whose dense result may have an odd number of columns:
-    its rows begin anywhere, so that programs store it themselves, 2 bytes at a time."""
+    between each other. ``end``: one of ENDS, ACTIVATED or NORMED; ``gate`` says by what activation,
+    and which half of the weights' rows are gates, ``norm`` how columns are normalised. ``stride``:
+    pixels of the input from one of the result to the next. ``paired``: the sum of a linear goes on
+    over a second input with weights of its own, as of an adapter's factors. ``codes``: operands are
+    e4m3, and results their sums times a scale of each row and one of each column; of a window, each
+    pixel's products are scaled by its own. ``any_width``: a linear whose dense result may have an
+    odd number of columns: its rows begin anywhere, so that programs store it themselves, 2 bytes at
+    a time."""
 
     tile: GemmTile
     size: int
@@ -59,6 +63,11 @@ class Product:
     has_biases: bool = True  # of values and gates, or of columns that are scaled
     codes: bool = False
     any_width: bool = False
+    norm: ColumnNorm = NO_NORM
+
+    @property
+    def normed(self) -> bool:
+        return self.end == NORMED
 
     @property
     def gated(self) -> bool:
@@ -169,14 +178,18 @@ class Product:
 
     @property
     def scales_at(self) -> int:
-        """Return where scales and biases of codes lie, behind all else."""
+        """Return where scales and biases of codes lie, or factors and shifts of a norm, behind all
+        else."""
         staged = self.rows * (self.part_row if self.has_parts else 2 * self.width * self.blocks)
         return max(self.barriers + 16 * self.tile.stages, self.results_at + staged)
 
     @property
     def scales(self) -> dict[str, int]:
         """Return how many bytes the scales of a tile's columns take, its biases and the scales of
-        its rows, where they lie in shared memory, in their order."""
+        its rows, where they lie in shared memory, in their order; or factors and shifts, in fp32,
+        side by side for each column."""
+        if self.normed:
+            return {"norms": 8 * self.tile.cols}
         columns, rows = 4 * self.tile.cols, 4 * self.rows
         sizes = {"columns": columns, "biases": columns // 2 * self.has_biases}
         sizes |= {"rows": rows * (not self.scales_pixels)}

@@ -20,7 +20,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import scaled_codes
+from strop.kernels.gemm import column_norm, scaled_codes
 from strop.kernels.gemm.epilogues import (
     NEXT_TILE,
     READ,
@@ -63,12 +63,14 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), further input (B, H, W, R) and
     weights (CO, R) where it is paired, the result (B, H / t, W / t, CO), of codes their scales (B *
     H * W,) and (CO,) in fp32, and biases (CO,), or nothing; all dense, of addresses that are
-    multiples of 16 bytes; the inputs may have gaps, and so may results that leave by boxes. CI is a
+    multiples of 16 bytes; where columns are normalised their means, variances and factors (CO,)
+    before biases, which are the shifts then, and behind them what is added, of the result's shape,
+    if anything is; the inputs may have gaps, and so may results that leave by boxes. CI is a
     multiple of 64, of a single place 8, of codes 16, and R of 8; CO of 8, where it is gated twice
-    ``width``, where it adds ``width``, and where it has an activation or scales no less than
-    ``width``; a linear of any width has at least ``width``, and one part. Codes of a window have
-    one part of the sum. Sums are fp32; where it adds they are
-    rounded before they are added to what is there, and again with it. Scalars: tiles of columns,
+    ``width``, where it adds ``width``, and where it has an activation, a norm or scales no less
+    than ``width``; a linear of any width has at least ``width``, and one part. Codes of a window
+    have one part of the sum. Sums are fp32; where it adds they are rounded before they are added to
+    what is there, and again with it. Scalars: tiles of columns,
     boxes right, down and of pictures, CI, tiles at work, and 1 where kernels that may still run
     write the weights, else 0; of a window of several places pictures, lines and columns of a box,
     no more than rows in all, and 2^16 by the latter two, rounded up; of a single place how many
@@ -85,17 +87,17 @@ def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
     further = ((*pixels, HALF), (of.width, HALF)) if of.paired else ()
     pairs = ((*pixels, of.line), (of.width, of.line), *further)
     operands = torch.uint8 if of.codes else dtype
-    scales = (torch.float32,) * 2 if of.codes else ()
+    beside = (*((torch.float32,) * 2 if of.codes else ()), *(dtype,) * len(_of_columns(of)))
     return KernelSource(
         name_of(of),
         "ptx",
         text,
-        (*(operands,) * len(pairs), dtype, *scales, dtype),
+        (*(operands,) * len(pairs), dtype, *beside),
         (1,) * _scalars(of),
         (symbol("s5") * tile.split,),
         constants=(("SHARED", of.shared), ("EARLY", 1)),
         num_warps=of.num_warps,
-        boxes=(*pairs, results, *((),) * len(scales), ()),
+        boxes=(*pairs, results, *((),) * len(beside)),
         steps=steps,
     )
 
@@ -107,6 +109,12 @@ TURN = 3  # the first of two barriers, by which groups take turns
 
 def _scalars(of: Product) -> int:
     return 12 if of.has_box else 8
+
+
+def _of_columns(of: Product) -> tuple[str, ...]:
+    """Return the pointers to what each column has of its own, biases or a norm, and to what is
+    added behind a norm."""
+    return column_norm.pointers(of) if of.normed else ("more",)
 
 
 def name_of(of: Product) -> str:
@@ -165,7 +173,7 @@ def _begin(of: Product) -> Iterator[str]:
     rank = 5 if of.has_four_windows else 4
     params = {"x": 4, "w": 2} | ({"further": 4, "v": 2} if of.paired else {})
     params |= {"result": rank} if of.leaves_by_boxes else {}
-    pointers = (*scaled_codes.POINTERS * of.codes, "more")
+    pointers = (*scaled_codes.POINTERS * of.codes, *_of_columns(of))
     pointers = pointers if of.leaves_by_boxes else ("result", *pointers)
     yield entry(name_of(of), params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
@@ -207,6 +215,8 @@ def _more_registers(of: Product) -> str:
         return "    .reg .b32 %window;\n"
     if of.codes:
         return scaled_codes.registers(of)
+    if of.normed:
+        return column_norm.REGISTERS
     return _PAIR if of.paired else ""
 
 
@@ -521,6 +531,7 @@ multiply:
         yield scaled_codes.scales_of_place(of)
     elif not of.begins_with_biases:  # where results go is worked out while the first products are
         brought = "".join(scaled_codes.brought(of)) if of.codes else ""
+        brought += "".join(column_norm.brought(of, kind)) if of.normed else ""
         yield f"    @%goes_on bra onward;\n{coordinates(of)}{brought}onward:\n"
     if of.codes:
         yield from scaled_codes.summed_up(of)

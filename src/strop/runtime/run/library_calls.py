@@ -20,12 +20,21 @@ from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.ir.code_conv import code_conv2d, scaled_conv2d
-from strop.ir.contractions import AMONG_COLUMNS, GELU, GELU_TANH, SILU, Gate
+from strop.ir.contractions import (
+    AMONG_COLUMNS,
+    GELU,
+    GELU_TANH,
+    NORMED,
+    SILU,
+    ColumnNorm,
+    Gate,
+)
 from strop.ir.device import Device
 from strop.ir.e4m3 import as_e4m3
 from strop.ir.exchange import exchanged
 from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.mixed_product import mixed_product
+from strop.ir.normed_linear import normed_linear
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 from strop.runtime.run import attention_calls, scaled_calls
@@ -162,6 +171,11 @@ def _scaled_geglu(attrs: Mapping[str, Any]) -> OutCall:
         _gated(attrs, both, out)
 
     return call
+
+
+def _normed(op: str, attrs: Mapping[str, Any]) -> OutCall:
+    norm = ColumnNorm.of(op, attrs)
+    return lambda inputs, out: out.copy_(normed_linear(inputs, norm))
 
 
 def _matmul(attrs: Mapping[str, Any]) -> OutCall:
@@ -418,13 +432,14 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "code_conv2d": _code_conv2d,
     "scaled_conv2d": _scaled_conv2d,
 }
-CUDA_PLANNED_OUT = {
+CUDA_PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     **PLANNED_OUT,
     "code_sums": _cuda_code_sums,
     "scaled_product": scaled_calls.on_gpu,
     "scaled_conv2d": _cuda_scaled_conv2d,
     "conv2d": _cudnn_conv2d,
     "linear_gelu": _linear_gelu,
+    **{op: partial(_normed, op) for op in NORMED},
     "geglu": _geglu,
     "scaled_geglu": _scaled_geglu,
     "paired_geglu": _paired_geglu,
