@@ -164,6 +164,7 @@ def test_where_kernels_of_ours_can_do_it() -> None:
         "gated_codes",
         "joined_calls",
         "low_rank_pair",
+        "normed_linear",
         "product_sum",
         "upsampled_conv",
     )
