@@ -32,6 +32,7 @@ from benchmarks.fitting import (
     conv_wgmma,
     linear_any_width,
     linear_libraries,
+    linear_normed,
     linear_paired,
     linear_wgmma,
 )
@@ -51,6 +52,7 @@ SWEEPS: Mapping[str, ModuleType] = {
         conv_wgmma,
         linear_any_width,
         linear_libraries,
+        linear_normed,
         linear_paired,
         linear_wgmma,
     )

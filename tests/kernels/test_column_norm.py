@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.fitting import linear_normed as sweep
 from strop.ir.contractions import RELU, SILU, ColumnNorm
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.tile import NORMED, GemmTile, Product
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.library import select
 from strop.kernels.tuned import tuned
+from strop.runtime.build.loader import kernel_loader
 from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
 from tests.kernels.ptx_text import PtxError
@@ -114,8 +117,9 @@ def test_all_that_orders_it_is_needed(case: Case) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_all_tiles_assemble(dtype: torch.dtype, adds: bool, tmp_path: Path) -> None:
-    tiles = tuned(H100).gemm.tiles[NORMED]
-    assert len(tiles) > 20
+    known = tuned(H100).gemm.tiles[NORMED]
+    tiles = dict.fromkeys((*known, *(GemmTile(*each) for each in sweep.MORE)))
+    assert len(tiles) > len(known) > 10
     norm = ColumnNorm(1e-5, SILU, adds)
     assert_assembled([Product(tile, 1, NORMED, norm=norm) for tile in tiles], dtype, tmp_path)
 
@@ -129,3 +133,25 @@ def test_a_row_behind_the_last_one_reads_nothing_behind_what_is_added() -> None:
     with pytest.raises(PtxError):
         call(replace(source, text=bounded), 0)
     call(source, 0)
+
+
+def test_each_shape_of_the_sweep_has_a_tile() -> None:
+    for shape in sweep.SHAPES:
+        asked = sweep.problem_of(shape)
+        assert select(asked.call, asked, H100).kernel == "wgmma_gemm"
+        assert len(sweep.forms_of(shape)) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="multiplies by WGMMA",
+)
+@pytest.mark.parametrize("shape", [(196, 1024, 256, True), (49, 512, 2048, False)], ids=str)
+def test_all_tiles_on_a_gpu(shape: tuple[int, ...]) -> None:
+    library = kernel_loader("cuda", 0, "", 0)
+    library.build(list(dict.fromkeys(sweep.sources(shape))))
+    errors = sweep.measure(shape, library)["errors"]
+    assert len(errors) == len(sweep.forms_of(shape)) + 1
+    del errors["cublas"]  # which rounds more often
+    assert max(errors.values()) < BOUND[F16], errors
