@@ -306,9 +306,8 @@ class CodeWalk:
         if not OF_ENVIRONMENT.isdisjoint(names):
             for each in variables(_texts(code)):
                 self._watch(f"os.environ{each.label}", ENVIRONMENT, each.table, each.key, is_own)
-        for name in sorted(_named_by(code, ("IMPORT_NAME",)) & sys.modules.keys()):
-            if is_own:
-                self._value(name, sys.modules[name], names, is_own)
+        for name in sorted(_imported(code) & sys.modules.keys()) if is_own else ():
+            self._value(name, sys.modules[name], names, is_own)
 
     def _closure(self, label: str, function: FunctionType, names: frozenset[str]) -> None:
         cells = function.__closure__ or ()
@@ -527,6 +526,12 @@ def _globals(code: CodeType) -> frozenset[str]:
     """Return the global names that code reads, without attributes: the ``x`` of a script's loop is
     not that of ``self.x``."""
     return _named_by(code, _LOADS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(code: CodeType) -> frozenset[str]:
+    """Return the modules that a function imports itself."""
+    return _named_by(code, ("IMPORT_NAME",))
 
 
 @functools.lru_cache(maxsize=4096)
