@@ -145,6 +145,12 @@ def test_an_equal_answer_is_the_same_object() -> None:
     assert thing is another
 
 
+def test_equal_answers_of_two_looks_are_one_object() -> None:
+    """A variable of the environment is a new text whenever it is read."""
+    first, second = (Answers(lambda: "".join(["tr", "ue"])) for _ in range(2))
+    assert first[""] is second[""]
+
+
 def test_true_is_not_one() -> None:
     answers = iter([1, True, 1.0])
     table = Answers(lambda: next(answers))

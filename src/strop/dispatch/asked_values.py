@@ -47,11 +47,13 @@ _SETTINGS_OF_PRODUCTS = frozenset(
 )
 _OTHER = type("Other", (), {"__repr__": lambda self: "None or an object"})()
 _UNSET = object()
+_ANSWERS: dict[tuple[type, Any], Any] = {}  # each answer that was ever given -> itself
 
 
 class Answers:
-    """Show what a function returns as a table of any entries. An equal answer is the same object,
-    so that looks by identity hold."""
+    """Show what a function returns as a table of any entries. Equal answers are one object,
+    whichever table gives them: looks at modules compare by identity, and each scan of a module
+    makes new tables."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._ask, self._last = ask, _UNSET
@@ -61,7 +63,7 @@ class Answers:
         if found is None or not isinstance(found, CONSTANTS):
             return _OTHER
         if type(found) is not type(self._last) or found != self._last:
-            self._last = found
+            self._last = _ANSWERS.setdefault((type(found), found), found)
         return self._last
 
 
