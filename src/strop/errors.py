@@ -13,6 +13,10 @@ class CaptureError(StropError, RuntimeError):
     """Tracing a module failed, which keeps running in eager; or no CUDA graph can hold a step."""
 
 
+class EagerOnlyError(CaptureError):
+    """A forward asks for something that no tracer, Strop's or torch's, can tell it."""
+
+
 class ShapeError(StropError, ValueError):
     """Sizes do not fit the compiled graph, or two sizes cannot be proven compatible."""
 

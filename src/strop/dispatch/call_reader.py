@@ -41,6 +41,7 @@ class CallReader:
         UnsupportedError for an argument that no program takes."""
         tensors, beside = list[Tensor](), Beside(lora_scale=scale)
         skeleton = self._turned.flattened((args, kwargs), tensors, beside)
+        skeleton, tensors = self._state.told_apart.joined(skeleton, tensors)
         return GivenCall(skeleton, tensors, skeleton, beside)
 
     def resolved(self, call: GivenCall) -> GivenCall | None:

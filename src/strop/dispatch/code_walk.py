@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from strop.dispatch.asked_values import ENVIRONMENT, OF_ENVIRONMENT, questions_of, variables
 from strop.dispatch.identities import CONSTANTS
+from strop.dispatch.told_apart import compares_identity
 from strop.frontend.adapted_layers import is_left_over
 from strop.frontend.module_parts import OF_EVERY_MODULE, own_attributes
 from strop.frontend.stable_text import is_plain
@@ -146,6 +147,7 @@ class CodeWalk:
         self._functions: dict[int, FunctionType] = {}
         self.names: set[str] = set()  # that any code here reads or writes
         self.own_names: set[str] = set()  # that a user's code does
+        self.asks_same = False  # whether a user's code asks if two values are one object
         self.read_names: set[str] = set()  # that code names which computes something
         self._words: set[str] = set()  # texts in code here: names that it may ask for
         self._held: list[tuple[str, Any]] = []  # objects that are no modules
@@ -287,6 +289,7 @@ class CodeWalk:
             return names
         is_own = root not in LIBRARIES
         self.own_names |= names if is_own else set()
+        self.asks_same |= is_own and compares_identity(function.__code__)
         self._elsewhere(function.__code__, names, is_own)
         for name in sorted(names & table.keys() & _globals(function.__code__)):
             self._name(module, table, table, name, names, is_own)

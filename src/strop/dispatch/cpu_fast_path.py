@@ -31,6 +31,7 @@ from strop.runtime.run.limits import INDEX_LIMIT
 if TYPE_CHECKING:
     from strop.dispatch.counters import Counters
     from strop.dispatch.entry import Entry
+    from strop.dispatch.module_state import ModuleState
     from strop.runtime.loop.denoise_loop import DenoiseLoop
     from strop.runtime.run.cpu_runs import Run
 
@@ -42,6 +43,7 @@ class Served(Protocol):
     """A dispatcher has these attributes, which the fast path reads and sets."""
 
     module: nn.Module
+    state: ModuleState
     counters: Counters
     loop: DenoiseLoop
     latest: Entry | None
@@ -80,6 +82,8 @@ def prepared(
     of no use any more."""
     fits = _looks_like(tensors, entry.free, at_begin=entry.variant.asks_begin)
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
+    told = served.state.told_apart  # a scan of the module ends this way
+    is_usual = None if told.asks_nothing else told.has_usual_answers
     is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 
     def short(args: tuple[Any, ...]) -> Any:
@@ -93,6 +97,7 @@ def prepared(
             or forward_ad._current_level >= 0
             or num_modes()
             or loop.is_running
+            or (is_usual is not None and not is_usual(args))
             or not is_unchanged()
         ):
             return None

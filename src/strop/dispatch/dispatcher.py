@@ -212,6 +212,8 @@ class Dispatcher(ForwardStandIn):
             return DecidedCall(reason=str(error))
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             return DecidedCall(reason="an argument requires a gradient")
+        if reason := self.state.told_apart.misfit(call.tensors):
+            return DecidedCall(reason=reason)
         call = self._seen(self._reader.resolved, call)
         plain = None if kwargs else args
         is_no_grad = not (torch.is_inference_mode_enabled() or torch.is_grad_enabled())
@@ -364,8 +366,10 @@ class Dispatcher(ForwardStandIn):
 
     def _unfit(self) -> str:
         """Say why this call cannot be served by an inference program, or nothing."""
-        if (reason := unfit_call(self.module)) or self._look.is_undisturbed:
+        if reason := unfit_call(self.module) or self.state.told_apart.unfit_mode():
             return reason
+        if self._look.is_undisturbed:
+            return ""
         if self._replaced:
             return self._replaced
         budget_bytes = self.options.weights_budget_bytes

@@ -61,6 +61,7 @@ class GlobalGuards:
         """``parts`` with their paths are the modules that run, the outermost first."""
         reach = CodeWalk(parts)
         self.consulted, self.own_names = reach.consulted, reach.own_names
+        self.asks_same = reach.asks_same
         self.unread = frozenset() if reach.asks_any else COUNTS - reach.read_names
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [

@@ -26,6 +26,7 @@ from strop.dispatch.parts_offload import parts_offload
 from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.quick_look import QuickLook
 from strop.dispatch.scales import is_scale
+from strop.dispatch.told_apart import ToldApart, attribute_asked_for
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
 from strop.frontend import (
@@ -130,10 +131,7 @@ class ModuleState:
         ]
         self._weights = identities((table, key) for _, table, key in places)
         self.tensors: list[Tensor] = self._weights.values
-        tables = {*table_names(self.parts)}
-        self.tables = [name for name in self.names if name in tables]
-        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in tables]
-        self.rows = rows_of(self._tables)
+        self._scan_tables()
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         self._owned += moving_hooks.registered(self.modules)
         # optimize is about to set ``forward``
@@ -146,9 +144,28 @@ class ModuleState:
             self.scan()  # a user's code looks for the adapters while it runs
             return
         self.structure = self._structure()
+        self._scan_questions()
         self._memory = KnownMemory(self.tensors)
         for pieces in (self.merged, self.padded):
             pieces.keep_at({*self.pointers})
+
+    def _scan_tables(self) -> None:
+        """Look at tables of embeddings, whose numbers of rows are data."""
+        tables = {*table_names(self.parts)}
+        self.tables = [name for name in self.names if name in tables]
+        self._tables = [t for t, n in zip(self.tensors, self.names, strict=True) if n in tables]
+        self.rows = rows_of(self._tables)
+
+    def _scan_questions(self) -> None:
+        """Look at what the code asks about tensors. Attributes of weights count where it asks."""
+        names = self.global_guards.own_names
+        self.told_apart = ToldApart.by(names, self.global_guards.asks_same, self.tensors)
+        named = zip(self.names, self.tensors, strict=True)
+        self.attribute_asked_for = attribute_asked_for(names, named)
+        if self.told_apart.attributes:
+            held = [vars(tensor) for tensor in self.tensors]
+            self._owned += held
+            self._num_owned += sum(map(len, held))
 
     def _scan_offload(self, everything: Sequence[tuple[str, nn.Module]]) -> str:
         """Look for hooks that take weights of parts to a device and back, and say why nobody can

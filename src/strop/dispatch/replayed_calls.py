@@ -136,6 +136,8 @@ class ReplayedCalls:
             return NO_RESULT
         if not way.fits(*tensors) or self._loop.is_running:
             return NO_RESULT
+        if not self._state.told_apart.has_usual_answers(tensors):
+            return NO_RESULT
         if model_offload.refusal(served.component, served, served.options.weights_budget_bytes):
             return NO_RESULT
         have_others_rest(served)

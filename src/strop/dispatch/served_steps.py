@@ -19,7 +19,7 @@ from strop.dispatch.served_graph import TracedSizesAdapter, getter
 from strop.dispatch.signature import flatten, memory_order
 from strop.dispatch.training_steps import Step, Steps
 from strop.dispatch.variants import REFUSALS
-from strop.errors import UnsupportedError
+from strop.errors import StropError, UnsupportedError
 from strop.frontend.traced_graph import TracedGraph
 from strop.options import Options
 from strop.patterns import registry
@@ -37,7 +37,7 @@ class ServedSteps:
         self._fallbacks = Fallbacks(name, self.counters)
         self._adapter = TracedSizesAdapter(traced.shapes)
         self._by_key: dict[Hashable, list[Step]] = {}
-        self._refused: dict[Hashable, str] = {}
+        self._refused: dict[Hashable, StropError] = {}
         self._found: dict[Hashable, Found] = {}
         self._lock = threading.RLock()
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.draws import stand_in
 from strop.frontend.objects import class_named, is_cache, is_cache_class, made
+from strop.frontend.python_classes import mark_parameter
 from strop.frontend.stable_text import qualified
 from strop.ir.dims import symbol
 from strop.ir.graph import GeneratorRef, Ref
@@ -32,6 +33,11 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float.fromhex,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRef(Ref):
+    """Stands for a tensor that is a Parameter, which code may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> 
         if (kind is not Tensor and kind is not Parameter) or is_foreign(value):
             raise UnsupportedError(f"argument is {described(value)}")
         tensors.append(value)
-        return Ref(len(tensors) - 1)
+        return (ParameterRef if kind is Parameter else Ref)(len(tensors) - 1)
     if value is None or isinstance(value, str | torch.dtype | torch.device):
         return value
     if isinstance(value, int | float):
@@ -207,11 +213,16 @@ def with_floats(skeleton: Skeleton, floats: Sequence[Skeleton]) -> Skeleton:
     return tuple(with_floats(part, floats) for part in skeleton)
 
 
+def _referred(ref: Ref | NumberRef | SizeRef, value: Any) -> Any:
+    if type(ref) is ParameterRef:
+        mark_parameter(value)
+    return value.shape[0] if type(ref) is SizeRef else value
+
+
 def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
     """Undo ``flatten``. ``tensors`` are followed by the numbers that are inputs."""
     if isinstance(skeleton, Ref | NumberRef | SizeRef):
-        found = tensors[skeleton.index]
-        return found.shape[0] if isinstance(skeleton, SizeRef) else found
+        return _referred(skeleton, tensors[skeleton.index])
     if not isinstance(skeleton, tuple):
         return skeleton
     kind, *items = skeleton

@@ -30,7 +30,7 @@ from strop.dispatch.dynamo import AotLog, compile_dynamo
 from strop.dispatch.signature import flatten
 from strop.dispatch.training_steps import Steps
 from strop.dispatch.variants import REFUSALS
-from strop.errors import UnsupportedError
+from strop.errors import EagerOnlyError, UnsupportedError
 from strop.frontend.capture import without_reports
 from strop.options import Options
 from strop.wording import counted
@@ -75,6 +75,8 @@ class TrainingDispatcher(Dispatcher):
         refusal = ""
         try:
             result = self._run_step(args, kwargs)
+        except EagerOnlyError as error:
+            return super()._run_eager(str(error), args, kwargs)
         except REFUSALS as error:
             refusal = str(error)
         if refusal and self.state.exchanges_with:  # torch would cut it where it likes
@@ -100,6 +102,10 @@ class TrainingDispatcher(Dispatcher):
         skeleton = flatten((args, kwargs), tensors)
         with self._lock:
             self._check_state()
+            told = self.state.told_apart
+            if reason := told.misfit(tensors) or self.state.attribute_asked_for:
+                raise EagerOnlyError(reason)
+            skeleton, tensors = told.joined(skeleton, tensors)
             given = itertools.chain(self.state.tensors, tensors)
             if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
                 raise UnsupportedError("nothing in it has a gradient")

@@ -29,7 +29,7 @@ from strop.dispatch.module_state import ModuleState
 from strop.dispatch.partition import Joint
 from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
 from strop.dispatch.variants import REFUSALS, device_of, library_for
-from strop.errors import ShapeError, UnsupportedError
+from strop.errors import ShapeError, StropError, UnsupportedError
 from strop.frontend.clones import clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import TANGENT
@@ -140,7 +140,7 @@ class Steps:
     options: Options
     log: AotLog
     by_key: dict[Hashable, list[Step]] = field(default_factory=dict)
-    refused: dict[Hashable, str] = field(default_factory=dict)  # why torch traces these calls
+    refused: dict[Hashable, StropError] = field(default_factory=dict)  # why not these calls
     latest_refusal: Hashable = None
 
     def get(
@@ -155,26 +155,28 @@ class Steps:
             if env is not None:
                 return _checked(step, tensors), env
         if key in self.refused:
-            raise UnsupportedError(self.refused[key])
+            raise self.refused[key].with_traceback(None)
         self.latest_refusal = key
         if len(self.by_key.get(key, ())) >= MOST_STEPS:
-            self.refused[key] = f"it has {MOST_STEPS} pairs of graphs, each for some sizes only"
-            raise UnsupportedError(self.refused[key])
+            self.refused[key] = UnsupportedError(
+                f"it has {MOST_STEPS} pairs of graphs, each for some sizes only"
+            )
+            raise self.refused[key]
         exact = replace(shapes, hints=solve_roots(shapes.specs, sizes), is_exact=True)
         for tried in (shapes, exact):  # the usual hints may give guards that exclude this call
             try:
                 step = self._make(state, skeleton, tried, wants)
             except REFUSALS as error:
-                self.refused[key] = str(error)
+                self.refused[key] = error
                 raise
             self.by_key.setdefault(key, []).append(step)
             env = step.env(sizes)
             if env is not None:
                 return _checked(step, tensors), env
-        self.refused[key] = (
+        self.refused[key] = ShapeError(
             f"its graph has guards that exclude the sizes it was traced for: {sizes}"
         )
-        raise ShapeError(self.refused[key])
+        raise self.refused[key]
 
     def share(self, other: Steps) -> None:
         """Have the steps of ``other``, and give it those that are made here: its module may be

@@ -29,6 +29,8 @@ def unfit_module(state: ModuleState) -> str:
         return "a submodule has forward hooks, which compiled code would not run"
     if is_cast_as_one(state.module):
         return "layerwise casting of the whole module at once casts all weights at each call"
+    if reason := state.attribute_asked_for:
+        return reason
     if state.make_ups and any(map(is_yet_to_be_packed, state.modules)):
         return "bitsandbytes packs its weights for this CPU in a call of its own, once"
     return hooks.REASON if hooks.has_global_hooks() else ""

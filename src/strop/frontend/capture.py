@@ -58,6 +58,7 @@ from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.origins import record_origins, settle_origins
 from strop.frontend.other_memory import refuse_set
+from strop.frontend.python_classes import mark_parameters
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_loading_compilers, without_tensor_meta
 from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, TraceWatch
@@ -376,8 +377,10 @@ def _traced(
         if not (key.startswith("_") and "_parameters" in table)
     }  # but for caches
     put = putting_together(module) if reads.has_composed else dict
+    own = named_state(module)
 
     def flat(state: dict[str, Tensor], *inputs: Tensor) -> list[Any]:
+        mark_parameters((state[name], tensor) for name, tensor in own.items())
         held = put(state)
         swapped = torch.nn.utils.stateless._reparametrize_module(module, held, tie_weights=True)
         with swapped:
@@ -404,9 +407,7 @@ def _traced(
         nullcontext() if transform else blocks.watched(),
     ):
         function = transform(flat) if transform else flat
-        rules = {**DECOMPOSITIONS, **dict(opened()), **dict(opened_codes())}
-        rules |= functional_collectives()
-        gm = make_fx(function, rules, tracing_mode="real")(state, *fakes)
+        gm = make_fx(function, _rules(), tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
     refuse_set(gm)
     refuse_unread(gm)
@@ -414,6 +415,12 @@ def _traced(
     reads.views.mark(gm)
     make_functional(gm)
     return gm, specs[-1], origins, reads, tuple(same), blocks.reuse
+
+
+def _rules() -> dict[Any, Callable[..., Any]]:
+    """Return what operators are traced as that no graph has."""
+    rules = {**DECOMPOSITIONS, **dict(opened()), **dict(opened_codes())}
+    return rules | functional_collectives()
 
 
 def _known(leaves: Sequence[Any], given: Mapping[str, Sequence[Tensor]]) -> Iterator[Same]:

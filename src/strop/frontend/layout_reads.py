@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from strop.errors import CaptureError
+from strop.frontend.asked_of_tensors import asks_who_requires, refuse_unknown
 from strop.frontend.composed_tensors import ComposedCalls
 from strop.frontend.formats import traced
 from strop.frontend.functional import memory_of
@@ -39,15 +40,6 @@ READS: dict[Callable[..., Any], str] = {
     Tensor.dim_order: "dim_order",
 }
 OF_STRIDES = ("stride", "is_contiguous", "dim_order")  # alike wherever in its memory a tensor lies
-# what a traced tensor cannot tell
-UNKNOWN: dict[Callable[..., Any], str] = {
-    Tensor.untyped_storage: "untyped_storage",
-    Tensor.storage: "storage",
-    Tensor.is_set_to: "is_set_to",
-    Tensor._is_view: "_is_view",
-    vars(torch._C.TensorBase)["_base"].__get__: "_base",
-    Tensor.is_shared: "is_shared",
-}
 _strop, aten = torch.ops.strop, torch.ops.aten
 
 
@@ -82,6 +74,8 @@ class LayoutReads(Retarget):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self._is_forward:
+            refuse_unknown(func)
+            self.has_gradients |= asks_who_requires(func)
             self._note(func, args)
         if self.has_composed and self._composed.are_in((*args, *(kwargs or {}).values())):
             self.has_gradients |= torch.is_grad_enabled()
@@ -95,10 +89,6 @@ class LayoutReads(Retarget):
             _refuse_chosen(READS[func], args[0])
             if not (READS[func] in OF_STRIDES and _is_contiguous_anyway(args[0])):
                 self.asked[READS[func]] = None
-        elif func in UNKNOWN:
-            raise CaptureError(
-                f"it asks for {UNKNOWN[func]} of a tensor, which compiled code has not"
-            )
         elif func is Tensor.contiguous:
             self._is_made_dense |= self.is_own(args[0])
         else:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -124,14 +124,15 @@ _LIBRARIES = tuple(
 )
 
 
-def _is_asked_by_torch(frame: FrameType) -> bool:
+def is_asked_by_torch(frame: FrameType) -> bool:
+    """Tell whether a frame is that of torch's code, or of Strop's or Python's own on its way."""
     return frame.f_code.co_filename.startswith((*_LIBRARIES, str(Path(__file__).parent), "<frozen"))
 
 
 def _attribute_of(number: Any, name: str) -> Any:
     """Answer for a SymFloat: to a module's code that asks for its class it is a float, to torch
     what it is."""
-    is_class = name == "__class__" and not _is_asked_by_torch(sys._getframe(1))
+    is_class = name == "__class__" and not is_asked_by_torch(sys._getframe(1))
     return (
         builtins.float if is_class and is_number(number) else object.__getattribute__(number, name)
     )
@@ -140,13 +141,13 @@ def _attribute_of(number: Any, name: str) -> Any:
 def _text_of(number: Any) -> str:
     """Write a SymInt or SymFloat as the number that it is in this call. Code that computes with its
     text gets a graph for each. torch's own messages name the symbol."""
-    if _is_asked_by_torch(sys._getframe(1)):
+    if is_asked_by_torch(sys._getframe(1)):
         return str(number.node.str())
     return repr(_python(number))
 
 
 def _format_of(number: Any, form: str) -> str:
-    if _is_asked_by_torch(sys._getframe(1)):
+    if is_asked_by_torch(sys._getframe(1)):
         return str(number.node.str())
     return format(_python(number), form)
 
@@ -166,6 +167,15 @@ _TEXTS: dict[str, Any] = {"__repr__": _text_of, "__str__": _text_of, "__format__
 def python_texts() -> Iterator[None]:
     """Let the text of a size, or of a number that is an input, be that of its value."""
     with _having(SymInt, _TEXTS), _having(SymFloat, _TEXTS):
+        yield
+
+
+@contextmanager
+def attributes_of_class(kinds: Sequence[type], answer: Callable[[Any, str], Any]) -> Iterator[None]:
+    """Let ``answer`` look attributes up of all that has one of these classes."""
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(_having(kind, {"__getattribute__": answer}))
         yield
 
 

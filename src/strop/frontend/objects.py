@@ -56,6 +56,13 @@ class Record:
 
 
 @dataclass(frozen=True)
+class ShapeState:
+    """Hold the sizes of a ``torch.Size``, of which torch's pytree makes a tuple."""
+
+    sizes: list[Any]
+
+
+@dataclass(frozen=True)
 class ClassName:
     """Name a class of transformers.cache_utils itself."""
 
@@ -194,8 +201,13 @@ def _caches_of(value: Any) -> list[Any]:
 
 
 def as_tree(value: Any) -> Any:
-    """Replace caches and their layers in ``value`` by ObjectStates, and dataclasses by Records."""
-    return pytree.tree_map(_state, value, is_leaf=is_cache)
+    """Replace caches and their layers in ``value`` by ObjectStates, dataclasses by Records, and
+    shapes by ShapeState."""
+    return pytree.tree_map(_state, value, is_leaf=_is_replaced)
+
+
+def _is_replaced(value: Any) -> bool:
+    return is_cache(value) or type(value) is torch.Size
 
 
 def check_leaves(leaves: Iterable[Any]) -> None:
@@ -206,6 +218,8 @@ def check_leaves(leaves: Iterable[Any]) -> None:
 
 
 def _state(value: Any) -> Any:
+    if type(value) is torch.Size:
+        return ShapeState(list(value))
     if is_cache_class(value):
         return ClassName(value.__name__)
     if is_dataclass(value) and not isinstance(value, type) and not is_cache(value):
@@ -240,6 +254,12 @@ def made(kind: str, attributes: dict[str, Any]) -> Any:
     found: Any = object.__new__(class_named(kind))
     vars(found).update(attributes)
     return found
+
+
+def _shape(sizes: Any) -> Any:
+    """Return a ``torch.Size``; a tuple where something stands for the sizes."""
+    sizes = tuple(sizes)
+    return torch.Size(sizes) if all(isinstance(size, int) for size in sizes) else sizes
 
 
 def _unflatten(values: Any, context: list[Any]) -> Any:
@@ -289,6 +309,7 @@ pytree.register_pytree_node(
 )
 for _kind, _parts, _whole in (
     (ObjectState, _flatten, _unflatten),
+    (ShapeState, lambda shape: (shape.sizes, []), lambda sizes, _: _shape(sizes)),
     (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
     (
         CacheArgument,

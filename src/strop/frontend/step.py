@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
 from strop.frontend import joint
+from strop.frontend.asked_of_tensors import refuse_unknown_of_step
 from strop.frontend.capture import (
     ONE_AT_A_TIME,
     KnownSizes,
@@ -53,6 +54,7 @@ from strop.frontend.module_tensors import named_state
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.origins import settle_origins
 from strop.frontend.other_memory import refuse_other_memory
+from strop.frontend.python_classes import mark_parameters
 from strop.frontend.repeated_blocks import UNWATCHED, TraceWatch
 from strop.frontend.repeated_gradients import RepeatedGradients
 from strop.frontend.shape_rules import TracedSizes
@@ -94,6 +96,7 @@ class _Retarget(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         refuse_other_memory(func)
+        refuse_unknown_of_step(func)
         if func in READS:
             self.asked[READS[func]] = None
         return _TABLE.get(func, func)(*args, **(kwargs or {}))
@@ -117,6 +120,7 @@ class _Flat:
 
     def _traced(self, *primals: Tensor) -> list[Any]:
         state = dict(zip(self.names, primals, strict=False))
+        mark_parameters((state[name], t) for name, t in named_state(self.module).items())
         swapped = nn.utils.stateless._reparametrize_module(self.module, state, tie_weights=True)
         with swapped:
             found, self.out_spec = pytree.tree_flatten(self.call(*primals[len(self.names) :]))
