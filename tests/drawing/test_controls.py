@@ -16,7 +16,7 @@ from strop.bench.pipelines.parts import controlnet, stir
 from strop.bench.pipelines.stable import XL_CONTROL, sd15, sdxl
 from strop.bench.pipelines.tiny import TinyPipeline
 from strop.drawing.draw import batch_key, draw
-from strop.drawing.request import Control, PictureRequest, PictureSize, SecondPass
+from strop.drawing.request import ControlPicture, PictureRequest, PictureSize, SecondPass
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,14 +47,17 @@ def model(request: pytest.FixtureRequest) -> Any:
     return pipe, nets
 
 
-ONE = (Control("edges", EDGES, 0.8),)
-PART = (Control("edges", EDGES, 0.8, 0.2, 0.75),)
-TWO = (Control("depth", DEPTH, 0.5, 0.0, 0.5), Control("edges", EDGES, 1.2, 0.25, 1.0))
-SAME = (Control("edges", EDGES, 0.5), Control("edges", DEPTH, 0.5))
+ONE = (ControlPicture("edges", EDGES, 0.8),)
+PART = (ControlPicture("edges", EDGES, 0.8, 0.2, 0.75),)
+TWO = (
+    ControlPicture("depth", DEPTH, 0.5, 0.0, 0.5),
+    ControlPicture("edges", EDGES, 1.2, 0.25, 1.0),
+)
+SAME = (ControlPicture("edges", EDGES, 0.5), ControlPicture("edges", DEPTH, 0.5))
 STARTED = replace(RED, start=START, strength=0.75)
 
 
-def by_diffusers(model: Any, request: PictureRequest, controls: Sequence[Control]) -> Tensor:
+def by_diffusers(model: Any, request: PictureRequest, controls: Sequence[ControlPicture]) -> Tensor:
     """What a script of a user draws: pictures as Pillow has them, pipelines by their class."""
     pipe, nets = model
     kind = "" if request.start is None else "Img2Img" if request.mask is None else "Inpaint"
@@ -96,7 +99,7 @@ def by_diffusers(model: Any, request: PictureRequest, controls: Sequence[Control
     "asked", [RED, STARTED, replace(STARTED, mask=HOLE)], ids=["text", "start", "mask"]
 )
 def test_pixels_are_those_of_diffusers(
-    model: Any, asked: PictureRequest, controls: tuple[Control, ...]
+    model: Any, asked: PictureRequest, controls: tuple[ControlPicture, ...]
 ) -> None:
     pipe, nets = model
     (found,) = draw(pipe, [replace(asked, controls=controls)], nets=nets)

@@ -16,15 +16,14 @@ from PIL import Image
 
 import strop
 from strop.api import dispatchers_of
-from strop.bench.pipelines.parts import controlnet, stir
 from strop.cli import adapters, models, pictures, sampling
 from strop.cli import serve as command
 from strop.cli.mistakes import CommandError
 from strop.cli.serve_controlnets import find_controlnets
-from strop.drawing.request import Control, PictureRequest, PictureSize, SecondPass
-from strop.models.sprites import load_from
+from strop.drawing.request import ControlPicture, PictureRequest, PictureSize, SecondPass
 from strop.serve.limits import ServeLimits
 from strop.serve.studio import PictureBatch, Studio
+from tests.control_files import write_controlnet
 
 from .asking import RawCall, asking, encoded, opened, png, run
 from .painters import CARD, FakePainter
@@ -224,22 +223,12 @@ def test_lists_for_clients() -> None:
     run(scenario)
 
 
-def _write_net(folder: Path, model: Path, seed: int, **changes: Any) -> None:
-    config = load_from(model).unet.config
-    shared = ("block_out_channels", "down_block_types", "attention_head_dim", "norm_num_groups")
-    same = {name: config[name] for name in (*shared, "layers_per_block", "cross_attention_dim")}
-    halved = {"conditioning_embedding_out_channels": (8, 16, 32)}
-    torch.manual_seed(seed)
-    net = controlnet(**(same | halved | changes))
-    stir(net)
-    net.save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def nets(weighing_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nets")
     for seed, name in enumerate(("edges", "depth")):
-        _write_net(folder / name, weighing_model, seed)
+        torch.manual_seed(seed)
+        write_controlnet(folder / name, weighing_model)
     return folder
 
 
@@ -264,8 +253,11 @@ def _draw(studio: Studio, *requests: PictureRequest) -> list[bytes]:
 
 
 RED = PictureRequest("a red circle", SIZE, 4, 4.0, seed=1, is_weighted=True)
-ONE = Control("edges", EDGES, 0.7)
-TWO = (Control("edges", EDGES, 0.7, 0.25, 1.0), Control("depth", EDGES, 0.5, 0.0, 0.5))
+ONE = ControlPicture("edges", EDGES, 0.7)
+TWO = (
+    ControlPicture("edges", EDGES, 0.7, 0.25, 1.0),
+    ControlPicture("depth", EDGES, 0.5, 0.0, 0.5),
+)
 
 
 def test_no_unit_compiles_anything_anew(served: Studio, weighing_model: Path, nets: Path) -> None:
@@ -370,8 +362,8 @@ def test_requests_of_other_units_are_other_batches(served: Studio) -> None:
 
 
 def test_folders_that_cannot_be_served(weighing_model: Path, nets: Path, tmp_path: Path) -> None:
-    _write_net(tmp_path / "pooled", weighing_model, 0, global_pool_conditions=True)
-    _write_net(tmp_path / "two words", weighing_model, 0)
+    write_controlnet(tmp_path / "pooled", weighing_model, global_pool_conditions=True)
+    write_controlnet(tmp_path / "two words", weighing_model)
     found = models.find_model(str(weighing_model))
     wanted = {
         (str(tmp_path / "absent"),): "there is no ControlNet in",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.cli.adapters import check_controlnet, load_controlnet
 from strop.cli.mistakes import CommandError
-from strop.drawing.request import Control, PictureRequest
+from strop.drawing.request import ControlPicture, PictureRequest
 
 if TYPE_CHECKING:
     import torch
@@ -85,4 +85,4 @@ def draw_with_each(pipe: Any, controlled: Mapping[str, Any], request: PictureReq
     picture = Image.new("RGB", (request.size.width, request.size.height))
     nets = {name: one.controlnet for name, one in controlled.items()}
     for name in nets:
-        draw(pipe, [replace(request, controls=(Control(name, picture),))], nets=nets)
+        draw(pipe, [replace(request, controls=(ControlPicture(name, picture),))], nets=nets)

@@ -25,7 +25,7 @@ from strop.cli.serve import (
     serve_until_stopped,
     studio_of,
 )
-from strop.cli.serve_controlnets import split_name
+from strop.cli.serve_controlnets import find_controlnets
 from strop.cli.serve_options import ServeSettings
 from strop.serve.replicas.plan import Machines, ReplicaPlan, ReplicaWish
 from strop.wording import counted
@@ -206,12 +206,13 @@ def _read(kind: type[S], name: str, args: Mapping[str, Any]) -> S:
 
 
 def _with_whole_paths(settings: ServeSettings) -> ServeSettings:
-    """Return settings that mean the same in a process with another working folder."""
+    """Return settings that mean the same in a process with another working folder. Raises
+    CommandError for ControlNets that are not there."""
     found = models.find_model(settings.model)
     model = settings.model if found.is_sprites else str(found.folder.resolve())
     lora = str(Path(settings.lora).resolve()) if settings.lora else ""
-    nets = [split_name(text) for text in settings.controlnets]
-    whole = tuple(f"{name}={folder.resolve()}" for name, folder in nets)
+    nets = find_controlnets(settings.controlnets, found)
+    whole = tuple(f"{name}={folder.resolve()}" for name, folder in nets.items())
     return replace(settings, model=model, lora=lora, controlnets=whole)
 
 

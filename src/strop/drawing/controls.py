@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.drawing.request import Control, PictureRequest
+from strop.drawing.request import ControlPicture, PictureRequest
 
 Nets = Mapping[str, Any]  # ControlNets of diffusers, by their names
 NO_NETS: Nets = MappingProxyType({})
 
 
-def control_key(controls: Sequence[Control]) -> Hashable:
+def control_key(controls: Sequence[ControlPicture]) -> Hashable:
     """Return what the controls of requests must have in common that are drawn by one call: all but
     their pictures."""
     return tuple((one.net, one.weight, one.begin, one.end) for one in controls)
 
 
-def net_of(controls: Sequence[Control], nets: Nets) -> Any:
+def net_of(controls: Sequence[ControlPicture], nets: Nets) -> Any:
     """Return what a pipeline takes as its ControlNet: one, or a list of several, of which one may
     stand in it twice. Raises ValueError for a name that is not among them."""
     missing = [one.net for one in controls if one.net not in nets]
@@ -59,7 +59,7 @@ def _values(requests: Sequence[PictureRequest], number: int) -> Tensor:
     return torch.stack([_pixels(request.controls[number]) for request in requests])
 
 
-def _pixels(control: Control) -> Tensor:
+def _pixels(control: ControlPicture) -> Tensor:
     picture = control.picture.convert("RGB")
     flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return flat.view(picture.height, picture.width, 3).permute(2, 0, 1).float() / 255

@@ -27,7 +27,7 @@ class PictureSize:
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlPicture:
     """Name a ControlNet, the picture that it sees, as large as the one to draw, and how strong its
     effect is. It has effect in the steps that lie between the shares ``begin`` and ``end`` of all
     steps, as in diffusers."""
@@ -66,7 +66,7 @@ class PictureRequest:
     is_weighted: bool = False
     chunks: int = 1
     second: SecondPass | None = None
-    controls: tuple[Control, ...] = ()
+    controls: tuple[ControlPicture, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strop.drawing.request import Control, PictureSize
+from strop.drawing.request import ControlPicture, PictureSize
 from strop.serve.masks import Overlay, resized
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ def seen_in(
     overlay: Overlay | None,
     *,
     is_second: bool = False,
-) -> tuple[Control, ...]:
+) -> tuple[ControlPicture, ...]:
     """Return the controls of one pass, each with a picture of its size. One without weight has no
     effect, and is left out, so that the picture has the bits of one that has no ControlNet."""
     return tuple(
-        Control(one.net, _seen(one, size, overlay), one.weight, one.begin, one.end)
+        ControlPicture(one.net, _seen(one, size, overlay), one.weight, one.begin, one.end)
         for one in wishes
         if one.weight and (one.in_second if is_second else one.in_first)
     )

@@ -18,7 +18,7 @@ from PIL import ImageOps
 from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from strop.drawing.request import Control, PictureRequest
+from strop.drawing.request import ControlPicture, PictureRequest
 from strop.serve.asking import GivenService, drawn, in_base64, masked
 from strop.serve.jobs import PictureJob
 from strop.serve.masks import RESIZES, MaskWish
@@ -308,7 +308,7 @@ def _strength(body: TextBody, request: PictureRequest) -> float | None:
     return _STRENGTH if body.denoising_strength is None else body.denoising_strength
 
 
-def _controls_in(request: PictureRequest) -> tuple[Control, ...]:
+def _controls_in(request: PictureRequest) -> tuple[ControlPicture, ...]:
     """Return the controls of the first pass that has any."""
     later = () if request.second is None else request.second.request.controls
     return request.controls or later

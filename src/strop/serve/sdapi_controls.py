@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from strop.drawing.request import Control
+from strop.drawing.request import ControlPicture
 from strop.serve.asking import GivenService
 from strop.serve.controls import ControlWish
 from strop.serve.masks import RESIZES
@@ -221,7 +221,7 @@ def _wrong(name: str, message: str) -> Refused:
     return Refused(422, "unsupported", f"{field}: {message}", field=field)
 
 
-def infotext_of(controls: Sequence[Control]) -> dict[str, str]:
+def infotext_of(controls: Sequence[ControlPicture]) -> dict[str, str]:
     """Return what A1111's clients show of controls."""
     return {
         f"ControlNet {number}": f'"Module: none, Model: {one.net}, Weight: {one.weight:g},'
