@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,52 +16,31 @@ if TYPE_CHECKING:
 
     from strop.cli.models import ModelFolder
 
-_NAME = re.compile(r"[\w.+-]{1,100}")
-_POOLED = "global_pool_conditions"
-
-
-def split_name(text: str) -> tuple[str, Path]:
-    """Read "FOLDER" or "NAME=FOLDER"; without a name it is that of the folder. Raises CommandError
-    for a name that no client could send."""
-    whole = Path(text).expanduser()
-    name, is_named, rest = text.partition("=")
-    if whole.exists() or not is_named:
-        name, folder = whole.resolve().name, whole
-    else:
-        folder = Path(rest).expanduser()
-    if _NAME.fullmatch(name) is None:
-        raise CommandError(
-            f"{text!r}: a ControlNet is asked for by its name, which has letters, digits, and"
-            " . + - _ only; give --controlnet NAME=FOLDER"
-        )
-    return name, folder
-
 
 def find_controlnets(given: Sequence[str], model: ModelFolder) -> dict[str, Path]:
-    """Return the folders of ControlNets by name. Raises CommandError for one that is not there, is
-    not for this model, or has a name that another one has, too."""
+    """Return folders by their names, of "FOLDER" or "NAME=FOLDER". Raises CommandError for one that
+    has no ControlNet for this model, or a name that another one has, too."""
     if given and model.is_flux:
-        raise CommandError(
-            "ControlNets are added to Stable Diffusion and SDXL only; leave out --controlnet"
-        )
+        raise CommandError("ControlNets are for Stable Diffusion and SDXL; leave out --controlnet")
     found = dict[str, Path]()
     for text in given:
-        name, folder = split_name(text)
-        if name in found:
-            raise CommandError(f"two ControlNets are called {name}; give one as NAME=FOLDER")
-        config = check_controlnet(folder, model)
-        if config.get(_POOLED):
+        name, is_named, rest = text.partition("=")
+        folder = Path(rest if is_named else text).expanduser().resolve()
+        name = name if is_named else folder.name
+        if name in found or not name:
+            raise CommandError(f"{text}: {name!r} is no name, or taken; give NAME={folder}")
+        if check_controlnet(folder, model).get("global_pool_conditions"):
             raise CommandError(
-                f"the ControlNet in {folder} takes means over the whole picture ({_POOLED}), which"
-                " strop serve does not build: strop generate --controlnet draws with it"
+                f"the ControlNet in {folder} takes means over the whole picture, which strop serve"
+                " does not build: strop generate --controlnet draws with it"
             )
         found[name] = folder
     return found
 
 
 def controlled(pipe: Any, folders: Mapping[str, Path], dtype: torch.dtype) -> dict[str, Any]:
-    """Return for each ControlNet an optimised pipeline of the parts of ``pipe`` and it. Each is
-    compiled by itself, so that no group of them needs another graph."""
+    """Return for each ControlNet an optimised pipeline of the parts of ``pipe`` and it: compiled by
+    itself, so that no group of them needs another graph."""
     from diffusers import AutoPipelineForText2Image
 
     import strop
@@ -70,9 +48,7 @@ def controlled(pipe: Any, folders: Mapping[str, Path], dtype: torch.dtype) -> di
     found = {}
     for name, folder in folders.items():
         net = load_controlnet(folder, dtype, pipe.device)
-        made = AutoPipelineForText2Image.from_pipe(pipe, controlnet=net)
-        made.set_progress_bar_config(disable=True)
-        found[name] = strop.optimize(made)
+        found[name] = strop.optimize(AutoPipelineForText2Image.from_pipe(pipe, controlnet=net))
     return found
 
 
@@ -83,6 +59,6 @@ def draw_with_each(pipe: Any, controlled: Mapping[str, Any], request: PictureReq
     from strop.drawing.draw import draw
 
     picture = Image.new("RGB", (request.size.width, request.size.height))
-    nets = {name: one.controlnet for name, one in controlled.items()}
-    for name in nets:
-        draw(pipe, [replace(request, controls=(ControlPicture(name, picture),))], nets=nets)
+    for name, one in controlled.items():
+        asked = replace(request, controls=(ControlPicture(name, picture),))
+        draw(pipe, [asked], nets={name: one.controlnet})

@@ -206,13 +206,12 @@ def _read(kind: type[S], name: str, args: Mapping[str, Any]) -> S:
 
 
 def _with_whole_paths(settings: ServeSettings) -> ServeSettings:
-    """Return settings that mean the same in a process with another working folder. Raises
-    CommandError for ControlNets that are not there."""
+    """Return settings that mean the same in a process with another working folder."""
     found = models.find_model(settings.model)
     model = settings.model if found.is_sprites else str(found.folder.resolve())
     lora = str(Path(settings.lora).resolve()) if settings.lora else ""
     nets = find_controlnets(settings.controlnets, found)
-    whole = tuple(f"{name}={folder.resolve()}" for name, folder in nets.items())
+    whole = tuple(f"{name}={folder}" for name, folder in nets.items())
     return replace(settings, model=model, lora=lora, controlnets=whole)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from strop.drawing.draw import batch_key
-from strop.drawing.request import PictureRequest, PictureSize
+from strop.drawing.request import PictureRequest
 from strop.serve.order import Order
 from strop.serve.refused import Refused
 
@@ -110,15 +110,10 @@ class PictureJob:
         held += sum(len(picture.png) for picture in self.made)
         first = self.order.requests[0]  # whose start is that of all
         held += 0 if first.start is None else 3 * first.size.num_pixels
-        held += sum(3 * size.num_pixels * count for size, count in _seen_by_controls(first))
+        passes = [first, *([first.second.request] if first.second else [])]
+        held += sum(3 * one.size.num_pixels * len(one.controls) for one in passes)
         overlay = self.order.overlay
         return held if overlay is None else held + overlay.num_bytes
-
-
-def _seen_by_controls(request: PictureRequest) -> list[tuple[PictureSize, int]]:
-    """Return the size of the pictures that ControlNets see in each pass, and their number."""
-    passes = [request, *([request.second.request] if request.second else [])]
-    return [(one.size, len(one.controls)) for one in passes]
 
 
 class LineTicket:

@@ -216,9 +216,9 @@ def _with_controls(request: PictureRequest, wish: Wish) -> PictureRequest:
         raise wrong("eager", "ControlNets are there with Strop only; leave one of them out")
     overlay, second = None if wish.canvas is None else wish.canvas.overlay, request.second
     if second is not None:
-        seen = seen_in(wish.controls, second.request.size, None, is_second=True)
+        seen = seen_in(1, wish.controls, second.request.size, None)
         second = replace(second, request=replace(second.request, controls=seen))
-    seen = seen_in(wish.controls, request.size, overlay)
+    seen = seen_in(0, wish.controls, request.size, overlay)
     return replace(request, controls=seen, second=second)
 
 

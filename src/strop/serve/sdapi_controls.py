@@ -1,5 +1,4 @@
-"""Read ControlNets as clients of A1111's extension sd-webui-controlnet send them, in
-``alwayson_scripts.controlnet.args``, and tell these clients which ones there are."""
+"""Read ControlNets as clients of A1111's extension sd-webui-controlnet send them."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from strop.drawing.request import ControlPicture
 from strop.serve.asking import GivenService
@@ -23,32 +22,23 @@ from strop.wording import counted
 
 router = APIRouter(prefix="/controlnet", tags=["A1111"])
 WHERE = "alwayson_scripts.controlnet.args"
-_VERSION = 3  # of the extension's interface: "image" may hold a mask, modes have numbers or names
-_MOST_WEIGHT = 2.0  # as far as the extension's slider goes
+_VERSION = 3  # of the extension's interface
 _HASH = re.compile(r" \[[0-9a-f]{8,64}\]$")  # which the extension writes behind names of models
-_NONE = "none"
 _RESIZES = ("just resize", "crop and resize", "resize and fill")
-_OLD_RESIZES = {
-    "scale to fit (inner fit)": 1,
-    "inner fit (scale to fit)": 1,
-    "envelope (outer fit)": 2,
-    "outer fit (shrink to fit)": 2,
-}
 _MODES = ("balanced", "my prompt is more important", "controlnet is more important")
 _PASSES = {"both": (True, True), "low res only": (True, False), "high res only": (False, True)}
 _ALIASES = {"input_image": "image", "guidance": "guidance_end", "lowvram": "low_vram"}
-# Fields that say something to preprocessors alone, of which there are none, or to its own page.
-_WITHOUT_EFFECT = ("processor_res", "threshold_a", "threshold_b", "pixel_perfect", "is_ui")
-_USUAL: Mapping[str, Sequence[Any]] = {
-    "save_detected_map": (True,),  # there is none without a preprocessor
-    "input_mode": ("simple",),
-    "pulid_mode": ("Fidelity",),
-    "union_control_type": ("Unknown",),
+_OF_MODULES = ("processor_res", "threshold_a", "threshold_b", "pixel_perfect")
+# What clients send by default, besides what is empty. Without a preprocessor no map is saved.
+_USUAL: Mapping[str, Any] = {
+    "save_detected_map": True,
+    "input_mode": "simple",
+    "pulid_mode": "Fidelity",
+    "union_control_type": "Unknown",
 }
 
 
 def _without_null(given: Any) -> Any:
-    """Leave out what is null, which asks for the extension's own choice."""
     if not isinstance(given, dict):
         return given
     return {name: value for name, value in given.items() if value is not None}
@@ -60,14 +50,14 @@ class UnitBody(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     enabled: bool = True
-    module: str = Field("none", description="a preprocessor; there are none but none")
-    model: str = Field("None", description="of /controlnet/model_list")
-    image: str | dict[str, Any] = Field("", description="a PNG or JPEG picture in base64")
+    module: str = "none"
+    model: str = "None"
+    image: str | dict[str, Any] = ""
     weight: float = 1.0
-    guidance_start: float = Field(0.0, description="a share of the steps")
+    guidance_start: float = 0.0
     guidance_end: float = 1.0
-    resize_mode: int | str = Field(1, description="0 stretches, 1 cuts; 2 is not built")
-    control_mode: int | str = Field(0, description="0, Balanced; the others are not built")
+    resize_mode: int | str = 1
+    control_mode: int | str = 0
     hr_option: str = "Both"
     inpaint_crop_input_image: bool = True
 
@@ -102,33 +92,29 @@ class ScriptsBody(BaseModel):
     def _in_small_letters(cls, given: Any) -> Any:
         """Find the extension under whatever case its name has, as A1111 does."""
         found = _without_null(given)
-        if not isinstance(found, dict) or sum(_is_ours(name) for name in found) > 1:
+        if not isinstance(found, dict):
             return found
-        return {"controlnet" if _is_ours(name) else name: one for name, one in found.items()}
-
-
-def _is_ours(name: Any) -> bool:
-    return isinstance(name, str) and name.lower() == "controlnet"
+        names = [name for name in found if str(name).lower() == "controlnet"]
+        return found if len(names) != 1 else found | {"controlnet": found.pop(names[0])}
 
 
 async def controls_of(
     scripts: ScriptsBody, service: Service, start: Any = None
 ) -> tuple[ControlWish, ...]:
-    """Return the controls that a request asks for. ``start`` is the picture that img2img begins
-    with, which units see that have none of their own. Raises Refused for what is wrong, and by name
-    for what is not built."""
+    """Return the controls that a request asks for. A unit without a picture sees ``start``. Raises
+    Refused for what is wrong, and by name for what is not built."""
     for name, value in (scripts.model_extra or {}).items():
         if value not in ({}, [], {"args": []}):
             shown = f"alwayson_scripts.{in_ascii(name, 60)}"
-            text = "this server has no such extension; leave it out"
-            raise Refused(422, "unsupported", f"{shown}: {text}", field=shown)
-    units = [(n, one) for n, one in enumerate(scripts.controlnet.args) if one.enabled]
-    most = service.limits.most_controls
-    if len(units) > most:
-        raise _wrong("", f"a request has at most {counted(most, 'unit')} that are enabled")
+            text = f"{shown}: this server has no such extension; leave it out"
+            raise Refused(422, "unsupported", text, field=shown)
+    units = [(f"[{n}].", one) for n, one in enumerate(scripts.controlnet.args) if one.enabled]
+    if len(units) > service.limits.most_controls:
+        most = counted(service.limits.most_controls, "unit")
+        raise _wrong("", f"a request has at most {most} that are enabled")
     found, room = list[ControlWish](), service.limits.most_start_pixels
-    for number, unit in units:
-        made = await asyncio.to_thread(_control, unit, f"[{number}].", service, start, room)
+    for at, unit in units:
+        made = await asyncio.to_thread(_control, unit, at, service, start, room)
         room -= 0 if made.picture is start else made.picture.width * made.picture.height
         found.append(made)
     return tuple(found)
@@ -137,82 +123,60 @@ async def controls_of(
 def _control(unit: UnitBody, at: str, service: Service, start: Any, room: int) -> ControlWish:
     """Return what a unit asks for; its picture has ``room`` pixels at most."""
     _check_rest(unit, at)
-    if unit.module.strip().lower() != _NONE:
-        raise _wrong(
-            f"{at}module",
-            "this server has no preprocessors; take none, and send the picture that the ControlNet"
-            " sees, such as edges or a depth map",
-        )
-    mode = _choice(unit.control_mode, _MODES, f"{at}control_mode")
-    if mode:
+    if unit.module.strip().lower() != "none":
+        text = "this server has no preprocessors; take none, and send what the ControlNet sees"
+        raise _wrong(f"{at}module", f"{text}, such as edges")
+    if _choice(unit.control_mode, _MODES, f"{at}control_mode"):
         raise _wrong(f"{at}control_mode", "only 0 (Balanced) is built; take that")
-    resize = unit.resize_mode
-    if isinstance(resize, str):
-        resize = _OLD_RESIZES.get(resize.strip().lower(), resize)
-    how = _choice(resize, _RESIZES, f"{at}resize_mode")
+    how = _choice(unit.resize_mode, _RESIZES, f"{at}resize_mode")
     if how == 2:
-        text = "2 (Resize and Fill) is not built; take 0 (Just Resize) or 1 (Crop and Resize)"
-        raise _wrong(f"{at}resize_mode", text)
+        raise _wrong(f"{at}resize_mode", "2 (Resize and Fill) is not built; take 0 or 1 (Crop)")
     passes = _PASSES.get(unit.hr_option.strip().lower())
     if passes is None:
         raise _wrong(f"{at}hr_option", "take Both, Low res only or High res only")
-    _check_numbers(unit, at)
-    net = _net(unit.model, at, service)
-    picture = _picture(unit.image, at, start, room)
-    cut = unit.inpaint_crop_input_image
-    shares = (unit.weight, unit.guidance_start, unit.guidance_end)
-    return ControlWish(net, picture, *shares, RESIZES[how], cut, *passes)
+    for name, most in (("weight", 2), ("guidance_start", 1), ("guidance_end", 1)):
+        if not 0 <= getattr(unit, name) <= most:  # nor is NaN
+            raise _wrong(f"{at}{name}", f"it is not within 0 and {most}")
+    shares = (unit.guidance_start, unit.guidance_end)
+    if shares[0] >= shares[1]:
+        text = "it is not less than guidance_end; take a smaller one, or leave the unit out"
+        raise _wrong(f"{at}guidance_start", text)
+    known = service.painter.card.controlnets
+    net = unit.model if unit.model in known else _HASH.sub("", unit.model)
+    if net not in known:
+        has = ", ".join(known) or "none; start it with --controlnet FOLDER"
+        raise _wrong(f"{at}model", f"this server has no ControlNet of that name; it has {has}")
+    picture, cut = _picture(unit.image, f"{at}image", start, room), unit.inpaint_crop_input_image
+    return ControlWish(net, picture, unit.weight, *shares, RESIZES[how], cut, passes)
 
 
 def _check_rest(unit: UnitBody, at: str) -> None:
     for name, value in (unit.model_extra or {}).items():
-        is_empty = value in (False, 0, -1, "", [], {}) or value in _USUAL.get(name, ())
-        if not is_empty and name not in _WITHOUT_EFFECT:
+        is_usual = value in (False, 0, -1, "", [], {}) or value == _USUAL.get(name)
+        if not is_usual and name not in _OF_MODULES:
             text = "this server does not do that; leave it out"
             raise _wrong(f"{at}{in_ascii(name, 60)}", text)
 
 
-def _choice(given: int | str, names: Sequence[str], field: str) -> int:
+def _choice(given: int | str, names: Sequence[str], name: str) -> int:
     """Return the number of a choice that is given by its number or its name."""
     if isinstance(given, str):
         word = given.strip().lower()
         given = names.index(word) if word in names else -1
     if not 0 <= given < len(names):
-        raise _wrong(field, f"take one of 0 to {len(names) - 1}, or of {', '.join(names)}")
+        raise _wrong(name, f"take one of 0 to {len(names) - 1}, or of {', '.join(names)}")
     return given
 
 
-def _check_numbers(unit: UnitBody, at: str) -> None:
-    numbers = (("weight", _MOST_WEIGHT), ("guidance_start", 1.0), ("guidance_end", 1.0))
-    for name, most in numbers:
-        if not 0 <= getattr(unit, name) <= most:  # nor is NaN
-            raise _wrong(f"{at}{name}", f"it is not within 0 and {most:g}")
-    if unit.guidance_start >= unit.guidance_end:
-        text = "it is not less than guidance_end, so the unit would have no effect"
-        raise _wrong(f"{at}guidance_start", f"{text}; take a smaller one, or leave the unit out")
-
-
-def _net(model: str, at: str, service: Service) -> str:
-    known = service.painter.card.controlnets
-    name = model if model in known else _HASH.sub("", model)
-    if name not in known:
-        has = ", ".join(known) or "none; start it with --controlnet FOLDER"
-        raise _wrong(f"{at}model", f"this server has no ControlNet of that name; it has {has}")
-    return name
-
-
-def _picture(given: str | dict[str, Any], at: str, start: Any, room: int) -> Any:
-    field = f"{WHERE}{at}image"
+def _picture(given: str | dict[str, Any], name: str, start: Any, room: int) -> Any:
     if isinstance(given, dict):
-        if given.get("mask"):
-            raise _wrong(f"{at}image", "a mask in it is not built; send the picture alone")
-        given = given.get("image") or ""
-        if not isinstance(given, str):
-            raise _wrong(f"{at}image", "it is no text; send a PNG or JPEG picture in base64")
+        if given.get("mask") or not isinstance(given.get("image"), str):
+            raise _wrong(name, "send a picture in base64 alone; masks of units are not built")
+        given = str(given["image"])
     if given:
-        return from_text(given, room, field)
+        return from_text(given, room, f"{WHERE}{name}")
     if start is None:
-        raise _wrong(f"{at}image", "it is missing; send a PNG or JPEG picture in base64")
+        raise _wrong(name, "it is missing; send a PNG or JPEG picture in base64")
     return start
 
 
@@ -239,16 +203,10 @@ async def model_list(service: GivenService) -> Any:
 @router.get("/module_list")
 async def module_list() -> Any:
     """Say that there are no preprocessors."""
-    return {"module_list": [_NONE], "module_detail": {}}
+    return {"module_list": ["none"], "module_detail": {}}
 
 
 @router.get("/version")
 async def version() -> Any:
-    """Return the version of the extension's interface that this one follows."""
+    """Return the version of the extension's interface."""
     return {"version": _VERSION}
-
-
-@router.get("/settings")
-async def settings(service: GivenService) -> Any:
-    """Return how many units a request may have."""
-    return {"control_net_unit_count": service.limits.most_controls}
