@@ -18,7 +18,7 @@ from PIL import ImageOps
 from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from strop.drawing.request import ControlPicture, PictureRequest
+from strop.drawing.request import PictureRequest
 from strop.serve.asking import GivenService, drawn, in_base64, masked
 from strop.serve.jobs import PictureJob
 from strop.serve.masks import RESIZES, MaskWish
@@ -292,7 +292,7 @@ def _answer(body: TextBody, job: PictureJob) -> dict[str, Any]:
         "cfg_scale": first.guidance,
         "batch_size": len(requests),
         "denoising_strength": _strength(body, first),
-        "extra_generation_params": _of_second(first) | infotext_of(_controls_in(first)),
+        "extra_generation_params": _of_second(first) | infotext_of(first),
         "infotexts": [_infotext(body, request) for request in requests],
         "notes": [*job.order.notes],
     }
@@ -306,12 +306,6 @@ def _strength(body: TextBody, request: PictureRequest) -> float | None:
     if request.start is None and request.second is None:
         return None
     return _STRENGTH if body.denoising_strength is None else body.denoising_strength
-
-
-def _controls_in(request: PictureRequest) -> tuple[ControlPicture, ...]:
-    """Return the controls of the first pass that has any."""
-    later = () if request.second is None else request.second.request.controls
-    return request.controls or later
 
 
 def _of_second(request: PictureRequest) -> dict[str, Any]:
@@ -346,7 +340,7 @@ def _infotext(body: TextBody, request: PictureRequest) -> str:
     }
     if (strength := _strength(body, request)) is not None:
         facts["Denoising strength"] = strength
-    facts |= _of_second(request) | infotext_of(_controls_in(request))
+    facts |= _of_second(request) | infotext_of(request)
     lines = [request.prompt]
     lines += [f"Negative prompt: {request.negative}"] if request.negative else []
     return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts.items())])

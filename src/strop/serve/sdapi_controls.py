@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from strop.drawing.request import ControlPicture
+from strop.drawing.request import PictureRequest
 from strop.serve.asking import GivenService
 from strop.serve.controls import ControlWish
 from strop.serve.masks import RESIZES
@@ -27,21 +27,14 @@ _HASH = re.compile(r" \[[0-9a-f]{8,64}\]$")  # which the extension writes behind
 _RESIZES = ("just resize", "crop and resize", "resize and fill")
 _MODES = ("balanced", "my prompt is more important", "controlnet is more important")
 _PASSES = {"both": (True, True), "low res only": (True, False), "high res only": (False, True)}
-_ALIASES = {"input_image": "image", "guidance": "guidance_end", "lowvram": "low_vram"}
 _OF_MODULES = ("processor_res", "threshold_a", "threshold_b", "pixel_perfect")
-# What clients send by default, besides what is empty. Without a preprocessor no map is saved.
+# What clients send by default, besides what is empty
 _USUAL: Mapping[str, Any] = {
     "save_detected_map": True,
     "input_mode": "simple",
     "pulid_mode": "Fidelity",
     "union_control_type": "Unknown",
 }
-
-
-def _without_null(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    return {name: value for name, value in given.items() if value is not None}
 
 
 class UnitBody(BaseModel):
@@ -52,24 +45,16 @@ class UnitBody(BaseModel):
     enabled: bool = True
     module: str = "none"
     model: str = "None"
-    image: str | dict[str, Any] = ""
+    image: str | dict[str, Any] | None = Field(
+        None, validation_alias=AliasChoices("image", "input_image")
+    )
     weight: float = 1.0
     guidance_start: float = 0.0
-    guidance_end: float = 1.0
+    guidance_end: float = Field(1.0, validation_alias=AliasChoices("guidance_end", "guidance"))
     resize_mode: int | str = 1
     control_mode: int | str = 0
     hr_option: str = "Both"
     inpaint_crop_input_image: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_now(cls, given: Any) -> Any:
-        """Give older names of fields the newer ones."""
-        found = _without_null(given)
-        if not isinstance(found, dict):
-            return found
-        newer = {old: now for old, now in _ALIASES.items() if now not in found}
-        return {newer.get(name, name): value for name, value in found.items()}
 
 
 class ControlNetBody(BaseModel):
@@ -81,21 +66,14 @@ class ControlNetBody(BaseModel):
 
 
 class ScriptsBody(BaseModel):
-    """Hold what a request asks of A1111's extensions, of which this server knows one."""
+    """Hold what a request asks of A1111's extensions."""
 
     model_config = ConfigDict(extra="allow")
 
-    controlnet: ControlNetBody = ControlNetBody()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _in_small_letters(cls, given: Any) -> Any:
-        """Find the extension under whatever case its name has, as A1111 does."""
-        found = _without_null(given)
-        if not isinstance(found, dict):
-            return found
-        names = [name for name in found if str(name).lower() == "controlnet"]
-        return found if len(names) != 1 else found | {"controlnet": found.pop(names[0])}
+    controlnet: ControlNetBody = Field(
+        default_factory=ControlNetBody,
+        validation_alias=AliasChoices("controlnet", "ControlNet"),
+    )
 
 
 async def controls_of(
@@ -104,7 +82,7 @@ async def controls_of(
     """Return the controls that a request asks for. A unit without a picture sees ``start``. Raises
     Refused for what is wrong, and by name for what is not built."""
     for name, value in (scripts.model_extra or {}).items():
-        if value not in ({}, [], {"args": []}):
+        if value not in (None, {}, [], {"args": []}):
             shown = f"alwayson_scripts.{in_ascii(name, 60)}"
             text = f"{shown}: this server has no such extension; leave it out"
             raise Refused(422, "unsupported", text, field=shown)
@@ -152,7 +130,7 @@ def _control(unit: UnitBody, at: str, service: Service, start: Any, room: int) -
 
 def _check_rest(unit: UnitBody, at: str) -> None:
     for name, value in (unit.model_extra or {}).items():
-        is_usual = value in (False, 0, -1, "", [], {}) or value == _USUAL.get(name)
+        is_usual = value in (None, False, 0, -1, "", [], {}) or value == _USUAL.get(name)
         if not is_usual and name not in _OF_MODULES:
             text = "this server does not do that; leave it out"
             raise _wrong(f"{at}{in_ascii(name, 60)}", text)
@@ -168,7 +146,7 @@ def _choice(given: int | str, names: Sequence[str], name: str) -> int:
     return given
 
 
-def _picture(given: str | dict[str, Any], name: str, start: Any, room: int) -> Any:
+def _picture(given: str | dict[str, Any] | None, name: str, start: Any, room: int) -> Any:
     if isinstance(given, dict):
         if given.get("mask") or not isinstance(given.get("image"), str):
             raise _wrong(name, "send a picture in base64 alone; masks of units are not built")
@@ -185,12 +163,12 @@ def _wrong(name: str, message: str) -> Refused:
     return Refused(422, "unsupported", f"{field}: {message}", field=field)
 
 
-def infotext_of(controls: Sequence[ControlPicture]) -> dict[str, str]:
-    """Return what A1111's clients show of controls."""
+def infotext_of(request: PictureRequest) -> dict[str, str]:
+    """Return what A1111's clients show of the controls of the first pass."""
     return {
-        f"ControlNet {number}": f'"Module: none, Model: {one.net}, Weight: {one.weight:g},'
-        f' Guidance Start: {one.begin:g}, Guidance End: {one.end:g}"'
-        for number, one in enumerate(controls)
+        f"ControlNet {n}": f'"Model: {one.net}, Weight: {one.weight:g}, Guidance Start:'
+        f' {one.begin:g}, Guidance End: {one.end:g}"'
+        for n, one in enumerate(request.controls)
     }
 
 
@@ -198,12 +176,6 @@ def infotext_of(controls: Sequence[ControlPicture]) -> dict[str, str]:
 async def model_list(service: GivenService) -> Any:
     """List the ControlNets of the server."""
     return {"model_list": [*service.painter.card.controlnets]}
-
-
-@router.get("/module_list")
-async def module_list() -> Any:
-    """Say that there are no preprocessors."""
-    return {"module_list": ["none"], "module_detail": {}}
 
 
 @router.get("/version")

@@ -62,16 +62,14 @@ def test_a_file_has_whole_paths(
     (tmp_path / "model").symlink_to(tiny_model)
     (tmp_path / "loras").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("canny", "depth"):
-        write_controlnet(tmp_path / name, tiny_model)
+    write_controlnet(tmp_path / "depth", tiny_model)
     words = ("model", "--lora", "loras", "--device", "cuda", "--replicas", "1")
-    words += ("--controlnet", "canny", "--controlnet", "deep=depth")
+    words += ("--controlnet", "deep=depth")
     _, content = _written(tmp_path, *words)
     settings = content["applications"][0]["args"]["model"]
     assert settings["model"] == str(tiny_model.resolve())
     assert settings["lora"] == str((tmp_path / "loras").resolve())
-    wanted = (f"canny={tmp_path.resolve()}/canny", f"deep={tmp_path.resolve()}/depth")
-    assert serve_replicas._read_args(content["applications"][0]["args"])[0].controlnets == wanted
+    assert settings["controlnets"] == [f"deep={tmp_path.resolve()}/depth"]
 
 
 def test_a_file_has_no_secret(tmp_path: Path) -> None:
