@@ -164,11 +164,12 @@ def _wrong(name: str, message: str) -> Refused:
 
 
 def infotext_of(request: PictureRequest) -> dict[str, str]:
-    """Return what A1111's clients show of the controls of the first pass."""
+    """Return what A1111's clients show of the controls of the first pass that has any."""
+    later = () if request.second is None else request.second.request.controls
     return {
         f"ControlNet {n}": f'"Model: {one.net}, Weight: {one.weight:g}, Guidance Start:'
         f' {one.begin:g}, Guidance End: {one.end:g}"'
-        for n, one in enumerate(request.controls)
+        for n, one in enumerate(request.controls or later)
     }
 
 
