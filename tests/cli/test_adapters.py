@@ -14,10 +14,11 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from strop.bench.pipelines.parts import clip_vision, controlnet, stir
+from strop.bench.pipelines.parts import clip_vision
 from strop.bench.pipelines.stable import ip_adapter_state
 from strop.cli import pictures
 from strop.models.sprites import load_from
+from tests.control_files import write_controlnet
 
 from .conftest import Invoke, said
 
@@ -35,16 +36,6 @@ def write_lora(file: Path, model: Path, seed: int) -> None:
     unet.add_adapter(config, "made")
     layers = get_peft_model_state_dict(unet, adapter_name="made")
     save_file({f"unet.{key}": value.contiguous() for key, value in layers.items()}, file)
-
-
-def write_controlnet(folder: Path, model: Path, **changes: Any) -> None:
-    config = load_from(model).unet.config
-    shared = ("block_out_channels", "down_block_types", "attention_head_dim", "norm_num_groups")
-    same = {name: config[name] for name in (*shared, "layers_per_block", "cross_attention_dim")}
-    halved = {"conditioning_embedding_out_channels": (8, 16, 32)}  # twice, as by the autoencoder
-    net = controlnet(**(same | halved | changes))
-    stir(net)
-    net.save_pretrained(folder)
 
 
 def write_ip_adapter(folder: Path, model: Path) -> None:

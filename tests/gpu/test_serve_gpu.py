@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoPipelineForText2Image, ControlNetModel
+from PIL import Image
 
 import strop
 from strop.api import dispatchers_of
+from strop.bench.pipelines.parts import stir
 from strop.cli import pictures, sampling
-from strop.drawing.request import PictureRequest, PictureSize, SecondPass
+from strop.drawing.draw import draw
+from strop.drawing.request import ControlPicture, PictureRequest, PictureSize, SecondPass
 from strop.models import sprites
 from strop.serve.order import ModelCard
 from strop.serve.studio import PictureBatch, StepTold, Stopped, Studio
@@ -87,3 +92,26 @@ def test_weights_and_a_second_pass_are_those_of_eager(studio: Studio, pipe: Any)
             assert torch.equal(sampling.draw(pipe, request), first)
         assert pictures.psnr_db(first, expected) > 35, request
     assert len(dispatchers_of(pipe)["unet"].variants.all) == 1
+
+
+def test_control_units_are_those_of_eager(pipe: Any) -> None:
+    """One ControlNet, and one that is called twice in a step: the second call must not write over
+    what the first one gave. The third drawing replays graphs."""
+    eager = sprites.load(torch.float16, "cuda")
+    slow = ControlNetModel.from_unet(eager.unet, conditioning_embedding_out_channels=(8, 16, 32))
+    stir(slow)
+    own = copy.deepcopy(slow.half().cuda().eval())
+    made = AutoPipelineForText2Image.from_pipe(pipe, controlnet=own)
+    strop.optimize(made, options=dispatchers_of(pipe)["unet"].options)
+    one, other = (
+        ControlPicture("edges", Image.effect_noise((96, 64), sigma).convert("RGB"), 0.6)
+        for sigma in (60, 90)
+    )
+    for controls in ((one,), (one, replace(other, end=0.5))):
+        request = replace(RED, controls=controls)
+        first = draw(pipe, [request], nets={"edges": own})
+        for _ in range(2):
+            assert torch.equal(draw(pipe, [request], nets={"edges": own}), first)
+        assert pictures.psnr_db(first, draw(eager, [request], nets={"edges": slow})) > 35
+    (dispatcher,) = dispatchers_of(own).values()
+    assert len(dispatcher.variants.all) == 1

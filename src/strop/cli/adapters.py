@@ -139,7 +139,7 @@ def find_additions(
     pictures = {file.path: _picture(file.path) for _, file in (*nets, *adapters)}
     nets = [(folder.expanduser(), file) for folder, file in nets]
     for folder, _ in nets:
-        _check_controlnet(folder, model)
+        check_controlnet(folder, model)
     adapters = [(_adapter_file(path.expanduser()), file) for path, file in adapters]
     if loras:
         from strop.diffusion.adapter_files import LORA, find_source
@@ -177,8 +177,9 @@ def _picture(path: Path) -> Image:
         raise CommandError(f"{path} is no picture, or is damaged: {error}") from error
 
 
-def _check_controlnet(folder: Path, model: ModelFolder) -> None:
-    """Raise CommandError unless a ControlNet lies in a folder, and is for models of this shape."""
+def check_controlnet(folder: Path, model: ModelFolder) -> dict[str, Any]:
+    """Return the configuration of the ControlNet in a folder. Raises CommandError unless one lies
+    there, and is for models of this shape."""
     file = folder / "config.json"
     if not file.is_file():
         raise CommandError(
@@ -204,6 +205,7 @@ def _check_controlnet(folder: Path, model: ModelFolder) -> None:
                 f"the ControlNet in {folder} was made for another model: its {name} is {theirs},"
                 f" that of {model.name} is {ours}"
             )
+    return config
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -283,20 +285,25 @@ def _weights(part: Any) -> list[str]:
 
 
 def _with_controlnets(pipe: Any, folders: Sequence[Path], dtype: torch.dtype) -> Any:
-    from diffusers import AutoPipelineForText2Image, ControlNetModel
+    from diffusers import AutoPipelineForText2Image
 
-    nets = []
-    for folder in folders:
-        try:
-            net = ControlNetModel.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, local_files_only=True
-            )
-        except (ValueError, OSError, RuntimeError) as error:
-            raise CommandError(f"cannot load the ControlNet in {folder}: {error}") from error
-        nets.append(net.to(pipe.device))
+    nets = [load_controlnet(folder, dtype, pipe.device) for folder in folders]
     made = AutoPipelineForText2Image.from_pipe(pipe, controlnet=nets if len(nets) > 1 else nets[0])
     made.set_progress_bar_config(disable=True)
     return made
+
+
+def load_controlnet(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load the ControlNet in a folder. Raises CommandError for one that does not open."""
+    from diffusers import ControlNetModel
+
+    try:
+        net = ControlNetModel.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise CommandError(f"cannot load the ControlNet in {folder}: {error}") from error
+    return net.to(device)
 
 
 def _add_ip_adapters(pipe: Any, prompts: Sequence[tuple[Path, ScaledFile]]) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from strop.cli import arguments, models
+from strop.cli import arguments, models, serve_controlnets
 from strop.cli import serve_options as options
 from strop.cli.adapters import load_lora
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption, Dtype
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = """[bold]Examples[/]
 $ strop serve   # the built-in model, on http://127.0.0.1:8000
 $ strop serve ./stable-diffusion-v1-5 --lora ./loras --port 9000
+$ strop serve ./stable-diffusion-v1-5 --controlnet ./canny --controlnet depth=./sd15-depth
 $ strop serve ./sdxl --host 0.0.0.0 --token-file token.txt
 $ strop serve ./sdxl --ray   # a replica on each GPU
 $ strop serve ./sdxl --ray --device cuda --replicas 8 --deployment-file serve.yaml
@@ -62,6 +65,7 @@ def command(
     model: options.ModelArgument = models.SPRITES,
     port: options.PortOption = 8000,
     lora: options.LoraOption = None,
+    controlnet: options.ControlNetOption = None,
     host: options.HostOption = "127.0.0.1",
     token_file: options.TokenFileOption = None,
     token: options.TokenOption = "",
@@ -102,11 +106,12 @@ def command(
     """
     settings = ServeSettings(model, str(lora or ""), max_batch, max_pixels, max_steps, max_waiting)
     settings = replace(settings, eager=eager, device=device.value, arch=arch, dtype=dtype.value)
+    settings = replace(settings, threads=threads, controlnets=tuple(controlnet or ()))
     counts = ReplicaWish(replicas, max_replicas, replicas_per_gpu, replica_cpus)
     counts = replace(counts, scale_up_s=scale_up_s, scale_down_s=scale_down_s)
     asked = ServePlace(host, port, token_file, token, without_token)
     on_ray = OnRay(ray, ray_address, counts, deployment_file)
-    _start(replace(settings, threads=threads), asked, on_ray)
+    _start(settings, asked, on_ray)
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,7 @@ def load_studio(
     loras: dict[str, Path],
     has_eager: bool,
     threads: int,
+    controlnets: Mapping[str, Path] = MappingProxyType({}),
 ) -> Studio:
     """Load the model, and draw with it once, so that no request waits for the compiler."""
     import strop
@@ -250,10 +256,12 @@ def load_studio(
     pipe = strop.optimize(pipes[0])
     for one in pipes:
         _add_loras(one, loras)
+    controlled = serve_controlnets.controlled(pipe, controlnets, dtype)
     request = PictureRequest("a red circle", model.default_size, 2, model.guidance)
     with compiling(pipe):
         for count in (1, 2):  # a decoder has a graph for one picture, and one for several
             draw(pipe, [request] * count)
+        serve_controlnets.draw_with_each(pipe, controlled, request)
     card = ModelCard(
         Path(model.name).resolve().name,
         model.default_size,
@@ -265,8 +273,9 @@ def load_studio(
         samplers=samplers_of(pipe.scheduler),
         reads_weights=reads_weights(pipe),
         draws_twice=draws_twice(pipe),
+        controlnets=tuple(controlled),
     )
-    return Studio(card, pipe, pipes[1] if has_eager else None)
+    return Studio(card, pipe, pipes[1] if has_eager else None, controlled)
 
 
 def _add_loras(pipe: Any, loras: dict[str, Path]) -> None:
@@ -308,9 +317,11 @@ def studio_of(settings: ServeSettings, device: str) -> Studio:
     folder = Path(settings.lora) if settings.lora else None
     if folder is not None and found.is_flux:
         raise CommandError("LoRAs are added to Stable Diffusion only; leave out --lora")
+    nets = serve_controlnets.find_controlnets(settings.controlnets, found)
     kind = arguments.chosen_dtype(Dtype(settings.dtype), device)
     has_eager = found.is_sprites if settings.eager is None else settings.eager
-    return load_studio(found, kind, device, lora_files(folder), has_eager, settings.threads)
+    loras = lora_files(folder)
+    return load_studio(found, kind, device, loras, has_eager, settings.threads, nets)
 
 
 def _serve_here(settings: ServeSettings, listening: socket, access: ServeAccess) -> None:
@@ -347,6 +358,8 @@ def serve_until_stopped(
     log_as_json()
     card: ModelCard = service.painter.card
     asks = " (it asks for the token)" if access.secret else ""
-    what = ", ".join((card.name, counted(len(card.loras), "LoRA"), *([more] if more else ())))
+    nets = [counted(len(card.controlnets), "ControlNet")] if card.controlnets else []
+    parts = (card.name, counted(len(card.loras), "LoRA"), *nets, *([more] if more else ()))
+    what = ", ".join(parts)
     typer.echo(f"{what}: {running.address_of(listening)}{asks}")
     running.run(build_app(service, GuardRules(access.secret, access.hosts)), service, listening)

@@ -36,6 +36,15 @@ LoraOption = Annotated[
         "file names without the ending; no request reaches another file.",
     ),
 ]
+ControlNetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--controlnet",
+        metavar="[NAME=]FOLDER",
+        help="Load the ControlNet in this diffusers folder. Requests of A1111's interface name it "
+        "by the name of the folder, or by NAME. Give it several times for several.",
+    ),
+]
 EagerOption = Annotated[
     bool | None,
     typer.Option(
@@ -155,3 +164,4 @@ class ServeSettings:
     arch: int = 0
     dtype: str = "auto"
     threads: int = 0
+    controlnets: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from strop.cli.serve import (
     serve_until_stopped,
     studio_of,
 )
+from strop.cli.serve_controlnets import find_controlnets
 from strop.cli.serve_options import ServeSettings
 from strop.serve.replicas.plan import Machines, ReplicaPlan, ReplicaWish
 from strop.wording import counted
@@ -209,7 +210,9 @@ def _with_whole_paths(settings: ServeSettings) -> ServeSettings:
     found = models.find_model(settings.model)
     model = settings.model if found.is_sprites else str(found.folder.resolve())
     lora = str(Path(settings.lora).resolve()) if settings.lora else ""
-    return replace(settings, model=model, lora=lora)
+    nets = find_controlnets(settings.controlnets, found)
+    whole = tuple(f"{name}={folder}" for name, folder in nets.items())
+    return replace(settings, model=model, lora=lora, controlnets=whole)
 
 
 def _device_on(machines: Machines, device: str, address: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.drawing.controls import NO_NETS, Nets, control_arguments, control_key, net_of
 from strop.drawing.embeddings import text_arguments
 from strop.drawing.request import PictureRequest, SecondPass, StepDone
 from strop.drawing.samplers import num_calls, sampling
@@ -30,7 +31,8 @@ def batch_key(request: PictureRequest) -> tuple[Any, ...]:
     common = (request.size, request.steps, request.guidance, bool(request.negative), start)
     how = (request.mask is None, request.sampler, request.schedule)
     text = (request.is_weighted, request.chunks)
-    return (*common, *how, *text, _second_key(request.second), tuple(sorted(request.more)))
+    added = (control_key(request.controls), tuple(sorted(request.more)))
+    return (*common, *how, *text, _second_key(request.second), *added)
 
 
 def _second_key(second: SecondPass | None) -> tuple[Any, ...] | None:
@@ -40,7 +42,12 @@ def _second_key(second: SecondPass | None) -> tuple[Any, ...] | None:
     return (second.cover, second.upscaler, second.request.strength, *key)
 
 
-def draw(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None = None) -> Tensor:
+def draw(
+    pipe: Any,
+    requests: Sequence[PictureRequest],
+    on_step: OnStep | None = None,
+    nets: Nets = NO_NETS,
+) -> Tensor:
     """Draw pictures [batch, 3, height, width] from 0 to 1, in fp32 on the CPU.
 
     Each picture has the noise of its own seed, whatever is drawn beside it. A batch of several is
@@ -52,22 +59,23 @@ def draw(pipe: Any, requests: Sequence[PictureRequest], on_step: OnStep | None =
         requests: What to draw: one request, or several with the same ``batch_key`` and nothing in
             ``more``.
         on_step: It is called after each step.
+        nets: The ControlNets that ``controls`` of the requests name.
 
     Raises:
         NotFiniteError: a picture holds NaN or inf.
         NoWeightsError: a prompt has weights, which the model does not read.
         PromptSyntaxError: a weighted prompt asks for what is not built.
         UnknownSamplerError: there is no such sampler for this model.
-        ValueError: there are several requests which do not belong together, or the model cannot
-            draw twice.
+        ValueError: there are several requests which do not belong together, the model cannot draw
+            twice, or there is no ControlNet of some name.
     """
     first = requests[0]
     if len({batch_key(request) for request in requests}) > 1 or (first.more and requests[1:]):
         raise ValueError("these requests cannot be drawn by one call")
     if first.second is None:
-        pixels = _pass(pipe, requests, on_step, _starts(requests))
+        pixels = _pass(pipe, requests, on_step, _starts(requests), nets)
     else:
-        pixels = _twice(pipe, requests, first.second, on_step)
+        pixels = _twice(pipe, requests, first.second, on_step, nets)
     pixels = pixels.float().cpu()
     if not bool(torch.isfinite(pixels).all()):
         raise NotFiniteError("the picture holds NaN or inf; try fp32, or report the model")
@@ -82,7 +90,11 @@ def _starts(requests: Sequence[PictureRequest]) -> Begin:
 
 
 def _twice(
-    pipe: Any, requests: Sequence[PictureRequest], second: SecondPass, on_step: OnStep | None
+    pipe: Any,
+    requests: Sequence[PictureRequest],
+    second: SecondPass,
+    on_step: OnStep | None,
+    nets: Nets,
 ) -> Tensor:
     """Draw, make what was drawn larger, and draw it once more. Both passes draw the noise of a seed
     from its beginning."""
@@ -101,14 +113,15 @@ def _twice(
         if on_step is not None:
             on_step(StepDone(told + done.number, told + done.total, done.latents))
 
-    made = _pass(pipe, requests, in_first, _starts(requests), "latent" if is_latent else "pt")
+    output = "latent" if is_latent else "pt"
+    made = _pass(pipe, requests, in_first, _starts(requests), nets, output)
     begin: Begin
     if is_latent:
         begin = enlarged_latents(made, second, pipe.vae_scale_factor)
     else:
         begin = [enlarged_picture(pixels, second) for pixels in made.float().cpu()]
     again = [request.second.request for request in requests if request.second is not None]
-    return _pass(pipe, again, in_second, begin)
+    return _pass(pipe, again, in_second, begin, nets)
 
 
 def _pass(
@@ -116,11 +129,12 @@ def _pass(
     requests: Sequence[PictureRequest],
     on_step: OnStep | None,
     begin: Begin,
+    nets: Nets,
     output: str = "pt",
 ) -> Tensor:
     first = requests[0]
     with sampling(pipe, first.sampler, first.schedule):
-        own = pipe if begin is None else _with_start(pipe, first)
+        own = _pipeline_for(pipe, first, begin is not None, nets)
         return _drawn(own, requests, on_step, begin, output)
 
 
@@ -155,8 +169,10 @@ def _sizes(pipe: Any, requests: Sequence[PictureRequest], begin: Begin) -> dict[
     other."""
     first = requests[0]
     found: dict[str, Any] = {}
+    if first.controls:
+        found = control_arguments(requests, has_begin=begin is not None)
     if begin is not None:
-        found = {"image": begin, "strength": first.strength}
+        found |= {"image": begin, "strength": first.strength}
     if first.mask is not None:
         found["mask_image"] = [request.mask for request in requests]
     if begin is None or "width" in inspect.signature(type(pipe).__call__).parameters:
@@ -172,13 +188,23 @@ def _texts(pipe: Any, requests: Sequence[PictureRequest]) -> dict[str, Any]:
     return found
 
 
-def _with_start(pipe: Any, request: PictureRequest) -> Any:
-    """Return the pipeline of the same parts that begins with a picture, or that draws parts of one
-    anew. Making it takes less than a millisecond; what is compiled stays so."""
-    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
+def _pipeline_for(pipe: Any, request: PictureRequest, has_begin: bool, nets: Nets) -> Any:
+    """Return the pipeline of the same parts that begins with a picture, that draws parts of one
+    anew, or that has ControlNets. Making it takes less than a millisecond; what is compiled stays
+    so."""
+    from diffusers import (
+        AutoPipelineForImage2Image,
+        AutoPipelineForInpainting,
+        AutoPipelineForText2Image,
+    )
 
-    kind = AutoPipelineForImage2Image if request.mask is None else AutoPipelineForInpainting
-    made = kind.from_pipe(pipe)
+    if not has_begin and not request.controls:
+        return pipe
+    kind: Any = AutoPipelineForText2Image
+    if has_begin:
+        kind = AutoPipelineForImage2Image if request.mask is None else AutoPipelineForInpainting
+    added = {"controlnet": net_of(request.controls, nets)} if request.controls else {}
+    made = kind.from_pipe(pipe, **added)
     made.set_progress_bar_config(disable=True)
     return made
 

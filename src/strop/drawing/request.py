@@ -27,6 +27,19 @@ class PictureSize:
 
 
 @dataclass(frozen=True)
+class ControlPicture:
+    """Name a ControlNet, the picture that it sees, as large as the one to draw, and how strong its
+    effect is. It has effect in the steps that lie between the shares ``begin`` and ``end`` of all
+    steps, as in diffusers."""
+
+    net: str
+    picture: Image
+    weight: float = 1.0
+    begin: float = 0.0
+    end: float = 1.0
+
+
+@dataclass(frozen=True)
 class PictureRequest:
     """Say what to draw. The noise comes from the CPU, so a seed means the same on every device.
 
@@ -35,8 +48,8 @@ class PictureRequest:
     start is drawn anew; without one all of it is. ``sampler`` and ``schedule`` are of
     ``strop.drawing.samplers``; without a name it is the model's own. ``is_weighted`` reads the
     prompts as ``strop.drawing.emphasis`` does, in at least ``chunks`` chunks of tokens. ``second``
-    draws the picture once more, larger. ``more`` are arguments of the pipeline for what is added to
-    the model.
+    draws the picture once more, larger; each pass has its own ``controls``. ``more`` are arguments
+    of the pipeline for what is added to the model.
     """
 
     prompt: str
@@ -53,6 +66,7 @@ class PictureRequest:
     is_weighted: bool = False
     chunks: int = 1
     second: SecondPass | None = None
+    controls: tuple[ControlPicture, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import strop
-from strop.serve import native_api, openai_api, pages, sdapi, sdapi_state
+from strop.serve import native_api, openai_api, pages, sdapi, sdapi_controls, sdapi_state
 from strop.serve.guard import App, GuardRules, HttpGuard
 from strop.serve.refused import Refused
 from strop.serve.service import Service
@@ -42,7 +42,7 @@ def build_app(service: Service, rules: GuardRules | None = None) -> App:
         redirect_slashes=False,
     )
     inner.state.service = service
-    for part in (openai_api, sdapi, sdapi_state, native_api, pages):
+    for part in (openai_api, sdapi, sdapi_state, sdapi_controls, native_api, pages):
         inner.include_router(part.router)
     inner.mount("/page", StaticFiles(directory=pages.PAGE), name="page")
     inner.add_exception_handler(Refused, _refused)

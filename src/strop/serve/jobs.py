@@ -110,6 +110,8 @@ class PictureJob:
         held += sum(len(picture.png) for picture in self.made)
         first = self.order.requests[0]  # whose start is that of all
         held += 0 if first.start is None else 3 * first.size.num_pixels
+        passes = [first, *([first.second.request] if first.second else [])]
+        held += sum(3 * one.size.num_pixels * len(one.controls) for one in passes)
         overlay = self.order.overlay
         return held if overlay is None else held + overlay.num_bytes
 

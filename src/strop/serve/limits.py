@@ -13,10 +13,10 @@ class ServeLimits:
 
     ``most_pixels`` is of one picture, ``most_count`` pictures of one request, ``most_batch`` of one
     call of the model, ``most_waiting`` of all requests that wait. A weighted prompt has at most
-    ``most_chunks`` chunks of tokens. ``most_body_bytes`` is the size
-    of a request, which must have arrived after ``body_seconds``, and
-    ``most_held_bytes`` of all requests that are not answered yet. Finished pictures are kept for
-    ``keep_seconds``, and at most ``keep_bytes`` of them.
+    ``most_chunks`` chunks of tokens, and a picture at most ``most_controls`` ControlNets.
+    ``most_body_bytes`` is the size of a request, which must have arrived after ``body_seconds``,
+    and ``most_held_bytes`` of all requests that are not answered yet. Finished pictures are kept
+    for ``keep_seconds``, and at most ``keep_bytes`` of them.
     """
 
     most_pixels: int
@@ -29,6 +29,7 @@ class ServeLimits:
     most_prompt: int = 4000
     most_chunks: int = 8
     most_loras: int = 8
+    most_controls: int = 4
     most_scale: float = 10.0
     most_body_bytes: int = 24 << 20
     most_start_pixels: int = 16 << 20

@@ -66,17 +66,23 @@ class Canvas:
     overlay: Overlay
 
 
-def resized(picture: Image, size: PictureSize, how: str) -> Image:
+_MOST_CUT = 16  # times the pixels of the result, while a picture is cut
+
+
+def resized(picture: Image, size: PictureSize, how: str, name: str = "start") -> Image:
     """Return a picture in a size, by one of ``RESIZES``. Raises Refused for one so narrow that
-    nothing of it would be left."""
+    nothing of it would be left, or that nearly all of it would be cut off: diffusers makes it large
+    before."""
     if (size.width, size.height) == picture.size:
         return picture
     if how == "default":
         return picture.resize((size.width, size.height))
-    (w, h), text = picture.size, f"start: a part of {picture.width}x{picture.height} is too narrow"
-    if how == "fill" and not (w * size.height // h and h * size.width // w):
+    (w, h), text = picture.size, f"{name}: a part of {picture.width}x{picture.height} is too narrow"
+    is_empty = how == "fill" and not (w * size.height // h and h * size.width // w)
+    whole = max(size.width * size.width * h // w, size.height * size.height * w // h)
+    if is_empty or (how == "crop" and whole > _MOST_CUT * size.num_pixels):
         text = f"{text} to be drawn as {size}; take another size"
-        raise Refused(400, "invalid_picture", text, field="start")
+        raise Refused(400, "invalid_picture", text, field=name)
     made: Image = _processor().resize(picture, size.height, size.width, how)
     return made
 

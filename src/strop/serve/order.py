@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from strop.drawing.request import PictureRequest, PictureSize
 from strop.drawing.samplers import UnknownSamplerError, chosen
 from strop.serve.checks import number, pixels, side, whole, wrong
+from strop.serve.controls import ControlWish, seen_in
 from strop.serve.limits import MOST_SEED, ServeLimits
 from strop.serve.masks import Canvas, Overlay, resized
 from strop.serve.prompts import Spell, spelled
@@ -39,6 +40,7 @@ class ModelCard:
     samplers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reads_weights: bool = False
     draws_twice: bool = False
+    controlnets: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Wish:
     """Hold what a client has asked for; None stands for the model's own. A start has any size, and
     ``resize`` brings it to that of the pictures. Where there is a ``canvas``, which has that size,
     it is drawn on instead. ``is_weighted`` reads the prompts as A1111 does, and ``second`` draws
-    the pictures once more."""
+    the pictures once more. ``controls`` name ControlNets of the card."""
 
     prompt: str
     negative: str = ""
@@ -68,6 +70,7 @@ class Wish:
     canvas: Canvas | None = None
     is_weighted: bool = False
     second: SecondWish | None = None
+    controls: Sequence[ControlWish] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def order(wish: Wish, card: ModelCard, limits: ServeLimits) -> Order:
         first = _with_start(first, wish)
     if wish.second is not None:
         first, notes = _with_second(first, notes, wish, wish.second, card, limits)
+    first = _with_controls(first, wish)
     if wish.is_eager and not card.has_eager:
         raise wrong("eager", "this server has no eager model; start it with --eager")
     return Order(
@@ -204,6 +208,18 @@ def _with_start(request: PictureRequest, wish: Wish) -> PictureRequest:
             f"{wish.strength:g} of {request.steps} steps is less than one; take more of either",
         )
     return begun
+
+
+def _with_controls(request: PictureRequest, wish: Wish) -> PictureRequest:
+    """Return a request whose passes have what ControlNets see in them."""
+    if wish.controls and wish.is_eager:
+        raise wrong("eager", "ControlNets are there with Strop only; leave one of them out")
+    overlay, second = None if wish.canvas is None else wish.canvas.overlay, request.second
+    if second is not None:
+        seen = seen_in(1, wish.controls, second.request.size, None)
+        second = replace(second, request=replace(second.request, controls=seen))
+    seen = seen_in(0, wish.controls, request.size, overlay)
+    return replace(request, controls=seen, second=second)
 
 
 def _adapters(wish: Wish, card: ModelCard, limits: ServeLimits) -> Adapters:

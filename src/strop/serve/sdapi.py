@@ -24,6 +24,7 @@ from strop.serve.jobs import PictureJob
 from strop.serve.masks import RESIZES, MaskWish
 from strop.serve.order import Wish
 from strop.serve.refused import Refused
+from strop.serve.sdapi_controls import WHERE, ScriptsBody, controls_of, infotext_of
 from strop.serve.sdapi_state import MODEL, label_of
 from strop.serve.second_pass import SecondWish
 from strop.serve.service import Service
@@ -58,9 +59,11 @@ _NAMES = {
     "second_schedule": "hr_scheduler",
     "second_prompt": "hr_prompt",
     "second_negative": "hr_negative_prompt",
+    "controls": WHERE,
 }
 # Arguments whose false or 0 asks for something as well.
 _NEVER_EMPTY = ("send_images", "s_noise", "initial_noise_multiplier")
+_WITH_PICTURES = {"init_images", "mask", "alwayson_scripts"}
 # What clients send by default, besides null, false, 0, -1 and what is empty.
 _USUAL: Mapping[str, Sequence[Any]] = {
     "s_noise": (1,),
@@ -93,6 +96,7 @@ class TextBody(BaseModel):
     sampler_name: str = ""
     sampler_index: str = ""  # its older name
     scheduler: str = ""
+    alwayson_scripts: ScriptsBody = ScriptsBody()
 
     @model_validator(mode="before")
     @classmethod
@@ -248,7 +252,9 @@ def _loras(prompt: str) -> tuple[str, dict[str, float]]:
 @router.post("/txt2img")
 async def txt2img(body: LargerBody, request: Request, service: GivenService) -> Any:
     """Draw pictures from a text."""
-    return _answer(body, await drawn(request, service, body.wish(service), _NAMES))
+    controls = await controls_of(body.alwayson_scripts, service)
+    wish = replace(body.wish(service), controls=controls)
+    return _answer(body, await drawn(request, service, wish, _NAMES))
 
 
 @router.post("/img2img")
@@ -261,6 +267,7 @@ async def img2img(body: PictureBody, request: Request, service: GivenService) ->
     start = await asyncio.to_thread(from_text, body.init_images[0], most, "init_images")
     strength = _STRENGTH if body.denoising_strength is None else body.denoising_strength
     wish = replace(body.wish(service), start=start, strength=strength, resize=body.resize)
+    wish = replace(wish, controls=await controls_of(body.alwayson_scripts, service, start))
     if body.mask is not None:
         mask = await asyncio.to_thread(from_text, body.mask, most, "mask", is_mask=True)
         how = body.mask_wish(mask, strength)
@@ -285,11 +292,11 @@ def _answer(body: TextBody, job: PictureJob) -> dict[str, Any]:
         "cfg_scale": first.guidance,
         "batch_size": len(requests),
         "denoising_strength": _strength(body, first),
-        "extra_generation_params": _of_second(first),
+        "extra_generation_params": _of_second(first) | infotext_of(first),
         "infotexts": [_infotext(body, request) for request in requests],
         "notes": [*job.order.notes],
     }
-    known = body.model_dump(include=set(type(body).model_fields) - {"init_images", "mask"})
+    known = body.model_dump(include=set(type(body).model_fields) - _WITH_PICTURES)
     images = [in_base64(picture) for picture in job.made]
     return {"images": images, "parameters": known, "info": json.dumps(info)}
 
@@ -333,7 +340,7 @@ def _infotext(body: TextBody, request: PictureRequest) -> str:
     }
     if (strength := _strength(body, request)) is not None:
         facts["Denoising strength"] = strength
-    facts |= _of_second(request)
+    facts |= _of_second(request) | infotext_of(request)
     lines = [request.prompt]
     lines += [f"Negative prompt: {request.negative}"] if request.negative else []
     return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts.items())])

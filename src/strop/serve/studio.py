@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.drawing import draw as drawing
+from strop.drawing.controls import NO_NETS
 from strop.drawing.embeddings import num_chunks
 from strop.drawing.prompts import unread
 from strop.drawing.request import PictureRequest, StepDone
@@ -76,8 +77,18 @@ class Painter(Protocol):
 class Studio:
     """Own a pipeline that Strop has optimised, and perhaps the same one in eager."""
 
-    def __init__(self, card: ModelCard, pipe: Any, eager: Any | None = None) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        pipe: Any,
+        eager: Any | None = None,
+        controlled: Mapping[str, Any] = NO_NETS,
+    ) -> None:
+        """``controlled`` has for the name of each ControlNet an optimised pipeline of the same
+        parts and this ControlNet."""
         self.card = card
+        self._controlled = controlled  # which keeps their ControlNets compiled
+        self._nets = {name: one.controlnet for name, one in controlled.items()}
         self._pipes = {False: pipe, True: eager}
         # Asking a tokenizer for what it would cut changes it for the thread that draws.
         self._reader = SimpleNamespace(tokenizer=copy.deepcopy(getattr(pipe, "tokenizer", None)))
@@ -97,14 +108,16 @@ class Studio:
             tell(StepTold(done.number, done.total, _previews(pipe, batch, done)))
 
         start = time.perf_counter()
-        pixels = drawing.draw(pipe, batch.requests, on_step)
+        pixels = drawing.draw(pipe, batch.requests, on_step, self._nets)
         return BatchDone([_as_bytes(one) for one in pixels], time.perf_counter() - start)
 
     def report(self) -> str:
-        """Return the text of ``strop.explain``."""
+        """Return the text of ``strop.explain``, for the pipeline and then for each ControlNet."""
         import strop
 
-        return str(strop.explain(self._pipes[False]))
+        parts = [str(strop.explain(self._pipes[False]))]
+        parts += [f"{name}\n{strop.explain(net)}" for name, net in self._nets.items()]
+        return "\n\n".join(parts)
 
     def notes(self, request: PictureRequest) -> Sequence[str]:
         """Return what the model will not read of a request."""

@@ -14,6 +14,7 @@ from strop.cli import app, serve_replicas
 from strop.cli.mistakes import CommandError
 from strop.cli.serve_options import ServeSettings
 from strop.serve.replicas.plan import PlanError, ReplicaWish
+from tests.control_files import write_controlnet
 
 TOKEN = "0123456789abcdef"
 
@@ -61,11 +62,14 @@ def test_a_file_has_whole_paths(
     (tmp_path / "model").symlink_to(tiny_model)
     (tmp_path / "loras").mkdir()
     monkeypatch.chdir(tmp_path)
+    write_controlnet(tmp_path / "depth", tiny_model)
     words = ("model", "--lora", "loras", "--device", "cuda", "--replicas", "1")
+    words += ("--controlnet", "deep=depth")
     _, content = _written(tmp_path, *words)
     settings = content["applications"][0]["args"]["model"]
     assert settings["model"] == str(tiny_model.resolve())
     assert settings["lora"] == str((tmp_path / "loras").resolve())
+    assert settings["controlnets"] == [f"deep={tmp_path.resolve()}/depth"]
 
 
 def test_a_file_has_no_secret(tmp_path: Path) -> None:
