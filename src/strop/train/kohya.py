@@ -35,9 +35,8 @@ def tensors(
 ) -> dict[str, Tensor]:
     """Return kohya's names, with the alpha that was trained with.
 
-    Adapters of layers that are one layer there become one of as many times the rank, whose products
-    are the same: one factor is the factors below each other, the other has them on its diagonal.
-    The alpha grows with the rank, since readers divide the one by the other.
+    Adapters of layers that are one layer there become one of as many times the rank, with the same
+    products. The alpha grows with the rank, since readers divide the one by the other.
     """
     family = model.family
     layers = _layers(weights, alpha / rank)
@@ -95,8 +94,9 @@ def _apart(places: Mapping[str, KohyaPlace], layers: Mapping[str, Factors]) -> C
 
 
 def _joined(rows_of: tuple[str, ...], layers: Mapping[str, Factors], module: nn.Module) -> Factors:
-    """Return one adapter of layers below each other. One without an adapter gets zeros, because
-    readers cut the file into as many equal ranks as there are layers."""
+    """Return one adapter of layers below each other: some factors below each other, too, others on
+    a diagonal. A layer without one gets zeros, because readers cut the file into as many equal
+    ranks as there are layers."""
     known = [layers.get(path, {}) for path in rows_of]
     found: Factors = {}
     for name, like in next(factors for factors in known if factors).items():

@@ -79,28 +79,51 @@ def _embedders(**names: str) -> dict[str, str]:
     }
 
 
-FLUX = LayerNames(
+_DOUBLE = BlockNames(
+    "double_blocks",
     {
-        "transformer_blocks": BlockNames(
-            "double_blocks",
-            {
-                "norm1.linear": "img_mod.lin",
-                "norm1_context.linear": "txt_mod.lin",
-                "attn.to_out.0": "img_attn.proj",
-                "attn.to_add_out": "txt_attn.proj",
-                "ff.net.0.proj": "img_mlp.0",
-                "ff.net.2": "img_mlp.2",
-                "ff_context.net.0.proj": "txt_mlp.0",
-                "ff_context.net.2": "txt_mlp.2",
-            },
-            {"img_attn.qkv": _QKV, "txt_attn.qkv": _ADDED_QKV},
-        ),
-        "single_transformer_blocks": BlockNames(
-            "single_blocks",
-            {"norm.linear": "modulation.lin", "proj_out": "linear2"},
-            {"linear1": (*_QKV, "proj_mlp")},
-        ),
+        "norm1.linear": "img_mod.lin",
+        "norm1_context.linear": "txt_mod.lin",
+        "attn.to_out.0": "img_attn.proj",
+        "attn.to_add_out": "txt_attn.proj",
+        "ff.net.0.proj": "img_mlp.0",
+        "ff.net.2": "img_mlp.2",
+        "ff_context.net.0.proj": "txt_mlp.0",
+        "ff_context.net.2": "txt_mlp.2",
     },
+    {"img_attn.qkv": _QKV, "txt_attn.qkv": _ADDED_QKV},
+)
+_SINGLE = BlockNames(
+    "single_blocks",
+    {"norm.linear": "modulation.lin", "proj_out": "linear2"},
+    {"linear1": (*_QKV, "proj_mlp")},
+)
+_JOINT = BlockNames(
+    "joint_blocks",
+    {
+        "norm1.linear": "x_block.adaLN_modulation.1",
+        "norm1_context.linear": "context_block.adaLN_modulation.1",
+        "attn.to_out.0": "x_block.attn.proj",
+        "attn.to_add_out": "context_block.attn.proj",
+        "attn2.to_out.0": "x_block.attn2.proj",
+        "ff.net.0.proj": "x_block.mlp.fc1",
+        "ff.net.2": "x_block.mlp.fc2",
+        "ff_context.net.0.proj": "context_block.mlp.fc1",
+        "ff_context.net.2": "context_block.mlp.fc2",
+    },
+    {
+        "x_block.attn.qkv": _QKV,
+        "x_block.attn2.qkv": _SECOND_QKV,
+        "context_block.attn.qkv": _ADDED_QKV,
+    },
+)
+_LAST = {
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+    "proj_out": "final_layer.linear",
+}
+
+FLUX = LayerNames(
+    {"transformer_blocks": _DOUBLE, "single_transformer_blocks": _SINGLE},
     {
         **_embedders(
             timestep="time_in in_layer out_layer",
@@ -109,40 +132,18 @@ FLUX = LayerNames(
         ),
         "context_embedder": "txt_in",
         "x_embedder": "img_in",
-        "norm_out.linear": "final_layer.adaLN_modulation.1",
-        "proj_out": "final_layer.linear",
+        **_LAST,
     },
 )
-"""Names Flux.1's, https://github.com/black-forest-labs/flux."""
+"""Names those of Flux.1, https://github.com/black-forest-labs/flux."""
 
 SD3 = LayerNames(
-    {
-        "transformer_blocks": BlockNames(
-            "joint_blocks",
-            {
-                "norm1.linear": "x_block.adaLN_modulation.1",
-                "norm1_context.linear": "context_block.adaLN_modulation.1",
-                "attn.to_out.0": "x_block.attn.proj",
-                "attn.to_add_out": "context_block.attn.proj",
-                "attn2.to_out.0": "x_block.attn2.proj",
-                "ff.net.0.proj": "x_block.mlp.fc1",
-                "ff.net.2": "x_block.mlp.fc2",
-                "ff_context.net.0.proj": "context_block.mlp.fc1",
-                "ff_context.net.2": "context_block.mlp.fc2",
-            },
-            {
-                "x_block.attn.qkv": _QKV,
-                "x_block.attn2.qkv": _SECOND_QKV,
-                "context_block.attn.qkv": _ADDED_QKV,
-            },
-        ),
-    },
+    {"transformer_blocks": _JOINT},
     {
         **_embedders(timestep="t_embedder mlp.0 mlp.2", text="y_embedder mlp.0 mlp.2"),
         "context_embedder": "context_embedder",
         "pos_embed.proj": "x_embedder.proj",
-        "norm_out.linear": "final_layer.adaLN_modulation.1",
-        "proj_out": "final_layer.linear",
+        **_LAST,
     },
 )
 """Names those of Stable Diffusion 3 and 3.5, https://github.com/Stability-AI/sd3.5."""
