@@ -64,15 +64,12 @@ def _config(settings: Settings, targets: list[str]) -> Any:
 
 
 def save(settings: Settings, model: DiffusionModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write adapters into ``folder``: as diffusers reads them, and in kohya's form where the family
-    has one."""
+    """Write adapters into ``folder``: as diffusers reads them, and in kohya's form."""
     if settings.adapter == "lora":
         _save_diffusers(settings, model, folder, dtype)
     else:
         for name in model.parts(settings):
             _save_peft(model, name, folder / f"{name}_{settings.adapter}", dtype)
-    if model.family.kohya is None:
-        return
     tensors: dict[str, Tensor] = {}
     for name in model.parts(settings):
         weights = _weights(model, name, dtype)

@@ -57,7 +57,7 @@ UNBUILT: dict[str, str] = {
 # Flags that are taken and change nothing -> why there is nothing to do.
 NEEDLESS: dict[str, str] = {
     "enable_npu_flash_attention": "attention is torch's scaled_dot_product_attention",
-    "output_kohya_format": "kohya's form is always written where the family has one",
+    "output_kohya_format": "kohya's form is always written",
     "upcast_before_saving": "what is trained is fp32, and saved in --save_precision",
     "enable_xformers_memory_efficient_attention": "attention is torch's"
     " scaled_dot_product_attention, which is fused as well",

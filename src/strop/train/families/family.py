@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from strop.train.families.kohya_layers import KohyaPlace
+
 if TYPE_CHECKING:
     from strop.train.families.control import Control
 
@@ -60,8 +62,10 @@ class Family(ABC):
     """Names the text encoders that are trained if one asks for it."""
     adapted: ClassVar[dict[str, tuple[str, ...]]]
     """Names the layers of each part that get an adapter."""
-    kohya: ClassVar[dict[str, str] | None] = None
-    """Gives the prefix of each part in files of kohya's form, where there is one for the family."""
+    kohya: ClassVar[dict[str, str]]
+    """Gives the prefix of each part in files of kohya's form."""
+    kohya_network: ClassVar[str] = "networks.lora"
+    """Names the module of kohya's scripts that trains such LoRAs."""
     keeps_vae: ClassVar[bool] = False
     """Tells whether the autoencoder stays in fp32 under mixed precision."""
     guidance: ClassVar[float] = 7.5
@@ -118,9 +122,9 @@ class Family(ABC):
         """Return kohya's words for the model that adapters belong to."""
         return {}
 
-    def kohya_path(self, parts: Parts, part: str, path: str) -> str:
-        """Return a module's path as kohya's scripts have it."""
-        return path
+    def kohya_place(self, parts: Parts, part: str, path: str) -> KohyaPlace:
+        """Return where kohya's scripts have the adapter of a part's layer."""
+        return KohyaPlace(path)
 
 
 def factor_of(parts: Parts) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from strop.models.guidance import guided
 from strop.train.families.control_flux import ControlOfFlux
 from strop.train.families.family import CLIP_PROJECTIONS, Family, Noisy, Parts, factor_of
+from strop.train.families.kohya_layers import FLUX, KohyaPlace
 from strop.train.families.tokens import PATCH, tokens_of
 
 
@@ -40,6 +41,8 @@ class Flux(Family):
         ),
         "text_encoder": CLIP_PROJECTIONS,
     }
+    kohya = {"transformer": "lora_unet_", "text_encoder": "lora_te1_"}
+    kohya_network = "networks.lora_flux"
     guidance = 3.5
     reads_guidance = True
     reads_long = True
@@ -93,6 +96,15 @@ class Flux(Family):
             "guidance_scale": guidance,
             "max_sequence_length": given["max_sequence_length"],
         }
+
+    def kohya_notes(self, parts: Parts, prediction: str) -> dict[str, str]:
+        return {"ss_base_model_version": "flux1", "ss_v2": "False"}
+
+    def kohya_place(self, parts: Parts, part: str, path: str) -> KohyaPlace:
+        """Return the place in the transformer of the first release."""
+        if part != "transformer":
+            return KohyaPlace(path)
+        return FLUX.place(path, swaps=path == "norm_out.linear")
 
 
 class FluxOfClips(Flux):

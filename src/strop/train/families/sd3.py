@@ -17,6 +17,7 @@ from strop.train.families.family import (
     factor_of,
     pooled_and_states,
 )
+from strop.train.families.kohya_layers import SD3, KohyaPlace
 
 
 class StableDiffusion3(Family):
@@ -48,6 +49,12 @@ class StableDiffusion3(Family):
         "text_encoder": CLIP_PROJECTIONS,
         "text_encoder_2": CLIP_PROJECTIONS,
     }
+    kohya = {
+        "transformer": "lora_unet_",
+        "text_encoder": "lora_te1_",
+        "text_encoder_2": "lora_te2_",
+    }
+    kohya_network = "networks.lora_sd3"
     keeps_vae = True
     reads_long = True
     scheme = "logit_normal"
@@ -82,3 +89,20 @@ class StableDiffusion3(Family):
 
     def num_latents(self, parts: Parts) -> int:
         return int(parts["transformer"].config.sample_size)
+
+    def kohya_notes(self, parts: Parts, prediction: str) -> dict[str, str]:
+        """Return the version as kohya's scripts tell it from the layers of 3, 3.5 large and 3.5
+        medium."""
+        config = parts["transformer"].config
+        size = "5-medium" if config.dual_attention_layers else "5-large"
+        version = size if config.qk_norm else "medium"
+        return {"ss_base_model_version": version, "ss_v2": "False"}
+
+    def kohya_place(self, parts: Parts, part: str, path: str) -> KohyaPlace:
+        """Return the place in the transformer of the first release, which has the shift before the
+        scale in norms that have these two alone."""
+        if part != "transformer":
+            return KohyaPlace(path)
+        last = int(parts["transformer"].config.num_layers) - 1
+        swapped = ("norm_out.linear", f"transformer_blocks.{last}.norm1_context.linear")
+        return SD3.place(path, swaps=path in swapped)

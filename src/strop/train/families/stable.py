@@ -18,6 +18,7 @@ from strop.train.families.family import (
     factor_of,
     pooled_and_states,
 )
+from strop.train.families.kohya_layers import KohyaPlace
 
 _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 _SECOND_WIDTH = 1024  # of the text embeddings that Stable Diffusion 2 reads
@@ -106,20 +107,20 @@ class StableDiffusionXL(StableDiffusion):
         version = f"sdxl_base_v{'0-9_v' if prediction == 'v_prediction' else '1-0'}"
         return {"ss_base_model_version": version, "ss_v2": "False"}
 
-    def kohya_path(self, parts: Parts, part: str, path: str) -> str:
-        """Return the path in the UNet of the first release, whose blocks kohya numbers.
+    def kohya_place(self, parts: Parts, part: str, path: str) -> KohyaPlace:
+        """Return the place in the UNet of the first release, whose blocks kohya numbers.
 
         ``input_blocks`` starts with the first convolution; each level then has ``layers`` blocks
         and one that halves the picture. ``output_blocks`` has ``layers + 1`` blocks a level.
         """
         if part != "unet":
-            return path
+            return KohyaPlace(path)
         path = re.sub(r"^mid_block\.attentions\.0\.", "middle_block.1.", path)
         found = re.match(r"^(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.(.*)$", path)
         if found is None:
-            return path
+            return KohyaPlace(path)
         side, level, layer, rest = found[1], int(found[2]), int(found[3]), found[4]
         size = int(parts["unet"].config.layers_per_block) + 1
         if side == "down":
-            return f"input_blocks.{1 + size * level + layer}.1.{rest}"
-        return f"output_blocks.{size * level + layer}.1.{rest}"
+            return KohyaPlace(f"input_blocks.{1 + size * level + layer}.1.{rest}")
+        return KohyaPlace(f"output_blocks.{size * level + layer}.1.{rest}")
