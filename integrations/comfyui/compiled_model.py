@@ -116,6 +116,7 @@ class CompiledModel:
 
     def forget_weights(self) -> None:
         """Keep no memory of weights that are about to leave their device."""
+        self._weights.forget()
         if self.module is not None:
             self.module.forward.forget_weights()
 

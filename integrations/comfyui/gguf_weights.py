@@ -1,8 +1,7 @@
 """Let compiled code read the weights of the node pack ComfyUI-GGUF.
 
 Its layers hold codes in tensors of its own class, and dequantise them by functions of its own when
-they run. In a trace a layer meets the plain codes, and calls the same functions. An adapter lies
-beside such codes, and the layer computes with it in each step: calls with one run as before.
+they run. In a trace a layer meets the plain codes, and calls the same functions.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from torch import nn
 
 from strop import extensions
 
+from . import gguf_adapters
+
 _TENSOR = "GGMLTensor"
 
 
@@ -26,17 +27,18 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     for layer in model.modules():
         kinds = {type(t) for t in layer._parameters.values() if type(t).__name__ == _TENSOR}
         for kind in kinds:
-            extensions.read_codes(kind, others=("patches",))
+            extensions.read_codes(kind, others=("patches", "is_largest_weight"))
         found += [layer] if kinds else []
     return found
 
 
 def reason_of(layers: list[nn.Module]) -> str:
-    """Say why compiled code cannot use such weights as they are, or nothing."""
-    for layer in layers:
-        if any(getattr(weight, "patches", None) for weight in layer._parameters.values()):
-            return "a LoRA lies beside GGUF weights, and is computed in each step"
-    return ""
+    """Say why compiled code cannot use such weights as they are, or nothing: then layers have the
+    factors of their LoRAs."""
+    reason = next(filter(None, map(gguf_adapters.reason_of, layers)), "")
+    if not reason:
+        gguf_adapters.follow(layers)
+    return reason
 
 
 @contextlib.contextmanager
@@ -61,11 +63,14 @@ def plain_codes(model: nn.Module) -> Iterator[None]:
 def _weights_of(
     layer: Any, input: Any = None, dtype: Any = None, device: Any = None, bias_dtype: Any = None
 ) -> tuple[Any, Any]:
-    """Return the weight and the bias of a layer as its own function does, without patches."""
+    """Return the weight and the bias of a layer as its own function does."""
     dtype = dtype or getattr(input, "dtype", torch.float32)
     owner = next(kind for kind in type(layer).__mro__ if "is_ggml_quantized" in vars(kind))
     dequantised = sys.modules[owner.__module__].dequantize_tensor
     weight = dequantised(layer.weight, dtype, layer.dequant_dtype)
+    if gguf_adapters.UP in layer._buffers:
+        up, down = layer._buffers[gguf_adapters.UP], layer._buffers[gguf_adapters.DOWN]
+        weight = weight + up.to(weight.dtype) @ down.to(weight.dtype)
     if layer.bias is None:
         return weight, None
     bias_dtype = bias_dtype or dtype

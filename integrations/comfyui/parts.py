@@ -52,8 +52,9 @@ class CompiledPart:
     """This calls one method of a module compiled, or as it is where weights are not ready."""
 
     def __init__(self, model: nn.Module, name: str, kind: type[ComfyMethod] = ComfyMethod) -> None:
-        self.module = strop.optimize(kind(model, name).eval())
         self._weights, self._said = Weights(), ""
+        self._weights.look_at(model)
+        self.module = strop.optimize(kind(model, name).eval())
 
     def is_ready(self) -> bool:
         """Say whether compiled code can have the weights now. A reason against is logged."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.comfyui.stand_in import BaseModel, Linear, ModelPatcher, OriginalUNet
-from tests.comfyui.test_model_node import assert_same, counters, draw, optimize, plain_calls, random
+from tests.comfyui.test_model_node import (
+    WrappersMP,
+    assert_same,
+    counters,
+    draw,
+    optimize,
+    plain_calls,
+    random,
+)
 
 __all__ = ["optimize"]
 BLOCK, BYTES = 32, 34  # a scale in fp16, then as many codes in int8: blocks of the kind Q8_0
@@ -57,6 +67,17 @@ def dequantize_tensor(tensor: Any, dtype: Any = None, dequant_dtype: Any = None)
     return (scales * codes).reshape(tensor.tensor_shape).to(dtype)
 
 
+def _delta(
+    strength: float, adapter: Any, _: float, offset: Any, function: Any, like: Tensor
+) -> Tensor:
+    """Return what ComfyUI adds to a weight for a patch."""
+    up, down, alpha, *_rest = adapter.weights
+    found = torch.zeros_like(like)
+    rows = found if offset is None else found.narrow(*offset)
+    rows += strength * (1.0 if alpha is None else alpha / len(down)) * (up.float() @ down.float())
+    return found
+
+
 class GGMLLayer(nn.Module):
     """Dequantises its weights while it runs."""
 
@@ -69,7 +90,10 @@ class GGMLLayer(nn.Module):
         found = []
         for own in (self.weight, self.bias):
             moved = own.to(input.device)
-            found.append(_plain(dequantize_tensor(moved, input.dtype)) + sum(moved.patches))
+            weight = _plain(dequantize_tensor(moved, input.dtype))
+            for patch in (each for patches, _ in moved.patches for each in patches):
+                weight = weight + _delta(*patch, like=weight)
+            found.append(weight)
         return found
 
 
@@ -124,16 +148,97 @@ def test_what_is_written_to_codes_is_read(patcher, optimize) -> None:
     assert counters(fast)[0].eager_calls == 0
 
 
-def test_an_adapter_beside_codes_runs_as_before(patcher, optimize) -> None:
+def _layers(patcher: ModelPatcher) -> list[CodedLinear]:
+    return [part for part in patcher.model.modules() if isinstance(part, CodedLinear)]
+
+
+def patch(layer: CodedLinear, rank: int, seed: int, strength: float = 1.0, **more: Any) -> Any:
+    """Return a LoRA for a layer as ComfyUI keeps it."""
+    offset, name = more.get("offset"), more.get("name", "lora")
+    rows, columns = layer.weight.tensor_shape
+    up = random(offset[2] if offset else rows, rank, seed=seed).half()
+    down = random(rank, columns, seed=seed + 1).half()
+    weights = (up, down, more.get("alpha"), None, more.get("lengths"), None)
+    return strength, SimpleNamespace(name=name, weights=weights), 1.0, offset, more.get("function")
+
+
+def set_patches(patcher: ModelPatcher, *made: Any) -> None:
+    """Put what each of ``made`` makes of a layer and its number beside all codes."""
+    for number, layer in enumerate(_layers(patcher)):
+        found = [one(layer, number) for one in made]
+        layer.weight.patches = [(found, "key")] if found else []
+
+
+def lora(rank: int, seed: int, **more: Any) -> Any:
+    return lambda layer, number: patch(layer, rank, seed + 2 * number, **more)
+
+
+def half_rows(layer: CodedLinear, number: int) -> Any:
+    rows = layer.weight.tensor_shape[0]
+    return patch(layer, 4, number, offset=(0, rows // 2, rows - rows // 2))
+
+
+def test_adapters_beside_codes_are_data(patcher, optimize) -> None:
+    """Strengths, other adapters and several of them compile one more graph in all; a higher rank
+    compiles another one."""
     fast, plain = optimize(patcher), draw(patcher)
     assert_same(draw(fast), plain)
-    layer = next(part for part in patcher.model.modules() if isinstance(part, CodedLinear))
-    layer.weight.patches = [random(*layer.weight.tensor_shape, seed=5)]
+    sets = [
+        [lora(4, 1)],
+        [lora(4, 1, strength=0.25)],
+        [lora(8, 50, alpha=2.0)],
+        [lora(4, 1), lora(8, 50, strength=-0.5)],
+        [half_rows],
+        [lora(20, 7)],
+        [],
+        [lora(4, 1)],
+    ]
+    drawn = []
+    for made in sets:
+        set_patches(patcher, *made)
+        drawn.append(draw(fast))
+        assert_same(drawn[-1], draw(patcher))
+        assert_same(draw(fast, 8, 12), draw(patcher, 8, 12))
+    assert all(not torch.allclose(a, b, rtol=0.01) for a, b in itertools.pairwise(drawn))
+    found, variants = counters(fast)
+    assert not found.fallbacks
+    assert (found.eager_calls, len(variants.all)) == (0, 3)
+    assert not plain_calls(fast)
+
+
+def test_nothing_stays_on_a_model_that_leaves(patcher, optimize) -> None:
+    fast = optimize(patcher)
+    before = [dict(vars(layer)) | {"_buffers": {}} for layer in _layers(patcher)]
+    set_patches(patcher, lora(4, 1))
+    adapted = draw(fast)
+    assert all(len(layer._buffers) == 2 for layer in _layers(patcher))
+    assert not any("strop" in name for name in patcher.model.state_dict())
+    (compiled,) = fast.wrappers[WrappersMP.DIFFUSION_MODEL]["strop"]
+    compiled.forget_weights()
+    now = [dict(vars(layer)) for layer in _layers(patcher)]
+    assert [*map(set, now)] == [*map(set, before)]
+    assert not any(layer._buffers for layer in _layers(patcher))
+    assert_same(draw(fast), adapted)
+
+
+@pytest.mark.parametrize(
+    ("made", "word"),
+    [
+        (lora(4, 1, name="loha"), "of the kind loha"),
+        (lora(4, 1, lengths=torch.ones(3)), "DoRA"),
+        (lora(4, 1, function=torch.neg), "a function"),
+    ],
+)
+def test_other_patches_run_as_before(made, word, patcher, optimize) -> None:
+    fast, plain = optimize(patcher), draw(patcher)
+    assert_same(draw(fast), plain)
+    (layer, *_) = _layers(patcher)
+    layer.weight.patches = [([made(layer, 0)], "key")]
     adapted = draw(fast)
     assert torch.equal(adapted, draw(patcher))
     assert not torch.allclose(adapted, plain, rtol=0.01)
     (reason,) = plain_calls(fast)
-    assert reason == "a LoRA lies beside GGUF weights, and is computed in each step"
+    assert word in reason
     layer.weight.patches = []
     assert_same(draw(fast), plain)
     assert len(counters(fast)[1].all) == 1
