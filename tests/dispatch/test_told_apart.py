@@ -182,6 +182,25 @@ def test_a_tensor_given_twice_is_one_input(tmp_path: Path) -> None:
     assert not fast.forward.counters.fallbacks
 
 
+def test_whole_numbers_beside_a_tensor_given_twice(tmp_path: Path) -> None:
+    """Numbers that become sizes are inputs behind the tensors."""
+
+    class Cut(Asking):
+        def forward(self, x: Tensor, y: Tensor, rows: int = 1, more: int = 1) -> Any:
+            cut = super().forward(x, y)[:rows]
+            return cut, torch.ones(more, rows)
+
+    def cut() -> Cut:
+        torch.manual_seed(0)
+        return Cut(lambda self, x, y: x is y).eval().requires_grad_(False)
+
+    options = tiny.options(cache_dir=str(tmp_path))
+    eager, fast = cut(), strop.optimize(cut(), options=options)
+    for numbers_ in ((1, 1), (2, 3), (3, 2), (2, 2), (3, 3)):
+        with torch.no_grad():
+            check(eager, fast, [(X, Y, *numbers_), (X, X, *numbers_)])
+
+
 def test_code_that_does_not_ask_has_one_graph(tmp_path: Path) -> None:
     options = tiny.options(cache_dir=str(tmp_path))
     fast = strop.optimize(made(lambda self, x, y: y is None), options=options)

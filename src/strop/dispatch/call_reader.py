@@ -40,8 +40,8 @@ class CallReader:
         """Return a call by its arguments alone, in which ``scale`` is that of all adapters. Raises
         UnsupportedError for an argument that no program takes."""
         tensors, beside = list[Tensor](), Beside(lora_scale=scale)
-        skeleton = self._turned.flattened((args, kwargs), tensors, beside)
-        skeleton, tensors = self._state.told_apart.joined(skeleton, tensors)
+        told = self._state.told_apart
+        skeleton = self._turned.flattened((args, kwargs), tensors, beside, told)
         return GivenCall(skeleton, tensors, skeleton, beside)
 
     def resolved(self, call: GivenCall) -> GivenCall | None:

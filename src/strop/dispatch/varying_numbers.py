@@ -30,6 +30,7 @@ from strop.dispatch.signature import (
     number_text,
     with_floats,
 )
+from strop.dispatch.told_apart import ToldApart
 from strop.ir.program import NumberGuard
 from strop.ir.tensor_spec import TensorSpec
 
@@ -74,9 +75,12 @@ class Turned:
         self._made: dict[tuple[str, torch.device], Tensor] = {}
         self._latest: Any = None  # the latest call, and what was decided of it
 
-    def flattened(self, arguments: Any, tensors: list[Tensor], beside: Beside) -> Skeleton:
-        """Flatten as ``flatten`` does, with whole numbers that are sizes among the tensors."""
-        skeleton = flatten(arguments, tensors, beside)
+    def flattened(
+        self, arguments: Any, tensors: list[Tensor], beside: Beside, told: ToldApart
+    ) -> Skeleton:
+        """Flatten as ``flatten`` does, with each tensor once where that is ``told`` apart, and with
+        whole numbers that are sizes among the tensors."""
+        skeleton, tensors[:] = told.joined(flatten(arguments, tensors, beside), tensors)
         if beside.num_wholes:
             return self._wholes.as_sizes(skeleton, tensors, beside)
         return skeleton

@@ -124,11 +124,16 @@ def symbolic_builtins(module: nn.Module) -> Iterator[None]:
 
 
 def _files(module: nn.Module) -> set[str]:
-    """Return the files of the classes of all parts and their bases; torch's own are left alone."""
+    """Return the files of the classes of all parts and their bases, and those of a user's own that
+    these reach by their names; torch's own are left alone."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     names = {kind.__module__ for kind in kinds}
-    found = {n for n in names if n in sys.modules and n.partition(".")[0] not in _TORCHS}
-    return found | {name for file in found for name in _named_in(file) if _is_users(name)}
+    new = {n for n in names if n in sys.modules and n.partition(".")[0] not in _TORCHS}
+    found = set[str]()
+    while new:
+        found |= new
+        new = {name for file in new for name in _named_in(file) if _is_users(name)} - found
+    return found
 
 
 def _named_in(file: str) -> set[str]:
