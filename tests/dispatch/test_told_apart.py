@@ -7,6 +7,7 @@ answers differ. A call that cannot be served says why.
 from __future__ import annotations
 
 import contextlib
+import copy
 import numbers
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -239,6 +240,56 @@ def test_attributes_of_weights(tmp_path: Path) -> None:
             with torch.no_grad():
                 check(eager, fast, [(X, Y)])
         assert any("may ask for scale of last.weight" in t for t in fast.forward.counters.fallbacks)
+
+
+def on_result(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = self.last(x)
+    vars(result)["scale"] = 3
+    return result
+
+
+def on_argument(self: Any, x: Tensor) -> Tensor:
+    vars(x)["seen"] = True
+    return self.last(x)  # type: ignore[no-any-return]
+
+
+def on_weight(self: Any, x: Tensor) -> Tensor:
+    self.last.weight.seen = True
+    return self.last(x)  # type: ignore[no-any-return]
+
+
+def inside(self: Any, x: Tensor) -> Tensor:
+    between = self.last(x)
+    between.scale = 3
+    return between * between.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("body", [on_result, on_argument, on_weight, inside])
+def test_attributes_that_a_forward_puts_on_tensors(
+    body: Callable[..., Tensor], trains: bool, tmp_path: Path
+) -> None:
+    class Puts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(8, 8)
+
+        forward = body
+
+    torch.manual_seed(0)
+    eager = Puts().eval().requires_grad_(trains)
+    fast: Any = copy.deepcopy(eager)
+    options = tiny.options(cache_dir=str(tmp_path))
+    fast = strop.optimize(fast, options=options, train=trains)
+    for rows in (3, 5, 3):
+        given = [torch.ones(rows, 8) for _ in range(2)]
+        found, wanted = fast(given[0]), eager(given[1])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        assert vars(found) == vars(wanted)
+        assert vars(given[0]) == vars(given[1])
+        assert vars(fast.last.weight) == vars(eager.last.weight)
+    counters = fast.forward.counters
+    assert bool(counters.fallbacks or counters.eager_calls) is (body is not inside)
 
 
 def test_a_shape_comes_back_as_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ another tracer know better: such a forward runs in eager.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from types import FrameType
 from typing import Any
 
@@ -68,6 +68,22 @@ def refuse_unknown_of_step(func: Callable[..., Any]) -> None:
 def asks_who_requires(func: Callable[..., Any]) -> bool:
     """Tell whether a module's code asks for what depends on which tensors require a gradient."""
     return func in _OF_GRADIENTS and _is_asked_by_code()
+
+
+def attributes_of(values: Iterable[Any]) -> Set[str]:
+    """Return the attributes that any of these tensors has. torch puts some on each."""
+    return set().union(*(vars(value) for value in values if isinstance(value, Tensor)))
+
+
+def refuse_attributes(values: Iterable[Any], before: Set[str]) -> None:
+    """Raises EagerOnlyError where a forward has put an attribute on an argument, a weight or a
+    result. ``before``: the attributes of arguments and weights, which are some."""
+    for value in values if before else ():
+        own = vars(value).keys() - before - {"_is_param"} if isinstance(value, Tensor) else ()
+        if own:
+            raise EagerOnlyError(
+                f"it puts the attribute {min(own)} on a tensor, and it would be lost"
+            )
 
 
 def _refuse(name: str) -> None:

@@ -384,7 +384,7 @@ def _traced(
         held = put(state)
         swapped = torch.nn.utils.stateless._reparametrize_module(module, held, tie_weights=True)
         with swapped:
-            with reads.of_forward():
+            with reads.of_forward((*inputs, *state.values())):
                 result = call(*inputs)
             leaves, spec = pytree.tree_flatten(as_tree(result))
             check_leaves(leaves)
@@ -392,7 +392,7 @@ def _traced(
             now = {name: table.get(key) for name, (table, key) in kept.items()}
             check_state(now, {name: held[name] for name in now})
             refuse_gradients_outside(leaves, (*state.values(), *inputs))
-        reads.results(leaves, inputs)
+        reads.results(leaves, inputs, state.values())
         same[:] = _known(leaves, {"argument": inputs, "state": tuple(state.values())})
         specs.append(spec)
         return leaves

@@ -10,7 +10,7 @@ has none: the forward is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from strop.errors import CaptureError
-from strop.frontend.asked_of_tensors import asks_who_requires, refuse_unknown
+from strop.frontend.asked_of_tensors import (
+    asks_who_requires,
+    attributes_of,
+    refuse_attributes,
+    refuse_unknown,
+)
 from strop.frontend.composed_tensors import ComposedCalls
 from strop.frontend.formats import traced
 from strop.frontend.functional import memory_of
@@ -99,17 +104,23 @@ class LayoutReads(Retarget):
         return memory_of(tensor) in self._own
 
     @contextmanager
-    def of_forward(self) -> Iterator[None]:
-        """Watch the forward in the body; before and after it the tracer asks."""
+    def of_forward(self, given: Iterable[Any]) -> Iterator[None]:
+        """Watch the forward of arguments and weights, which are ``given``, in the body; before and
+        after it the tracer asks."""
+        self._usual = attributes_of(given)
         self._is_forward = True
         try:
             yield
         finally:
             self._is_forward = False
 
-    def results(self, leaves: Sequence[Any], arguments: Sequence[Tensor]) -> None:
+    def results(
+        self, leaves: Sequence[Any], arguments: Sequence[Any], weights: Iterable[Tensor]
+    ) -> None:
         """Note where the caller's own tensor is wanted: programs read a copy of an argument that
-        has gaps, and it, or a view of it, is returned."""
+        has gaps, and it, or a view of it, is returned. Raises EagerOnlyError where the forward
+        leaves attributes of its own on a tensor."""
+        refuse_attributes((*leaves, *arguments, *weights), self._usual)
         given = {id(argument) for argument in arguments}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and memory_of(leaf) in self._own:

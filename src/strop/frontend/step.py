@@ -32,7 +32,11 @@ from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
 from strop.frontend import joint
-from strop.frontend.asked_of_tensors import refuse_unknown_of_step
+from strop.frontend.asked_of_tensors import (
+    attributes_of,
+    refuse_attributes,
+    refuse_unknown_of_step,
+)
 from strop.frontend.capture import (
     ONE_AT_A_TIME,
     KnownSizes,
@@ -119,12 +123,13 @@ class _Flat:
             return self._traced(*primals)
 
     def _traced(self, *primals: Tensor) -> list[Any]:
-        state = dict(zip(self.names, primals, strict=False))
+        state, usual = dict(zip(self.names, primals, strict=False)), attributes_of(primals)
         mark_parameters((state[name], t) for name, t in named_state(self.module).items())
         swapped = nn.utils.stateless._reparametrize_module(self.module, state, tie_weights=True)
         with swapped:
             found, self.out_spec = pytree.tree_flatten(self.call(*primals[len(self.names) :]))
         results = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        refuse_attributes((*results, *primals), usual)
         if not all(isinstance(x, Tensor | int | float | str | None) for x in found):
             raise CaptureError("it returns sizes, or objects that are no tensors")
         numbers = iter(range(len(results)))
