@@ -16,6 +16,7 @@ from types import CodeType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from strop.dispatch.signature import Skeleton
 from strop.ir.graph import Ref
@@ -129,8 +130,10 @@ def _is_known(steps: Sequence[dis.Instruction]) -> bool:
 
 def attribute_asked_for(names: Set[str], tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Say which attribute of a weight's own a user's code names, or nothing: what stands for the
-    weight in a trace has none."""
+    weight in a trace has none. Those of classes of tensors have reasons of their own."""
     for name, tensor in tensors:
+        if type(tensor) not in (Tensor, Parameter):
+            continue
         for attribute in sorted(names & vars(tensor).keys()):
             return f"its code may ask for {attribute} of {name}, an attribute of the tensor's own"
     return ""
