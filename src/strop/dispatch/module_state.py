@@ -26,6 +26,7 @@ from strop.dispatch.parts_offload import parts_offload
 from strop.dispatch.placed_weights import PlacedPieces, pieces_of
 from strop.dispatch.quick_look import QuickLook
 from strop.dispatch.scales import is_scale
+from strop.dispatch.tied_memory import tied
 from strop.dispatch.told_apart import ToldApart, attribute_asked_for
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
@@ -131,6 +132,7 @@ class ModuleState:
         ]
         self._weights = identities((table, key) for _, table, key in places)
         self.tensors: list[Tensor] = self._weights.values
+        self.tied = tied(self.tensors)
         self._scan_tables()
         self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
         self._owned += moving_hooks.registered(self.modules)
@@ -452,7 +454,7 @@ class ModuleState:
         names = (*self.global_guards.text, *self.global_guards.containers, *objects)
         found = (self.casts, self.computed, self.shards)
         made = (self.make_ups, *(tuple(hooks.items()) for hooks in found), self.exchanges_with)
-        return hash((modules, state, *made, self.adapters, names))
+        return hash((modules, state, *made, self.adapters, names, self.tied))
 
 
 def layout_of(t: Tensor, device: torch.device) -> tuple[int, ...] | None:

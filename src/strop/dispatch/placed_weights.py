@@ -8,8 +8,7 @@ weight with rows of zeros behind it (``passes.aligned_linear``), a piece of one 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,6 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from strop.dispatch.cornered_factors import standing
 from strop.dispatch.moved_weights import lie_in
+from strop.dispatch.tied_memory import tied
+from strop.errors import UnsupportedError
 from strop.ir.ops import OPS
 from strop.ir.program import InputSpec, Program
 from strop.runtime.run.layouts import bytes_of, read_as, written_as
@@ -114,12 +115,13 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     what a Parameter has left, so that there is never more than the weights and one piece.
     """
     read = _read_by_place(program)
+    fixed = tied(tensors)
     for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
         if index in read:
-            _lay_out(tensor, spec)
+            _lay_out(tensor, spec, is_fixed=index in fixed)
     pieces = _pieces(program, tensors)
     if program.device == "cuda":
-        for index in _convolution_weights(program) - read:
+        for index in _convolution_weights(program) - read - fixed:
             weight = tensors[index]
             if not weight.is_contiguous(memory_format=torch.channels_last):
                 _GIVEN.setdefault(weight, weight.stride())
@@ -140,12 +142,18 @@ def give_back_order(tensors: Sequence[Tensor]) -> None:
         lie_in(tensor, given.copy_(tensor.detach()))
 
 
-def _lay_out(tensor: Tensor, spec: InputSpec) -> None:
-    """Have a weight lie at the strides that it was traced at."""
+def _lay_out(tensor: Tensor, spec: InputSpec, *, is_fixed: bool) -> None:
+    """Have a weight lie at the strides that it was traced at. Raises UnsupportedError for one that
+    cannot be moved."""
     strides = tuple(stride.value for stride in spec.strides)
     seen = read_as(tensor.detach(), spec.dtype)
     if _steps_like(seen, strides):
         return
+    if is_fixed:
+        raise UnsupportedError(
+            f"a weight of shape {tuple(tensor.shape)} lies in another weight's memory, in an order"
+            " that kernels do not read: give it memory of its own, or share the Parameter itself"
+        )
     new = torch.empty_strided(seen.shape, strides, dtype=seen.dtype, device=seen.device)
     new.copy_(seen)
     keep_for_readers(tensor)
@@ -154,7 +162,7 @@ def _lay_out(tensor: Tensor, spec: InputSpec) -> None:
 
 def _pieces(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Return what stands for the inputs behind the weights: each is made of some of these."""
-    twins, left, found = _twins(tensors), LeftMemory(), list[Tensor | None]()
+    left, found = LeftMemory(), list[Tensor | None]()
     for spec in program.inputs[len(tensors) :]:
         parts = [tensors[i] for i in spec.merged]
         if spec.made:  # ``coded_weights`` fills them in
@@ -162,7 +170,7 @@ def _pieces(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         elif spec.corners:
             found.append(standing([size.value for size in spec.shape], parts, spec.corners))
         else:
-            found.append(_merged(parts, _rows(spec, parts), twins, left) if parts else None)
+            found.append(_merged(parts, _rows(spec, parts), left) if parts else None)
     return found
 
 
@@ -224,14 +232,9 @@ def _rows(spec: InputSpec, parts: Sequence[Tensor]) -> int:
     return max(own, spec.shape[0].value) if spec.shape[0].is_const else own
 
 
-def _merged(
-    parts: Sequence[Tensor],
-    rows: int,
-    twins: Mapping[int, Sequence[Tensor]],
-    left: LeftMemory,
-) -> Tensor:
+def _merged(parts: Sequence[Tensor], rows: int, left: LeftMemory) -> Tensor:
     """Return the parts as one tensor of so many rows, which is made anew only if they do not lie
-    behind each other already. ``twins``, by address, go with the part that lies where they do."""
+    behind each other already."""
     found = _lying_together(parts, rows)
     if found is not None:
         return found
@@ -241,26 +244,10 @@ def _merged(
     for part in parts:
         piece = _piece(whole, start, part.shape[0])
         left.note(part)
-        for twin in twins.get(part.data_ptr(), ()):
-            if _is_laid_out_as(twin, part):
-                lie_in(twin, piece)
         lie_in(part, piece)
         start += part.shape[0]
         _WHOLES[whole.device, part.data_ptr()] = whole
     return whole
-
-
-def _twins(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """Return tensors of one address, as where two layers are tied by their data."""
-    found = defaultdict[int, list[Tensor]](list)
-    for tensor in tensors:
-        found[tensor.data_ptr()].append(tensor)
-    return {address: some for address, some in found.items() if address and len(some) > 1}
-
-
-def _is_laid_out_as(one: Tensor, other: Tensor) -> bool:
-    looks = [(t.device, t.dtype, t.shape, t.stride()) for t in (one, other)]
-    return looks[0] == looks[1]
 
 
 def _piece(whole: Tensor, start: int, rows: int) -> Tensor:

@@ -87,6 +87,7 @@ def key_of(
     parts += map(_version, _libraries_of_weights(state))
     parts += [
         repr(state.adapters),
+        repr(sorted(state.tied)),
         repr(skeleton),
         repr((_of_any(shapes.specs), shapes.hints if shapes.is_exact else ())),
         str(torch.get_default_dtype()),

@@ -453,6 +453,7 @@ class VariantStore:
             captured.origins,
             len(captured.state_names),
             small={n for n, name in enumerate(captured.state_names) if is_factor(name)},
+            tied=state.tied,
         )
         if imported.constants:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")

@@ -170,11 +170,13 @@ def import_graph(
     num_saved: int = 0,
     orders: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
     small: Set[int] = frozenset(),
+    tied: Set[int] = frozenset(),
 ) -> Imported:
     """Turn ``gm`` into graph IR.
 
     The first ``num_state`` placeholders are Parameters and buffers, whose memory the runtime may
-    lay out anew; those of the places in ``small`` are factors of low rank. The last ``num_saved``
+    lay out anew, but for those of the places in ``tied``, which share theirs with others; those in
+    ``small`` are factors of low rank. The last ``num_saved``
     results that are tensors are for a backward graph; ``orders`` says how those that a forward
     graph has left lie in memory, by placeholder.
     """
@@ -188,8 +190,8 @@ def import_graph(
         importer.builder.origin = origins.get(fx.name, "")
         if fx.op == "placeholder":
             place = len(inputs)
-            is_small = place in small
-            inputs.append(_input(importer, fx, place, place < num_state, is_small=is_small))
+            marks = {name: True for name, of in (("small", small), ("tied", tied)) if place in of}
+            inputs.append(_input(importer, fx, place, place < num_state, marks))
         elif fx.op == "get_attr":
             kept = getattr(gm, fx.target)
             kept = torch.view_as_real(kept) if fx.meta.get("pairs") else kept
@@ -248,9 +250,14 @@ def _traced(item: Any) -> Any:
 
 
 def _input(
-    importer: Importer, fx: FxNode, index: int, is_state: bool, *, is_small: bool = False
+    importer: Importer,
+    fx: FxNode,
+    index: int,
+    is_state: bool,
+    marks: Mapping[str, bool] = MappingProxyType({}),
 ) -> Node:
-    """Import argument ``index``. A size becomes a one-element shape, which tells its root."""
+    """Import argument ``index``, with these marks on it. A size becomes a one-element shape, which
+    tells its root."""
     value = fx.meta["val"]
     shape: tuple[Expr, ...] = ()
     dtype, order = torch.int64, None
@@ -264,9 +271,8 @@ def _input(
         shape = (importer.size(value),)
     elif is_number(value):
         dtype = torch.float64
-    more = {"small": True} if is_small else {}
     node = importer.builder.make(
-        "input", (), shape, dtype, order=order, index=index, state=is_state, merged=(), **more
+        "input", (), shape, dtype, order=order, index=index, state=is_state, merged=(), **marks
     )
     if isinstance(value, torch.Tensor) or is_number(value):
         importer.values[fx] = node

@@ -43,7 +43,7 @@ def _unaligned(graph: Graph) -> set[Node]:
 
     def is_able(weight: Node) -> bool:
         attrs = weight.attrs
-        if weight.op != "input" or not attrs["state"] or attrs.get("small"):
+        if weight.op != "input" or not attrs["state"] or attrs.get("small") or attrs.get("tied"):
             return False
         if attrs["merged"]:
             return len(users[weight]) == 1 and "corners" not in attrs

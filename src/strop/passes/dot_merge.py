@@ -80,7 +80,9 @@ def _runs(nodes: Sequence[Node], sizes: Mapping[str, int]) -> Iterator[list[Node
 
 
 def _is_state(node: Node) -> bool:
-    return node.op == "input" and bool(node.attrs["state"]) and not node.attrs["merged"]
+    """Tell whether it is a weight that may be moved."""
+    is_weight = node.op == "input" and bool(node.attrs["state"])
+    return is_weight and not node.attrs["merged"] and not node.attrs.get("tied")
 
 
 def _merge(
