@@ -272,6 +272,7 @@ class ModuleState:
         tensors, pointers, own_hooks = self.tensors, self.pointers, self.hooks
         tables, rows = self._tables, self.rows
         placed = [] if is_memory_known else tensors
+        layouts = self._memory.layouts
 
         def is_unchanged() -> bool:
             try:
@@ -281,7 +282,7 @@ class ModuleState:
                     or (tensors and not weights.hold())
                     or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
-                    or (placed and [*map(_DATA_PTR, placed)] != pointers)
+                    or (placed and ([*map(_DATA_PTR, placed)] != pointers or layouts.differs()))
                     or (tables and rows_of(tables) != rows)
                     or (own_hooks and any(own_hooks) and any(map(is_untraced, own_hooks)))
                     or self.global_guards.have_changed()
@@ -291,7 +292,7 @@ class ModuleState:
 
         if native is None:
             return is_unchanged
-        return QuickLook(self, is_unchanged, num_owned, native, placed)
+        return QuickLook(self, is_unchanged, num_owned, native, self._memory if placed else None)
 
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""
