@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.dispatch.asked_values import ENVIRONMENT, OF_ENVIRONMENT, questions_of, variables
+from strop.dispatch.drawn_from import gives_others
 from strop.dispatch.identities import CONSTANTS
 from strop.dispatch.told_apart import compares_identity
 from strop.frontend.adapted_layers import is_left_over
@@ -141,6 +142,7 @@ class CodeWalk:
         self.owners: dict[int, tuple[str, Any, Any]] = {}
         self.memos: dict[int, Any] = {}  # functions that keep their results
         self.modules: list[nn.Module] = []
+        self.drawn_from: dict[int, tuple[str, Any]] = {}  # what gives something else each time
         self.consulted: set[str] = set()
         self._member_names: dict[tuple[type, str], frozenset[str]] = {}
         self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
@@ -359,6 +361,8 @@ class CodeWalk:
             self._of_module(value, names)
         elif isinstance(value, CONTAINERS):
             self._container(label, value, names, is_own)
+        elif gives_others(value):
+            self.drawn_from[id(value)] = label, value
         elif not isinstance(value, nn.Module | Tensor):
             self._object(label, value, names)
 

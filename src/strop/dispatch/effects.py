@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from strop.dispatch.drawn_from import DrawnFrom
 from strop.dispatch.global_guards import GlobalGuards, GuardChange, is_private
 from strop.dispatch.identities import CONSTANTS
 from strop.errors import CaptureError
@@ -30,6 +31,7 @@ class Effects:
 
     def __init__(self, module: nn.Module) -> None:
         self._before = self._begun = GlobalGuards(module.named_modules())
+        self._drawn_from = DrawnFrom(self._before.drawn_from)
         self._of_calls = set[str]()
         self.written = set[str]()
         self._kept = set[str]()
@@ -63,6 +65,9 @@ class Effects:
             if not _is_cache(change) or self._is_state(change):
                 self._kept.add(change.label)
             change.undo()
+        drawn = set(self._drawn_from.undo())
+        self.written |= drawn
+        self._kept |= drawn
         self._before.forget_memos()
 
     def check(self, *, private: bool = False) -> set[str]:

@@ -62,6 +62,7 @@ class GlobalGuards:
         reach = CodeWalk(parts)
         self.consulted, self.own_names = reach.consulted, reach.own_names
         self.asks_same = reach.asks_same
+        self.drawn_from = [*reach.drawn_from.values()]
         self.unread = frozenset() if reach.asks_any else COUNTS - reach.read_names
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [
