@@ -35,7 +35,7 @@ from strop.dispatch.drawn_from import gives_others
 from strop.dispatch.identities import CONSTANTS
 from strop.dispatch.told_apart import compares_identity
 from strop.frontend.adapted_layers import is_left_over
-from strop.frontend.module_parts import OF_EVERY_MODULE, own_attributes
+from strop.frontend.module_parts import OF_EVERY_MODULE, named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
 
 # Packages whose code is not followed: of torch only the layers and functions that a forward names.
@@ -153,7 +153,9 @@ class CodeWalk:
         self.read_names: set[str] = set()  # that code names which computes something
         self._words: set[str] = set()  # texts in code here: names that it may ask for
         self._held: list[tuple[str, Any]] = []  # objects that are no modules
-        for path, part in parts:
+        found = list(parts)
+        self._parts = {id(part) for _, part in found}
+        for path, part in found:
             self._part(path or type(part).__qualname__, part)
         while self._grow():
             pass
@@ -192,18 +194,19 @@ class CodeWalk:
             self._attributes(label, value, names)
         return before != (len(self.places), len(self.names), len(self._held))
 
-    def _part(self, path: str, part: nn.Module) -> None:
-        """Walk over a module: its class, and its attributes."""
+    def _part(self, path: str, part: nn.Module, *, is_registered: bool = True) -> None:
+        """Walk over a module: its class, and its attributes. Plain ones of a registered module have
+        a place of their own in keys."""
         self.modules.append(part)
         reached = self._members(type(part), _ENTRY)
         is_own = _root(type(part).__module__) not in LIBRARIES
         for name, value in own_attributes(part):
-            if name in _OWN or isinstance(value, (nn.Module, Tensor)):
+            if name in _OWN or isinstance(value, Tensor):
                 continue
             is_private = name.startswith("_")
             if (is_private or is_left_over(part, name)) and name not in reached:
                 continue
-            is_setting = not is_private and is_plain(value)
+            is_setting = is_registered and not is_private and is_plain(value)
             self._watch(f"{path}.{name}", part, vars(part), name, is_own, is_setting)
             if not isinstance(value, type | ModuleType):
                 calls = {"__call__"} if name == "processor" else set()
@@ -363,8 +366,25 @@ class CodeWalk:
             self._container(label, value, names, is_own)
         elif gives_others(value):
             self.drawn_from[id(value)] = label, value
-        elif not isinstance(value, nn.Module | Tensor):
+        elif isinstance(value, nn.Module):
+            if is_own:
+                self._unregistered(label, value)
+        elif not isinstance(value, Tensor):
             self._object(label, value, names)
+
+    def _unregistered(self, label: str, module: nn.Module) -> None:
+        """Walk over a module that is no part of those that run, but that code has by a name, and
+        over its parts."""
+        for path, part in named_parts(module):
+            if id(part) in self._parts:
+                continue
+            self._parts.add(id(part))
+            where = f"{label}.{path}" if path else label
+            self._part(where, part, is_registered=False)
+            self._watch(f"{where}.forward", part, Unbound(vars(part)), "forward")
+            tables = part._modules, part._forward_hooks, part._forward_pre_hooks
+            for table in tables:
+                self.contents[id(table)] = Content(f"{where}.{type(part).__name__}", table)
 
     def _asks(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> bool:
         """Watch what code asks of a value by a call, and tell whether that is all there is to

@@ -66,6 +66,10 @@ IN_8_BITS = (
     "keeps codes of all weights on the device, and offloading by layers or groups streams them:"
     " leave one of the two out, or move whole models (enable_model_cpu_offload)"
 )
+# what code reads that may use tensors without their names
+_ITERATING = frozenset(
+    f"{start}{kind}" for kind in ("parameters", "buffers") for start in ("", "named_", "_")
+)
 
 
 class ModuleState:
@@ -164,8 +168,16 @@ class ModuleState:
         self.attribute_asked_for = attribute_asked_for(names, named)
         if self.told_apart.attributes:
             held = [vars(tensor) for tensor in self.tensors]
-            self._owned += held
-            self._num_owned += sum(map(len, held))
+            self._count(held)
+        all_read = not _ITERATING.isdisjoint(names)
+        for part in self.modules:
+            if all_read or isinstance(part, nn.ParameterList | nn.ParameterDict):
+                self._count([part._parameters, part._buffers])
+
+    def _count(self, tables: Sequence[Any]) -> None:
+        """Have the entries of these counted, too."""
+        self._owned += tables
+        self._num_owned += sum(map(len, tables))
 
     def _scan_offload(self, everything: Sequence[tuple[str, nn.Module]]) -> str:
         """Look for hooks that take weights of parts to a device and back, and say why nobody can

@@ -218,10 +218,19 @@ def _flatten_object(
 
 def _flatten_member(value: Enum, kind: type) -> Skeleton:
     raw: Any = value.value
-    if kind.__dict__["_member_map_"].get(value.name) is not value or type(raw) not in (*_EXACT, str):
+    if kind.__dict__["_member_map_"].get(value.name) is not value or type(raw) not in (
+        *_EXACT,
+        str,
+    ):
         raise UnsupportedError(f"argument of type {kind.__name__}")
     # its class by name too: a key on disk has the text of all this, which leaves the module out
-    return ("member", kind, value.name, qualified(kind), raw if type(raw) is str else number_text(raw))
+    return (
+        "member",
+        kind,
+        value.name,
+        qualified(kind),
+        raw if type(raw) is str else number_text(raw),
+    )
 
 
 def number_text(value: int | float) -> tuple[str, str]:

@@ -260,7 +260,9 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _is_slot(value: Any, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), MemberDescriptorType) and hasattr(value, name)
+    return isinstance(getattr(type(value), name, None), MemberDescriptorType) and hasattr(
+        value, name
+    )
 
 
 def is_cache(value: Any) -> bool:

@@ -109,9 +109,7 @@ class KnownLayouts(SourceWatch):
     def _made(self) -> TensorGuards | None:
         if not self._tensors:
             return None
-        return TensorGuards(
-            *self._tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
+        return TensorGuards(*self._tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 class KnownWrites(SourceWatch):
