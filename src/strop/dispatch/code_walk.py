@@ -13,7 +13,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
@@ -34,6 +34,7 @@ from strop.dispatch.asked_values import ENVIRONMENT, OF_ENVIRONMENT, questions_o
 from strop.dispatch.drawn_from import gives_others
 from strop.dispatch.identities import CONSTANTS
 from strop.dispatch.told_apart import compares_identity
+from strop.dispatch.watched_tables import Cell, Slots, Unbound
 from strop.frontend.adapted_layers import is_left_over
 from strop.frontend.module_parts import OF_EVERY_MODULE, named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
@@ -59,7 +60,6 @@ _SPECIAL = _MAKING | {"__call__"}
 _ENTRY = frozenset({"forward", "__call__"})
 # code that may ask for any attribute
 _DYNAMIC = frozenset({"getattr", "setattr", "hasattr", "vars", "__dict__", "attrgetter"})
-ABSENT = type("Absent", (), {"__repr__": lambda self: "absent"})()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,36 +82,6 @@ class Content:
     label: str
     value: Any
     is_own: bool = True
-
-
-class Cell:
-    """Show a variable of an enclosing function as a table of one entry."""
-
-    def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def __getitem__(self, key: str) -> Any:
-        return self.cell.cell_contents
-
-
-class Slots:
-    """Attributes that an object does not keep in a dictionary, as a table."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self.value, key, ABSENT)
-
-
-class Unbound:
-    """Names that need not be there, of a dictionary."""
-
-    def __init__(self, table: Mapping[str, Any]) -> None:
-        self.table = table
-
-    def __getitem__(self, key: str) -> Any:
-        return self.table.get(key, ABSENT)
 
 
 class Originals:
@@ -364,13 +334,16 @@ class CodeWalk:
             self._of_module(value, names)
         elif isinstance(value, CONTAINERS):
             self._container(label, value, names, is_own)
-        elif gives_others(value):
-            self.drawn_from[id(value)] = label, value
-        elif isinstance(value, nn.Module):
-            if is_own:
-                self._unregistered(label, value)
         elif not isinstance(value, Tensor):
+            self._other(label, value, names, is_own)
+
+    def _other(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> None:
+        if gives_others(value):
+            self.drawn_from[id(value)] = label, value
+        elif not isinstance(value, nn.Module):
             self._object(label, value, names)
+        elif is_own:
+            self._unregistered(label, value)
 
     def _unregistered(self, label: str, module: nn.Module) -> None:
         """Walk over a module that is no part of those that run, but that code has by a name, and

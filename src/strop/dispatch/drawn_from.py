@@ -12,7 +12,8 @@ import numpy as np
 from strop.errors import CaptureError
 
 _ITERATORS = ("builtins", "itertools")  # modules of classes that keep their place to themselves
-_Read, _Put = Callable[[Any], Any], Callable[[Any, Any], None]
+_Read = Callable[[Any], Any]
+_Put = Callable[[Any, Any], None]
 # of each class of generators: how its state is read and set
 _STATES: tuple[tuple[type, _Read, _Put], ...] = (
     (random.Random, lambda own: own.getstate(), lambda own, state: own.setstate(state)),
@@ -43,8 +44,8 @@ class DrawnFrom:
     """Hold the states of generators among what code reads."""
 
     def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
-        """``held`` are labels and values of such objects. Raises CaptureError for an iterator: where it stands
-        cannot be put back when a trace has drawn from it."""
+        """``held`` are labels and values of such objects. Raises CaptureError for an iterator:
+        where it stands cannot be put back when a trace has drawn from it."""
         self._known: list[tuple[str, Any, _Read, _Put, Any]] = []
         for label, value in held:
             if _is_iterator(value):

@@ -37,6 +37,7 @@ from strop.wording import counted
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
 Skeleton = Any
+_OF_CLASSES = frozenset(("class", "member", "named tuple", "record", "dataclass", "object"))
 NUM_ARGUMENTS = 3  # its items that are the arguments: "tuple", by place, by name
 _NO_ITEMS = ("dict",)
 _NUMBERS: dict[str, Callable[[str], Any]] = {
@@ -267,22 +268,27 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
         return stand_in(*items)
     if kind == "dict":
         return {key: rebuild(value, tensors) for key, value in items}
-    if kind == "member":
-        return items[0].__dict__["_member_map_"][items[1]]
-    if kind == "record":
-        return made_record(items[0], {name: rebuild(value, tensors) for name, value in items[1:]})
-    if kind == "dataclass":
-        return items[0](**{name: rebuild(value, tensors) for name, value in items[1:]})
-    if kind == "object":
-        return made(items[0], {name: rebuild(value, tensors) for name, value in items[1:]})
-    if kind == "class":
-        return class_named(items[0])
-    if kind == "named tuple":
-        return tuple.__new__(items[0], [rebuild(item, tensors) for item in items[1:]])
+    if kind in _OF_CLASSES:
+        return _of_class(kind, items, tensors)
     parts = [rebuild(item, tensors) for item in items]
     if kind == "shape":
         return made_shape(parts)
     return tuple(parts) if kind == "tuple" else parts
+
+
+def _of_class(kind: str, items: list[Any], tensors: Sequence[Any]) -> Any:
+    """Rebuild what has a class of its own, which is the first of these."""
+    own, *held = items
+    if kind == "class":
+        return class_named(own)
+    if kind == "member":
+        return own.__dict__["_member_map_"][held[0]]
+    if kind == "named tuple":
+        return tuple.__new__(own, [rebuild(item, tensors) for item in held])
+    attributes = {name: rebuild(value, tensors) for name, value in held}
+    if kind == "record":
+        return made_record(own, attributes)
+    return own(**attributes) if kind == "dataclass" else made(own, attributes)
 
 
 def count_numbers(skeleton: Skeleton) -> int:

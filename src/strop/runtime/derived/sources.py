@@ -62,8 +62,8 @@ class Sources(SourceWatch):
 
 
 class KnownMemory(SourceWatch):
-    """Remember where tensors lie, with which sizes and steps. If it ``keeps`` their memory, no other
-    tensor gets the address of one meanwhile."""
+    """Remember where tensors lie, with which sizes and steps. If it ``keeps`` their memory, no
+    other tensor gets the address of one meanwhile."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keeps: bool = False) -> None:
         self.tensors = list(tensors)
