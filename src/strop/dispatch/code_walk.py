@@ -122,6 +122,7 @@ class CodeWalk:
         self.asks_same = False  # whether a user's code asks if two values are one object
         self.read_names: set[str] = set()  # that code names which computes something
         self._words: set[str] = set()  # texts in code here: names that it may ask for
+        self._unreached: list[tuple[str, nn.Module, str]] = []  # private attributes of a user's
         self._held: list[tuple[str, Any]] = []  # objects that are no modules
         found = list(parts)
         self._parts = {id(part) for _, part in found}
@@ -162,6 +163,12 @@ class CodeWalk:
         names = frozenset(self.names)
         for label, value in list(self._held):
             self._attributes(label, value, names)
+        for path, part, name in self._unreached:  # by its own class; a function may be given it
+            is_new = name in self.own_names and self._watch(
+                f"{path}.{name}", part, vars(part), name
+            )
+            if is_new:
+                self._value(f"{path}.{name}", vars(part)[name], names, True)
         return before != (len(self.places), len(self.names), len(self._held))
 
     def _part(self, path: str, part: nn.Module, *, is_registered: bool = True) -> None:
@@ -175,6 +182,8 @@ class CodeWalk:
                 continue
             is_private = name.startswith("_")
             if (is_private or is_left_over(part, name)) and name not in reached:
+                if is_own and is_private:
+                    self._unreached.append((path, part, name))
                 continue
             is_setting = is_registered and not is_private and is_plain(value)
             self._watch(f"{path}.{name}", part, vars(part), name, is_own, is_setting)
