@@ -105,8 +105,8 @@ class Contents:
         self._held = [(container, _items_of(container)) for container in containers_of(arguments)]
 
     def left(self) -> list[Left]:
-        """Return what is in those that have changed. Raises CaptureError for one that has grown: it
-        would grow at every call, and each would be another graph."""
+        """Return what is in those that have changed. Raises CaptureError for one that has grown (it
+        would grow at every call, and each would be another graph), and for an object."""
         found, given = [], {id(container) for container, _ in self._held}
         for number, (container, before) in enumerate(self._held):
             now = _items_of(container)
@@ -114,7 +114,7 @@ class Contents:
                 continue
             left = _left(number, before, now, not isinstance(container, list))
             is_nested = any(id(inner) in given for inner in containers_of(left.items))
-            if len(now) > len(before) or is_nested:
+            if len(now) > len(before) or is_nested or is_record(container):
                 raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
             found.append(left)
         return found
@@ -198,15 +198,10 @@ def given_back(found: WithObjects, arguments: Any) -> Any:
 
 
 def _fill(container: Any, left: Left) -> None:
-    held = _items_of(container)
-    now = [held[n][1] if n >= 0 else left.items[-1 - n] for n in left.sources]
+    before = [item for _, item in _items_of(container)]
+    now = [before[n] if n >= 0 else left.items[-1 - n] for n in left.sources]
     if left.keys is None:
         container[:] = now
-    elif is_record(container):
-        for name in {name for name, _ in held}.difference(left.keys):
-            object.__delattr__(container, name)
-        for name, value in zip(left.keys, now, strict=True):
-            object.__setattr__(container, name, value)
     else:
         container.clear()
         container.update(zip(left.keys, now, strict=True))
