@@ -23,17 +23,12 @@ def refuse_other_memory(func: Callable[..., Any]) -> None:
         raise CaptureError(f"it sets .data of a tensor, {_WHY}")
 
 
-def refuse_set(gm: GraphModule) -> None:
-    """Raises CaptureError where a graph has a call of ``Tensor.set_``."""
+def refuse_unfollowed(gm: GraphModule) -> None:
+    """Raises CaptureError where a graph has a call of ``Tensor.set_``, or one that only looks at
+    values and raises: compiled code would go on with them."""
     for node in gm.graph.nodes:
         if getattr(node.target, "namespace", "") == "aten" and _base(node.target) == "set":
             raise CaptureError(f"it calls set_ of a tensor, {_WHY}")
-
-
-def refuse_checks(gm: GraphModule) -> None:
-    """Raises CaptureError where a graph has a call that only looks at values, and raises: compiled
-    code would go on with them. (What is asked of types and sizes holds of all calls of a graph.)"""
-    for node in gm.graph.nodes:
         if isinstance(node.target, OpOverload) and _only_checks(node.target):
             name = node.target._schema.name
             raise CaptureError(f"it calls {name}, which raises an error by the values of a tensor")
