@@ -36,8 +36,8 @@ class DrawnFrom:
     """Hold the states of generators among what code reads."""
 
     def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
-        """``held`` are labels and such objects. Raises CaptureError for an iterator, which nobody can
-        put back when a trace has drawn from it."""
+        """``held`` are labels and such objects. Raises CaptureError for an iterator, which nobody
+        can put back when a trace has drawn from it."""
         self._known = list[tuple[str, Any, Any, Any, Any]]()
         for label, value in held:
             if _is_iterator(value):
