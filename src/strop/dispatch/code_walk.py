@@ -13,7 +13,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
@@ -31,10 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from strop.dispatch.asked_values import ENVIRONMENT, OF_ENVIRONMENT, questions_of, variables
+from strop.dispatch.drawn_from import gives_others
 from strop.dispatch.identities import CONSTANTS
 from strop.dispatch.told_apart import compares_identity
+from strop.dispatch.watched_tables import Cell, Slots, Unbound
 from strop.frontend.adapted_layers import is_left_over
-from strop.frontend.module_parts import OF_EVERY_MODULE, own_attributes
+from strop.frontend.module_parts import OF_EVERY_MODULE, named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
 
 # Packages whose code is not followed: of torch only the layers and functions that a forward names.
@@ -58,7 +60,6 @@ _SPECIAL = _MAKING | {"__call__"}
 _ENTRY = frozenset({"forward", "__call__"})
 # code that may ask for any attribute
 _DYNAMIC = frozenset({"getattr", "setattr", "hasattr", "vars", "__dict__", "attrgetter"})
-ABSENT = type("Absent", (), {"__repr__": lambda self: "absent"})()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,36 +82,6 @@ class Content:
     label: str
     value: Any
     is_own: bool = True
-
-
-class Cell:
-    """Show a variable of an enclosing function as a table of one entry."""
-
-    def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def __getitem__(self, key: str) -> Any:
-        return self.cell.cell_contents
-
-
-class Slots:
-    """Attributes that an object does not keep in a dictionary, as a table."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self.value, key, ABSENT)
-
-
-class Unbound:
-    """Names that need not be there, of a dictionary."""
-
-    def __init__(self, table: Mapping[str, Any]) -> None:
-        self.table = table
-
-    def __getitem__(self, key: str) -> Any:
-        return self.table.get(key, ABSENT)
 
 
 class Originals:
@@ -141,6 +112,7 @@ class CodeWalk:
         self.owners: dict[int, tuple[str, Any, Any]] = {}
         self.memos: dict[int, Any] = {}  # functions that keep their results
         self.modules: list[nn.Module] = []
+        self.drawn_from: dict[int, tuple[str, Any]] = {}  # what gives something else each time
         self.consulted: set[str] = set()
         self._member_names: dict[tuple[type, str], frozenset[str]] = {}
         self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
@@ -150,8 +122,11 @@ class CodeWalk:
         self.asks_same = False  # whether a user's code asks if two values are one object
         self.read_names: set[str] = set()  # that code names which computes something
         self._words: set[str] = set()  # texts in code here: names that it may ask for
+        self._unreached: list[tuple[str, nn.Module, str]] = []  # private attributes of a user's
         self._held: list[tuple[str, Any]] = []  # objects that are no modules
-        for path, part in parts:
+        found = list(parts)
+        self._parts = {id(part) for _, part in found}
+        for path, part in found:
             self._part(path or type(part).__qualname__, part)
         while self._grow():
             pass
@@ -188,20 +163,29 @@ class CodeWalk:
         names = frozenset(self.names)
         for label, value in list(self._held):
             self._attributes(label, value, names)
+        for path, part, name in self._unreached:  # by its own class; a function may be given it
+            is_new = name in self.own_names and self._watch(
+                f"{path}.{name}", part, vars(part), name
+            )
+            if is_new:
+                self._value(f"{path}.{name}", vars(part)[name], names, True)
         return before != (len(self.places), len(self.names), len(self._held))
 
-    def _part(self, path: str, part: nn.Module) -> None:
-        """Walk over a module: its class, and its attributes."""
+    def _part(self, path: str, part: nn.Module, *, is_registered: bool = True) -> None:
+        """Walk over a module: its class, and its attributes. Plain ones of a registered module have
+        a place of their own in keys."""
         self.modules.append(part)
         reached = self._members(type(part), _ENTRY)
         is_own = _root(type(part).__module__) not in LIBRARIES
         for name, value in own_attributes(part):
-            if name in _OWN or isinstance(value, (nn.Module, Tensor)):
+            if name in _OWN or isinstance(value, Tensor):
                 continue
             is_private = name.startswith("_")
             if (is_private or is_left_over(part, name)) and name not in reached:
+                if is_own and is_private:
+                    self._unreached.append((path, part, name))
                 continue
-            is_setting = not is_private and is_plain(value)
+            is_setting = is_registered and not is_private and is_plain(value)
             self._watch(f"{path}.{name}", part, vars(part), name, is_own, is_setting)
             if not isinstance(value, type | ModuleType):
                 calls = {"__call__"} if name == "processor" else set()
@@ -359,8 +343,30 @@ class CodeWalk:
             self._of_module(value, names)
         elif isinstance(value, CONTAINERS):
             self._container(label, value, names, is_own)
-        elif not isinstance(value, nn.Module | Tensor):
+        elif not isinstance(value, Tensor):
+            self._other(label, value, names, is_own)
+
+    def _other(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> None:
+        if gives_others(value):
+            self.drawn_from[id(value)] = label, value
+        elif not isinstance(value, nn.Module):
             self._object(label, value, names)
+        elif is_own:
+            self._unregistered(label, value)
+
+    def _unregistered(self, label: str, module: nn.Module) -> None:
+        """Walk over a module that is no part of those that run, but that code has by a name, and
+        over its parts."""
+        for path, part in named_parts(module):
+            if id(part) in self._parts:
+                continue
+            self._parts.add(id(part))
+            where = f"{label}.{path}" if path else label
+            self._part(where, part, is_registered=False)
+            self._watch(f"{where}.forward", part, Unbound(vars(part)), "forward")
+            tables = part._modules, part._forward_hooks, part._forward_pre_hooks
+            for table in tables:
+                self.contents[id(table)] = Content(f"{where}.{type(part).__name__}", table)
 
     def _asks(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> bool:
         """Watch what code asks of a value by a call, and tell whether that is all there is to

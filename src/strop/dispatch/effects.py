@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from strop.dispatch.drawn_from import DrawnFrom
 from strop.dispatch.global_guards import GlobalGuards, GuardChange, is_private
 from strop.dispatch.identities import CONSTANTS
 from strop.errors import CaptureError
@@ -30,9 +31,11 @@ class Effects:
 
     def __init__(self, module: nn.Module) -> None:
         self._before = self._begun = GlobalGuards(module.named_modules())
+        self._drawn_from = DrawnFrom(self._before.drawn_from)
         self._of_calls = set[str]()
         self.written = set[str]()
         self._kept = set[str]()
+        self._tensors = list(_private_tensors(module))
         self._seen: list[Any] = []  # what ``so_far`` has named by ids
 
     def begin(self) -> None:
@@ -55,6 +58,10 @@ class Effects:
         for change in self._before.changes():
             if _is_cache(change) and _any_from(_tensors(_new(change)), arguments):
                 self._of_calls.add(change.label)
+        for label, held, name, before in self._tensors:
+            now = held.get(name)
+            if now is not before and _any_from(_tensors(now), arguments):
+                self._kept.add(label)
 
     def undo(self) -> None:
         """Put back what a trace has changed, however it has ended."""
@@ -63,6 +70,11 @@ class Effects:
             if not _is_cache(change) or self._is_state(change):
                 self._kept.add(change.label)
             change.undo()
+        for _, held, name, before in self._tensors:
+            held[name] = before
+        drawn = set(self._drawn_from.undo())
+        self.written |= drawn
+        self._kept |= drawn
         self._before.forget_memos()
 
     def check(self, *, private: bool = False) -> set[str]:
@@ -83,6 +95,14 @@ class Effects:
             return True
         is_number = change.before is not None and isinstance(change.before, CONSTANTS)
         return is_number and change.label.rpartition(".")[2] in self._before.consulted
+
+
+def _private_tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    """Yield what others may read when a call has put another tensor there, and no code reads."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and name.startswith("_"):
+                yield f"{path or type(part).__name__}.{name}", vars(part), name, value
 
 
 def _is_cache(change: GuardChange) -> bool:

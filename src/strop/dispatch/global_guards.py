@@ -22,18 +22,16 @@ from torch import nn
 
 from strop.dispatch.asked_values import Answers
 from strop.dispatch.code_walk import (
-    ABSENT,
     LIBRARIES,
     Binding,
-    Cell,
     CodeWalk,
     Content,
     Originals,
-    Unbound,
     is_fixed,
 )
 from strop.dispatch.identities import CONSTANTS, addresses, identities, is_equal
 from strop.dispatch.native_look import Watched
+from strop.dispatch.watched_tables import ABSENT, Cell, Unbound
 from strop.frontend.stable_text import WHENCE, is_plain, text_of, text_of_config
 from strop.frontend.tables import COUNTS
 
@@ -62,6 +60,7 @@ class GlobalGuards:
         reach = CodeWalk(parts)
         self.consulted, self.own_names = reach.consulted, reach.own_names
         self.asks_same = reach.asks_same
+        self.drawn_from = [*reach.drawn_from.values()]
         self.unread = frozenset() if reach.asks_any else COUNTS - reach.read_names
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [

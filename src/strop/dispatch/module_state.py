@@ -67,6 +67,10 @@ IN_8_BITS = (
     "keeps codes of all weights on the device, and offloading by layers or groups streams them:"
     " leave one of the two out, or move whole models (enable_model_cpu_offload)"
 )
+# what code reads that may use tensors without their names
+_ITERATING = frozenset(
+    f"{start}{kind}" for kind in ("parameters", "buffers") for start in ("", "named_", "_")
+)
 
 
 class ModuleState:
@@ -166,8 +170,16 @@ class ModuleState:
         self.attribute_asked_for = attribute_asked_for(names, named)
         if self.told_apart.attributes:
             held = [vars(tensor) for tensor in self.tensors]
-            self._owned += held
-            self._num_owned += sum(map(len, held))
+            self._count(held)
+        all_read = not _ITERATING.isdisjoint(names)
+        for part in self.modules:
+            if all_read or isinstance(part, nn.ParameterList | nn.ParameterDict):
+                self._count([part._parameters, part._buffers])
+
+    def _count(self, tables: Sequence[Any]) -> None:
+        """Have the entries of these counted, too."""
+        self._owned += tables
+        self._num_owned += sum(map(len, tables))
 
     def _scan_offload(self, everything: Sequence[tuple[str, nn.Module]]) -> str:
         """Look for hooks that take weights of parts to a device and back, and say why nobody can
@@ -274,6 +286,7 @@ class ModuleState:
         tensors, pointers, own_hooks = self.tensors, self.pointers, self.hooks
         tables, rows = self._tables, self.rows
         placed = [] if is_memory_known else tensors
+        layouts = self._memory.layouts
 
         def is_unchanged() -> bool:
             try:
@@ -283,7 +296,7 @@ class ModuleState:
                     or (tensors and not weights.hold())
                     or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
-                    or (placed and [*map(_DATA_PTR, placed)] != pointers)
+                    or (placed and ([*map(_DATA_PTR, placed)] != pointers or layouts.differs()))
                     or (tables and rows_of(tables) != rows)
                     or (own_hooks and any(own_hooks) and any(map(is_untraced, own_hooks)))
                     or self.global_guards.have_changed()
@@ -293,7 +306,7 @@ class ModuleState:
 
         if native is None:
             return is_unchanged
-        return QuickLook(self, is_unchanged, num_owned, native, placed)
+        return QuickLook(self, is_unchanged, num_owned, native, self._memory if placed else None)
 
     def scale_refusal(self, scale: float) -> str:
         """Say why this scale for all adapters, of one call, cannot be served, or nothing."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.dispatch.code_walk import ABSENT, Cell, Unbound
+from strop.dispatch.watched_tables import ABSENT, Cell, Unbound
 from strop.errors import CodegenError
 from strop.ir.source import KernelSource
 from strop.options import Options

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from strop.dispatch.hooks import is_untraced
 from strop.dispatch.native_look import NativeLook, look_if_ready
 
 if TYPE_CHECKING:
     from strop.dispatch.module_state import ModuleState
+    from strop.runtime.derived.sources import KnownMemory
 
 
 MANY_NAMES = 100  # to look at, for which a call of native code is worth its beginning
 SOME_LOOKS = 4  # of which nobody compiles anything for fewer
-_ADDRESS = Tensor.data_ptr
 
 
 class QuickLook:
@@ -29,12 +27,12 @@ class QuickLook:
         is_unchanged: Callable[[], bool],
         num_owned: int,
         native: Callable[[Any], int],
-        placed: Sequence[Tensor] = (),
+        memory: KnownMemory | None = None,
     ) -> None:
-        """The tables of ``state.owned`` have to have ``num_owned`` entries in all. ``placed`` are
-        tensors whose memory may not have moved."""
+        """The tables of ``state.owned`` have to have ``num_owned`` entries in all. ``memory``
+        is that of tensors which may not have moved."""
         self._state, self._is_unchanged, self._native = state, is_unchanged, native
-        self._placed, self._pointers = placed, [*map(_ADDRESS, placed)]
+        self._memory = memory
         self._num_owned = num_owned
         self._num_refused = 0
         self._renew()
@@ -60,7 +58,7 @@ class QuickLook:
         return (
             guards is self._guards
             and look.holds()
-            and [*map(_ADDRESS, self._placed)] == self._pointers
+            and (self._memory is None or not self._memory.differs())
             and not any(map(is_untraced, self._hooks))
             and guards.hold(look.others)
             and self._state.have_rows()

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -14,7 +16,16 @@ from torch.nn import Parameter
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.draws import stand_in
-from strop.frontend.objects import class_named, is_cache, is_cache_class, made
+from strop.frontend.objects import (
+    attributes_of,
+    class_named,
+    is_cache,
+    is_cache_class,
+    is_record,
+    made,
+    made_record,
+    made_shape,
+)
 from strop.frontend.python_classes import mark_parameter
 from strop.frontend.stable_text import qualified
 from strop.ir.dims import symbol
@@ -26,12 +37,14 @@ from strop.wording import counted
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
 Skeleton = Any
+_OF_CLASSES = frozenset(("class", "member", "named tuple", "record", "dataclass", "object"))
 NUM_ARGUMENTS = 3  # its items that are the arguments: "tuple", by place, by name
 _NO_ITEMS = ("dict",)
 _NUMBERS: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: text == "True",
     "int": int,
     "float": float.fromhex,
+    "float64": np.float64.fromhex,
 }
 
 
@@ -105,12 +118,12 @@ def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> 
             raise UnsupportedError(f"argument is {described(value)}")
         tensors.append(value)
         return (ParameterRef if kind is Parameter else Ref)(len(tensors) - 1)
-    if value is None or isinstance(value, str | torch.dtype | torch.device):
+    if value is None or kind is str or isinstance(value, torch.dtype | torch.device):
         return value
-    if isinstance(value, int | float):
+    if kind in _EXACT:  # code may ask of which class a number is
         return number_text(value) if beside is None else _flatten_number(value, kind, beside)
     if kind in (list, torch.Size):
-        return ("list" if kind is list else "tuple", *[flatten(v, tensors, beside) for v in value])
+        return ("list" if kind is list else "shape", *[flatten(v, tensors, beside) for v in value])
     if kind is dict and set(map(type, value)) <= {str, int}:  # in their order, as code may use it
         return ("dict", *[(k, flatten(v, tensors, beside)) for k, v in value.items()])
     return _flatten_object(value, kind, tensors, beside)
@@ -124,6 +137,7 @@ def _flatten_number(value: int | float, kind: type, beside: Beside) -> Skeleton:
     return number_text(value)
 
 
+_EXACT = frozenset((bool, int, float, np.float64))
 _TRACING_MODES = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
@@ -171,9 +185,14 @@ def described(t: Tensor) -> str:
 def _flatten_object(
     value: Any, kind: type, tensors: list[Tensor], beside: Beside | None
 ) -> Skeleton:
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+    if isinstance(value, Enum):
+        return _flatten_member(value, kind)
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", {}):
         return ("named tuple", kind, *[flatten(v, tensors, beside) for v in value])
-    if is_dataclass(kind) and all(f.init for f in fields(kind)):
+    if is_record(value):
+        held = attributes_of(value).items()
+        return ("record", kind, *[(name, flatten(v, tensors, beside)) for name, v in held])
+    if is_dataclass(kind) and all(f.init for f in fields(kind)):  # a dict, too
         names = [f.name for f in fields(kind)]
         return (
             "dataclass",
@@ -198,9 +217,26 @@ def _flatten_object(
     raise UnsupportedError(f"argument of type {kind.__name__}")
 
 
+def _flatten_member(value: Enum, kind: type) -> Skeleton:
+    raw: Any = value.value
+    if kind.__dict__["_member_map_"].get(value.name) is not value or type(raw) not in (
+        *_EXACT,
+        str,
+    ):
+        raise UnsupportedError(f"argument of type {kind.__name__}")
+    # its class by name too: a key on disk has the text of all this, which leaves the module out
+    return (
+        "member",
+        kind,
+        value.name,
+        qualified(kind),
+        raw if type(raw) is str else number_text(raw),
+    )
+
+
 def number_text(value: int | float) -> tuple[str, str]:
-    if isinstance(value, float):
-        return ("float", value.hex())  # -0.0 is not 0.0, and NaN equals itself
+    if isinstance(value, float):  # -0.0 is not 0.0, and NaN equals itself
+        return ("float64" if type(value) is np.float64 else "float", value.hex())
     return ("bool", str(value)) if isinstance(value, bool) else ("int", str(int(value)))
 
 
@@ -232,16 +268,27 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
         return stand_in(*items)
     if kind == "dict":
         return {key: rebuild(value, tensors) for key, value in items}
-    if kind == "dataclass":
-        return items[0](**{name: rebuild(value, tensors) for name, value in items[1:]})
-    if kind == "object":
-        return made(items[0], {name: rebuild(value, tensors) for name, value in items[1:]})
-    if kind == "class":
-        return class_named(items[0])
-    if kind == "named tuple":
-        return items[0](*[rebuild(item, tensors) for item in items[1:]])
+    if kind in _OF_CLASSES:
+        return _of_class(kind, items, tensors)
     parts = [rebuild(item, tensors) for item in items]
+    if kind == "shape":
+        return made_shape(parts)
     return tuple(parts) if kind == "tuple" else parts
+
+
+def _of_class(kind: str, items: list[Any], tensors: Sequence[Any]) -> Any:
+    """Rebuild what has a class of its own, which is the first of these."""
+    own, *held = items
+    if kind == "class":
+        return class_named(own)
+    if kind == "member":
+        return own.__dict__["_member_map_"][held[0]]
+    if kind == "named tuple":
+        return tuple.__new__(own, [rebuild(item, tensors) for item in held])
+    attributes = {name: rebuild(value, tensors) for name, value in held}
+    if kind == "record":
+        return made_record(own, attributes)
+    return own(**attributes) if kind == "dataclass" else made(own, attributes)
 
 
 def count_numbers(skeleton: Skeleton) -> int:
@@ -259,7 +306,7 @@ def without_numbers(skeleton: Skeleton) -> Skeleton:
         return ("int",)
     if not isinstance(skeleton, tuple):
         return skeleton
-    is_number = len(skeleton) == 2 and skeleton[0] in ("int", "float")
+    is_number = len(skeleton) == 2 and skeleton[0] in ("int", "float", "float64")
     return skeleton[:1] if is_number else tuple(map(without_numbers, skeleton))
 
 

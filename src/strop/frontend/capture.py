@@ -57,7 +57,7 @@ from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the run
 from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.origins import record_origins, settle_origins
-from strop.frontend.other_memory import refuse_set
+from strop.frontend.other_memory import refuse_unfollowed
 from strop.frontend.python_classes import mark_parameters
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_loading_compilers, without_tensor_meta
@@ -409,7 +409,7 @@ def _traced(
         function = transform(flat) if transform else flat
         gm = make_fx(function, _rules(), tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
-    refuse_set(gm)
+    refuse_unfollowed(gm)
     refuse_unread(gm)
     settle_origins(gm, module, origins)
     reads.views.mark(gm)

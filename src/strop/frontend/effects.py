@@ -144,11 +144,12 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _settings(part: nn.Module, private: bool) -> dict[str, Any]:
+    registered = (part._parameters, part._buffers, part._modules)
     return {
         name: _identity(value)
         for name, value in vars(part).items()
         if name not in _OWN and (private or not name.startswith("_"))
-    }
+    } | {name: True for table in registered for name in table}  # what is there, see check_state
 
 
 def _identity(value: Any) -> Any:

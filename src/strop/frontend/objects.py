@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -104,16 +105,16 @@ class Contents:
         self._held = [(container, _items_of(container)) for container in containers_of(arguments)]
 
     def left(self) -> list[Left]:
-        """Return what is in those that have changed. Raises CaptureError for one that has grown: it
-        would grow at every call, and each would be another graph."""
+        """Return what is in those that have changed. Raises CaptureError for one that has grown (it
+        would grow at every call, and each would be another graph), and for an object."""
         found, given = [], {id(container) for container, _ in self._held}
         for number, (container, before) in enumerate(self._held):
             now = _items_of(container)
             if _is_same(before, now):
                 continue
-            left = _left(number, before, now, isinstance(container, dict))
+            left = _left(number, before, now, not isinstance(container, list))
             is_nested = any(id(inner) in given for inner in containers_of(left.items))
-            if len(now) > len(before) or is_nested:
+            if len(now) > len(before) or is_nested or is_record(container):
                 raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
             found.append(left)
         return found
@@ -123,17 +124,27 @@ _Items = list[tuple[Any, Any]]
 
 
 def containers_of(value: Any) -> Iterator[Any]:
-    """Yield the lists and dicts in arguments, outer ones first."""
+    """Yield the lists, dicts and dataclasses' objects in arguments, outer ones first."""
     if type(value) in (list, dict):
         yield value
-    if type(value) in (list, tuple, dict):
-        for item in value.values() if type(value) is dict else value:
+    if type(value) is list or isinstance(value, tuple):
+        for item in value:
+            yield from containers_of(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from containers_of(item)
+    elif is_record(value):
+        yield value
+        for item in attributes_of(value).values():
             yield from containers_of(item)
 
 
 def _items_of(container: Any) -> _Items:
-    """Pair each item of a dict with its key, and each item of a list with its place."""
-    return list(container.items() if isinstance(container, dict) else enumerate(container))
+    """Pair each item of a dict with its key, of a list with its place, of an object with its
+    name."""
+    if isinstance(container, list):
+        return list(enumerate(container))
+    return list((container if isinstance(container, dict) else attributes_of(container)).items())
 
 
 def _is_same(before: _Items, now: _Items) -> bool:
@@ -223,11 +234,30 @@ def _state(value: Any) -> Any:
     if is_cache_class(value):
         return ClassName(value.__name__)
     if is_dataclass(value) and not isinstance(value, type) and not is_cache(value):
-        names = vars(value) if hasattr(value, "__dict__") else [f.name for f in fields(value)]
-        return Record(type(value), as_tree({name: getattr(value, name) for name in names}))
+        return Record(type(value), as_tree(attributes_of(value)))
     if not is_cache(value):
         return value
     return ObjectState(type(value).__name__, as_tree(dict(vars(value))))
+
+
+def is_record(value: Any) -> bool:
+    """Tell whether a value is an object of a dataclass that holds its attributes and nothing else,
+    as a dict of a class of its own does."""
+    kind = type(value)
+    return is_dataclass(kind) and kind.__new__ is object.__new__ and not is_cache(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object of a dataclass holds, its fields in slots first."""
+    own = getattr(value, "__dict__", {})
+    slots = [f.name for f in fields(value) if f.name not in own and _is_slot(value, f.name)]
+    return {name: getattr(value, name) for name in slots} | own
+
+
+def _is_slot(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), MemberDescriptorType) and hasattr(
+        value, name
+    )
 
 
 def is_cache(value: Any) -> bool:
@@ -256,7 +286,7 @@ def made(kind: str, attributes: dict[str, Any]) -> Any:
     return found
 
 
-def _shape(sizes: Any) -> Any:
+def made_shape(sizes: Any) -> Any:
     """Return a ``torch.Size``; a tuple where something stands for the sizes."""
     sizes = tuple(sizes)
     return torch.Size(sizes) if all(isinstance(size, int) for size in sizes) else sizes
@@ -273,8 +303,14 @@ def _flatten_record(record: Record) -> tuple[list[Any], list[Any]]:
 
 def _unflatten_record(values: Any, context: list[Any]) -> Any:
     kind, names = context
+    return made_record(kind, dict(zip(names, values, strict=True)))
+
+
+def made_record(kind: type, attributes: dict[str, Any]) -> Any:
+    """Return an object of a dataclass as it was, for which nothing of its own is run: that may
+    compute its fields from what it is given."""
     found: Any = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
+    for name, value in attributes.items():
         object.__setattr__(found, name, value)  # frozen ones too
     return found
 
@@ -309,7 +345,7 @@ pytree.register_pytree_node(
 )
 for _kind, _parts, _whole in (
     (ObjectState, _flatten, _unflatten),
-    (ShapeState, lambda shape: (shape.sizes, []), lambda sizes, _: _shape(sizes)),
+    (ShapeState, lambda shape: (shape.sizes, []), lambda sizes, _: made_shape(sizes)),
     (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
     (
         CacheArgument,
