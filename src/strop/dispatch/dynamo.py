@@ -185,7 +185,22 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     views = None if job.role == "backward" else argument_views(gm, num_results)
     runner = AotProgram(program, library, device, roots, constants, checked, later, views)
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
-    return _boxed(partial(_once, runner) if job.role == "backward" else runner)
+    if job.role == "backward":
+        return _boxed(partial(_once, runner))
+    overwritten = job.joint.overwritten if job.joint and job.role == "forward" else []
+    return _boxed(partial(_keeping, runner, overwritten) if overwritten else runner)
+
+
+def _keeping(
+    runner: AotProgram, overwritten: Sequence[tuple[int, int]], *arguments: Any
+) -> list[Any]:
+    """Run a forward that writes to arguments which its backward reads as they were before: results
+    at the first places are copies of the arguments at the second ones."""
+    copies = [(place, arguments[number].clone()) for place, number in overwritten]
+    results = runner(*arguments)
+    for place, copy in copies:
+        results[place] = copy
+    return results
 
 
 def _once(runner: AotProgram, *arguments: Any) -> list[Any]:
