@@ -183,7 +183,17 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     if job.joint and job.role == "forward":
         num_results -= job.joint.num_saved(gm)
     views = None if job.role == "backward" else argument_views(gm, num_results)
-    runner = AotProgram(program, library, device, roots, constants, checked, later, views)
+    runner = AotProgram(
+        program,
+        library,
+        device,
+        roots,
+        constants,
+        checked,
+        later,
+        views,
+        is_backward=job.role == "backward",
+    )
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
     if job.role == "backward":
         return _boxed(partial(_once, runner))
@@ -318,6 +328,8 @@ class AotProgram:
         checked: Compiled | None = None,
         later: BackgroundBuild | None = None,
         views: ArgumentViews | None = None,
+        *,
+        is_backward: bool = False,
     ) -> None:
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
@@ -325,6 +337,7 @@ class AotProgram:
         self._later, self._views = later or BackgroundBuild(()), views
         self._written = program.written_arguments
         self._repeated = _repeated(program)
+        self._shared = _shared(program) if is_backward else []
         self._bounds: dict[Hashable, Bound] = {}
         self._lock = threading.Lock()
         self.num_calls = 0
@@ -395,6 +408,9 @@ class AotProgram:
                 results = bound.run(inputs, told=told)
             for place in self._repeated:  # autograd marks tensors, and these have gradients apart
                 results[place] = results[place].detach()
+            for place in self._shared:
+                if results[place] is not None:
+                    results[place] = results[place].clone()
             if self._views is not None:
                 self._views.put(results, arguments)
             self.num_calls, self.latest = self.num_calls + 1, bound
@@ -433,6 +449,23 @@ def _repeated(program: Program) -> tuple[int, ...]:
     ``y.detach()`` do."""
     tensors = [item.tensor for item in program.returned]
     return tuple(n for n, ref in enumerate(tensors) if ref is not None and ref in tensors[:n])
+
+
+def _shared(program: Program) -> list[int]:
+    """Return the places of gradients that lie in memory of an argument or of an earlier one. Autograd
+    takes what a node hands out for its own, and adds to it later."""
+    env, found, spans = dict(program.hints), list[int](), list[tuple[int, int, int]]()
+    for place, item in enumerate(program.returned):
+        if (ref := item.tensor) is None:
+            continue
+        steps = zip(ref.shape, ref.strides, strict=True)
+        start = ref.offset.eval(env)
+        end = start + sum((n.eval(env) - 1) * step.eval(env) for n, step in steps)
+        is_given = program.buffers[ref.buffer].kind == "input"
+        if is_given or any(b == ref.buffer and x <= end and start <= y for b, x, y in spans):
+            found.append(place)
+        spans.append((ref.buffer, start, end))
+    return found
 
 
 def _learn(size: Expr, value: int, env: dict[str, int]) -> None:

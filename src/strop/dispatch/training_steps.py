@@ -432,6 +432,7 @@ class _Half:
             self.constants,
             self.compiled if self.is_checked else None,
             later,
+            is_backward=self.role == "backward",
         )
         seconds = self.compile_seconds + time.perf_counter() - started
         built = self.library.counts[0] - self.built
