@@ -72,6 +72,16 @@ def put_anew(net: Any, x: Tensor) -> Tensor:
     return net.a(x) * net.n
 
 
+def written(net: Any, x: Tensor) -> Any:
+    y = net.a(x) * x.sum()
+    net.n.add_(1)
+    return net.b(y), y.mul(0).sqrt(), y.square()
+
+
+def added(net: Any, x: Tensor) -> Tensor:
+    return x + net.a.weight + net.b.weight
+
+
 def number(net: Any, x: Tensor) -> Tensor:
     return net.a(x) * net.k
 
@@ -129,6 +139,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Callable[[Any], None]]]] = {
     "slots": (slots, [fill, empty, tie, untie, grow, wider]),
     "parts": (parts, [same] * 3),
     "counted": (counted, [same]),
+    "parts of what writes": (written, [same] * 3),
     "put anew": (put_anew, [same]),
     "number": (number, [turn] * 3),
     "many numbers": (number, [turn] * 20),
@@ -176,6 +187,19 @@ def test_a_part_of_a_gradient_is_not_shown_for_the_whole(way: str, look: Any) ->
     inner, loss = run(torch.randn(3, 4))
     look(loss)
     loss.backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_gradient_has_memory_of_its_own(way: str) -> None:
+    net, x, given = Net(added), torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    run, before = WAYS[way](net), given.clone()
+    leaves = x, net.a.weight, net.b.weight
+    for _ in range(2):
+        run(x).backward(given)
+    net.a.weight.grad.zero_()
+    for leaf, times in zip(leaves, (2, 0, 2), strict=True):
+        torch.testing.assert_close(leaf.grad, times * before)
+    torch.testing.assert_close(given, before)
 
 
 def test_a_checkpoint_around_a_module_with_dropout() -> None:

@@ -32,7 +32,7 @@ from strop.dispatch.shared_gradients import refuse_shared, watch_shared
 from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
 from strop.dispatch.variants import REFUSALS, device_of, library_for
 from strop.errors import EagerOnlyError, ShapeError, StropError, UnsupportedError
-from strop.frontend import absent_gradients
+from strop.frontend.absent_gradients import without
 from strop.frontend.clones import clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import TANGENT
@@ -79,7 +79,8 @@ class BackwardParts:
         """Return the program without these tangents, and where its arguments are from."""
         with self._lock:
             if absent not in self._known:
-                self._known[absent] = self._compiled(absent_gradients.without(self._graph, absent))
+                names = {f"{TANGENT}{number}" for number in absent}
+                self._known[absent] = self._compiled(without(self._graph, names))
             return self._known[absent]
 
 

@@ -17,12 +17,12 @@ from strop.frontend.joint import TANGENT
 aten = torch.ops.aten
 
 
-def without(backward: GraphModule, absent: Set[int]) -> GraphModule:
-    """Return a copy of a backward graph in which the results with these numbers have no gradient.
+def without(backward: GraphModule, absent: Set[str]) -> GraphModule:
+    """Return a copy of a backward graph without the tangents of these names.
     It gives None for what depends on them alone, and has no placeholders that nothing reads."""
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(backward.graph, copies))
-    _remove(graph, {f"{TANGENT}{number}" for number in absent})
+    _remove(graph, absent)
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
