@@ -215,7 +215,7 @@ def _keeping(
 
 
 class _Backward:
-    """A backward of AOTAutograd. Results without a gradient are left out (``absent_gradients``)."""
+    """This runs a backward of AOTAutograd, and leaves out results that have no gradient."""
 
     def __init__(self, gm: GraphModule, runner: Callable[..., Any], job: Job) -> None:
         self._gm, self._runner, self._job = gm, runner, job
