@@ -196,7 +196,7 @@ def test_results_of_every_kind() -> None:
     assert ours.frozen.weight.grad is None
     torch.testing.assert_close(ours.up.weight.grad, eager.up.weight.grad)
     assert ours.forward.traced_by_torch == {}
-    assert roles(ours.forward.log) == PAIR
+    assert roles(ours.forward.log) == ["backward", *PAIR]  # one of them without that result
 
 
 def test_gradients_of_arguments() -> None:

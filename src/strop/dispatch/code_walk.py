@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from strop.dispatch.asked_values import ENVIRONMENT, OF_ENVIRONMENT, questions_of, variables
 from strop.dispatch.drawn_from import gives_others
@@ -329,7 +330,8 @@ class CodeWalk:
         if isinstance(value, FunctionType):
             self._function(value)
         elif isinstance(value, type):
-            self._members(value, names | _SPECIAL)
+            own = _STEPS_OF_FUNCTION if issubclass(value, Function) else frozenset[str]()
+            self._members(value, names | _SPECIAL | own)
         elif isinstance(value, functools.partial):
             self._value(label, value.func, names, is_own)
             self._value(label, (value.args, value.keywords), names, is_own)
@@ -445,6 +447,8 @@ class CodeWalk:
 
 
 _MODELS = ("bench", "models", "testing")
+# what ``apply`` of a user's function of autograd calls, which its caller does not name
+_STEPS_OF_FUNCTION = frozenset({"forward", "backward", "setup_context", "vjp", "jvp", "vmap"})
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 

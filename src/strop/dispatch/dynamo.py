@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -30,6 +30,7 @@ from strop.dispatch.first_order import refuse_twice
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.partition import Joint
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.absent_gradients import without
 from strop.frontend.argument_views import ArgumentViews, argument_views
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import DECOMPOSITIONS
@@ -124,7 +125,7 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
         keep_inference_input_mutations=True,
     )
     with quick(), _views_of_results(gm):
-        return backend(gm, example_inputs)
+        return _telling(backend(gm, example_inputs))
 
 
 def _views_of_results(gm: GraphModule) -> AbstractContextManager[Any]:
@@ -168,7 +169,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
         if library is not None:
             library.cool_down()
         _note_fallback(gm, f"{job.role} graph: {error}", job.log)
-        return _boxed(gm.forward)
+        return _boxed(_Backward(gm, gm.forward, job) if job.role == "backward" else gm.forward)
     needed = choices.sources_at(program, dict(program.hints), library.device)
     before = library.counts[0]
     try:
@@ -183,14 +184,72 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     if job.joint and job.role == "forward":
         num_results -= job.joint.num_saved(gm)
     views = None if job.role == "backward" else argument_views(gm, num_results)
-    runner = AotProgram(program, library, device, roots, constants, checked, later, views)
+    runner = AotProgram(
+        program,
+        library,
+        device,
+        roots,
+        constants,
+        checked,
+        later,
+        views,
+        is_backward=job.role == "backward",
+    )
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
-    return _boxed(partial(_once, runner) if job.role == "backward" else runner)
+    if job.role == "backward":
+        return _boxed(_Backward(gm, runner, job))
+    overwritten = job.joint.overwritten if job.joint and job.role == "forward" else []
+    return _boxed(partial(_keeping, runner, overwritten) if overwritten else runner)
 
 
-def _once(runner: AotProgram, *arguments: Any) -> list[Any]:
-    refuse_twice()
-    return runner(*arguments)
+def _keeping(
+    runner: AotProgram, overwritten: Sequence[tuple[int, int]], *arguments: Any
+) -> list[Any]:
+    """Run a forward that writes to arguments which its backward reads as they were before: results
+    at the first places are copies of the arguments at the second ones."""
+    copies = [(place, arguments[number].clone()) for place, number in overwritten]
+    results = runner(*arguments)
+    for place, copy in copies:
+        results[place] = copy
+    return results
+
+
+class _Backward:
+    """This runs a backward of AOTAutograd, and leaves out results that have no gradient."""
+
+    def __init__(self, gm: GraphModule, runner: Callable[..., Any], job: Job) -> None:
+        self._gm, self._runner, self._job = gm, runner, job
+        self._given = gm.graph.find_nodes(op="placeholder")
+        self._parts: dict[frozenset[int], tuple[Any, list[int]]] = {}
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        refuse_twice()
+        if all(argument is not None for argument in arguments):
+            return self._runner(*arguments)  # type: ignore[no-any-return]
+        absent = frozenset(place for place, value in enumerate(arguments) if value is None)
+        if absent not in self._parts:
+            part = without(self._gm, {self._given[place].name for place in absent})
+            left = part.graph.find_nodes(op="placeholder")
+            places = {node.name: place for place, node in enumerate(self._given)}
+            compiled = _compile(part, [n.meta["val"] for n in left], self._job)
+            self._parts[absent] = compiled, [places[node.name] for node in left]
+        compiled, wanted = self._parts[absent]
+        return compiled([arguments[place] for place in wanted])  # type: ignore[no-any-return]
+
+
+def _telling(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the backward of AOTAutograd see which results have no gradient, and not zeros there."""
+
+    @wraps(compiled)
+    def call(*arguments: Any) -> Any:
+        results = compiled(*arguments)
+        for result in results:
+            node: Any = result.grad_fn if isinstance(result, Tensor) else None
+            if type(node).__name__ == "CompiledFunctionBackward":
+                node.set_materialize_grads(False)
+        return results
+
+    return call
 
 
 def refuse_foreign(program: Program, options: Options) -> None:
@@ -303,13 +362,16 @@ class AotProgram:
         checked: Compiled | None = None,
         later: BackgroundBuild | None = None,
         views: ArgumentViews | None = None,
+        *,
+        is_backward: bool = False,
     ) -> None:
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
         self._later, self._views = later or BackgroundBuild(()), views
         self._written = program.written_arguments
-        self._repeated = _repeated(program)
+        self._repeated = () if is_backward else _repeated(program)
+        self._shared = _shared(program) if is_backward else []
         self._bounds: dict[Hashable, Bound] = {}
         self._lock = threading.Lock()
         self.num_calls = 0
@@ -378,8 +440,7 @@ class AotProgram:
                 results = run_checked(bound, self._checked, inputs, "dynamo")[0]
             else:
                 results = bound.run(inputs, told=told)
-            for place in self._repeated:  # autograd marks tensors, and these have gradients apart
-                results[place] = results[place].detach()
+            self._set_apart(results)
             if self._views is not None:
                 self._views.put(results, arguments)
             self.num_calls, self.latest = self.num_calls + 1, bound
@@ -388,6 +449,13 @@ class AotProgram:
                 if own is not None and own is not inputs[index]:
                     own.copy_(inputs[index])
             return results
+
+    def _set_apart(self, results: list[Any]) -> None:
+        for place in self._repeated:  # autograd marks tensors, and these have gradients apart
+            results[place] = results[place].detach()
+        for place in self._shared:
+            if results[place] is not None:  # nobody has been told of it
+                results[place] = results[place].clone()
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)
@@ -418,6 +486,23 @@ def _repeated(program: Program) -> tuple[int, ...]:
     ``y.detach()`` do."""
     tensors = [item.tensor for item in program.returned]
     return tuple(n for n, ref in enumerate(tensors) if ref is not None and ref in tensors[:n])
+
+
+def _shared(program: Program) -> list[int]:
+    """Return the places of gradients that lie in memory of an argument or of an earlier gradient.
+    Autograd takes what a node hands out for its own, and adds to it later."""
+    env, found, spans = dict(program.hints), list[int](), list[tuple[int, int, int]]()
+    for place, item in enumerate(program.returned):
+        if (ref := item.tensor) is None:
+            continue
+        steps = zip(ref.shape, ref.strides, strict=True)
+        start = ref.offset.eval(env)
+        end = start + sum((n.eval(env) - 1) * step.eval(env) for n, step in steps)
+        is_given = program.buffers[ref.buffer].kind == "input"
+        if is_given or any(b == ref.buffer and x <= end and start <= y for b, x, y in spans):
+            found.append(place)
+        spans.append((ref.buffer, start, end))
+    return found
 
 
 def _learn(size: Expr, value: int, env: dict[str, int]) -> None:

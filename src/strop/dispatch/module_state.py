@@ -6,7 +6,7 @@ them, and what else the code reads (``global_guards``). It takes the host some 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import repeat
 from operator import itemgetter
 from typing import Any
@@ -67,10 +67,6 @@ IN_8_BITS = (
     "keeps codes of all weights on the device, and offloading by layers or groups streams them:"
     " leave one of the two out, or move whole models (enable_model_cpu_offload)"
 )
-# what code reads that may use tensors without their names
-_ITERATING = frozenset(
-    f"{start}{kind}" for kind in ("parameters", "buffers") for start in ("", "named_", "_")
-)
 
 
 class ModuleState:
@@ -117,7 +113,8 @@ class ModuleState:
         stand_ins = self.effective.stand_ins
         self.parts = named_parts(self.module, stand_ins) if stand_ins else everything
         self.turned.scan(self.parts)
-        self.train_sensitive = sensitive_parts(self.modules)
+        turned = {id(part) for path, part in self.parts if (path, "p") in self.turned.names}
+        self.train_sensitive = sensitive_parts(self.modules, turned)
         self.shards, self.exchanges_with, undivided = sharded_context.found_in(
             self.module, everything[1:]
         )
@@ -138,7 +135,7 @@ class ModuleState:
         self.tensors: list[Tensor] = self._weights.values
         self.tied = tied(self.tensors)
         self._scan_tables()
-        self._owned = [table for m in self.modules for table in (m.__dict__, m._modules)]
+        self._owned = [table for m in self.modules for table in _tables_of(m)]
         self._owned += moving_hooks.registered(self.modules)
         # optimize is about to set ``forward``
         self._num_owned = self._count_owned() + ("forward" not in self.module.__dict__)
@@ -171,10 +168,6 @@ class ModuleState:
         if self.told_apart.attributes:
             held = [vars(tensor) for tensor in self.tensors]
             self._count(held)
-        all_read = not _ITERATING.isdisjoint(names)
-        for part in self.modules:
-            if all_read or isinstance(part, nn.ParameterList | nn.ParameterDict):
-                self._count([part._parameters, part._buffers])
 
     def _count(self, tables: Sequence[Any]) -> None:
         """Have the entries of these counted, too."""
@@ -216,8 +209,21 @@ class ModuleState:
             edges += sharded_context.watched_hooks(owner)
             if isinstance(owner, GraphModule):  # its recompile() gives its class another one
                 edges.append((vars(type(owner)), "forward"))
+        edges += self._empty_places(held)
         edges += self._scan_composed(held)
         self._edges = identities(edges)
+
+    def _empty_places(self, held: Sequence[Place]) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield names that stand for None, or for a tensor that has another name, too: a module may
+        get a tensor there. Hooks of an offload put others into the latter."""
+        places = {(id(table), key) for _, table, key in held}
+        twice = {id(table[key]) for _, table, key in held} if self.offload is None else set[int]()
+        for owner in self.modules:
+            for table in (owner._parameters, owner._buffers):
+                for key, value in table.items():
+                    is_tied = id(value) in twice and (id(table), key) not in places
+                    if value is None or is_tied:
+                        yield table, key
 
     def _scan_composed(self, held: Sequence[Place]) -> list[tuple[Mapping[str, Any], str]]:
         """Note what weights of libraries' own classes are made of, and return where they are held
@@ -282,7 +288,8 @@ class ModuleState:
         owned, own = self._owned, self.module.__dict__
         has_mode = not is_exported(self.module)
         num_owned = sum(map(len, owned))
-        parts, is_alone = self.module._modules, len(owned) == 2
+        is_alone = len(owned) == len(alone := _tables_of(self.module))
+        first, second, third, fourth = alone
         tensors, pointers, own_hooks = self.tensors, self.pointers, self.hooks
         tables, rows = self._tables, self.rows
         placed = [] if is_memory_known else tensors
@@ -295,7 +302,12 @@ class ModuleState:
                     or (flags and any(map(_TRAINING, flags)))
                     or (tensors and not weights.hold())
                     or (edges.values and not edges.hold())
-                    or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
+                    or (
+                        len(first) + len(second) + len(third) + len(fourth)
+                        if is_alone
+                        else sum(map(len, owned))
+                    )
+                    != num_owned
                     or (placed and ([*map(_DATA_PTR, placed)] != pointers or layouts.differs()))
                     or (tables and rows_of(tables) != rows)
                     or (own_hooks and any(own_hooks) and any(map(is_untraced, own_hooks)))
@@ -468,6 +480,11 @@ class ModuleState:
         found = (self.casts, self.computed, self.shards)
         made = (self.make_ups, *(tuple(hooks.items()) for hooks in found), self.exchanges_with)
         return hash((modules, state, *made, self.adapters, names, self.tied))
+
+
+def _tables_of(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return where a module holds what has a name: another number of entries is another module."""
+    return part.__dict__, part._modules, part._parameters, part._buffers
 
 
 def layout_of(t: Tensor, device: torch.device) -> tuple[int, ...] | None:

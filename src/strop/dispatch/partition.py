@@ -50,6 +50,8 @@ class Joint:
     budget: float
     num_results: int = 0  # of the forward that are the caller's; the others are kept
     orders: dict[str, Order] = field(default_factory=dict)  # of kept tensors, as they lie
+    # places of what is kept among the results, and among the arguments, where it is written to
+    overwritten: list[tuple[int, int]] = field(default_factory=list)
 
     def partition(
         self, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **keywords: Any
@@ -76,7 +78,17 @@ class Joint:
         again = [n.name for n in backward.graph.nodes if n.target is torch.ops.strop.seed.default]
         if again:
             raise UnsupportedError(f"the backward would draw dropout masks of its own: {again}")
+        self._note_writes(forward)
         return forward, backward
+
+    def _note_writes(self, forward: GraphModule) -> None:
+        """Note which kept values are arguments that the forward writes to in the end, such as a
+        buffer that counts: the backward wants what they held before."""
+        writes = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        written = {node.args[0] for node in writes}
+        given = list(forward.graph.find_nodes(op="placeholder"))
+        kept = enumerate(self._kept(forward), self.num_results)
+        self.overwritten = [(place, given.index(item)) for place, item in kept if item in written]
 
     def num_saved(self, forward: GraphModule) -> int:
         """Tensors that the forward keeps."""

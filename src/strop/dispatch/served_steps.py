@@ -41,12 +41,12 @@ class ServedSteps:
         self._found: dict[Hashable, Found] = {}
         self._lock = threading.RLock()
 
-    def run(self, state: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-        """Run a step with these weights. Where there is none for such a call, the graph runs in
-        eager, which is counted."""
+    def run(self, state: Sequence[Tensor], given: Sequence[Tensor], look: Hashable) -> Any:
+        """Run a step with these weights, which have this ``look``. Where there is none for such a
+        call, the graph runs in eager, which is counted."""
         self.counters.calls += 1
         try:
-            step, env = self.find(state, given)
+            step, env = self.find(state, given, look)
         except REFUSALS as refusal:
             if self._options.strict:
                 raise
@@ -56,9 +56,10 @@ class ServedSteps:
         self._fallbacks.note_eager(reason)
         return self.traced.with_weights(state)(*given)
 
-    def find(self, state: Sequence[Tensor], given: Sequence[Tensor]) -> Found:
+    def find(self, state: Sequence[Tensor], given: Sequence[Tensor], look: Hashable) -> Found:
         """Find or make the step for a call. Raises one of REFUSALS."""
         key = (
+            look,
             registry.active(),
             *((t.shape, t.dtype, t.device, memory_order(t), t.requires_grad) for t in given),
         )
@@ -87,10 +88,12 @@ class StepCall:
     def __init__(self, served: ServedSteps, traced: TracedGraph) -> None:
         self.served = served
         self._state_of, self._given_of = getter(traced.state), getter(traced.given)
+        self._look: Hashable = ()  # of the weights
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.served.run(self._state_of(arguments), self._given_of(arguments))
+        return self.served.run(self._state_of(arguments), self._given_of(arguments), self._look)
 
     def make_ready(self, state: Sequence[Tensor], given: Sequence[Tensor], owner: Any) -> None:
         """Have a step for a call. Raises one of REFUSALS where there can be none."""
-        self.served.find(tuple(state), tuple(given))
+        self._look = tuple((t.shape, t.stride()) for t in state)  # Dynamo's guards hold it fast
+        self.served.find(tuple(state), tuple(given), self._look)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from types import CodeType, FunctionType
 from weakref import WeakKeyDictionary
 
@@ -16,10 +16,11 @@ from strop.frontend.module_parts import is_exported
 _ASKS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def sensitive_parts(modules: Iterable[nn.Module], turned: Container[int] = ()) -> list[nn.Module]:
     """Return the parts whose result depends on their own flag ``training``.
 
     Dropout without a probability does nothing in either mode; peft leaves such layers in training.
+    ``turned`` are the ids of those that get another probability now and then.
     """
     found, known = list(modules), dict[type, bool]()
     asked = {
@@ -29,7 +30,7 @@ def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
         for part in module.modules()
         if part is not module
     }
-    return [m for m in found if id(m) in asked or _acts_on_training(m, known)]
+    return [m for m in found if id(m) in asked or id(m) in turned or _acts_on_training(m, known)]
 
 
 def is_in_training(modules: Sequence[nn.Module], sensitive: Sequence[nn.Module]) -> bool:

@@ -6,8 +6,9 @@ on: the module's structure, who wants a gradient, training mode, autocast, and h
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +28,11 @@ from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.gradient_listeners import told_of
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.partition import Joint
+from strop.dispatch.shared_gradients import refuse_shared, watch_shared
 from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
 from strop.dispatch.variants import REFUSALS, device_of, library_for
-from strop.errors import ShapeError, StropError, UnsupportedError
+from strop.errors import EagerOnlyError, ShapeError, StropError, UnsupportedError
+from strop.frontend.absent_gradients import without
 from strop.frontend.clones import clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import TANGENT
@@ -58,6 +61,29 @@ class BackwardArgument:
     size: Expr | None = None
 
 
+class BackwardParts:
+    """Makes the backward graphs of one step for results of which some have no gradient, as autograd
+    does: who has no gradient gets None."""
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        compiled: Callable[[GraphModule], tuple[AotProgram, tuple[BackwardArgument, ...]]],
+    ) -> None:
+        """``graph`` is the whole backward; ``compiled`` compiles one like it."""
+        self._graph, self._compiled = graph, compiled
+        self._known: dict[frozenset[int], tuple[AotProgram, tuple[BackwardArgument, ...]]] = {}
+        self._lock = threading.Lock()
+
+    def without(self, absent: frozenset[int]) -> tuple[AotProgram, tuple[BackwardArgument, ...]]:
+        """Return the program without these tangents, and where its arguments are from."""
+        with self._lock:
+            if absent not in self._known:
+                names = {f"{TANGENT}{number}" for number in absent}
+                self._known[absent] = self._compiled(without(self._graph, names))
+            return self._known[absent]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A compiled pair, and how its calls look."""
@@ -71,7 +97,9 @@ class Step:
     differentiable: tuple[bool, ...]
     given: tuple[BackwardArgument, ...]  # the backward's arguments
     wants: tuple[bool, ...]  # of state and arguments: who gets a gradient
+    parts: BackwardParts  # for calls of which not all results have a gradient
     layout_reads: tuple[str, ...] = ()  # see ``CapturedStep``
+    within: tuple[tuple[int, ...], ...] = ()  # see ``CapturedStep``
 
     @property
     def keeps_tensors(self) -> bool:
@@ -84,6 +112,9 @@ class Step:
 
     def __call__(self, env: Mapping[str, int], primals: Sequence[Tensor]) -> Any:
         results = _Run.apply(self, env, *primals)  # type: ignore[no-untyped-call]
+        for number, outer in enumerate(self.within):
+            if outer:
+                watch_shared(results[number], outer)
         leaves = [results[x.index] if isinstance(x, Ref) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.out_spec)
 
@@ -96,6 +127,7 @@ class _Run(torch.autograd.Function):
         with torch._C._DisableAutocast():  # the graph has its own casts
             found = step.forward.run(primals, env)
         results = found[: len(step.differentiable)]
+        ctx.set_materialize_grads(False)
         sources: dict[str, Sequence[Any]] = {"argument": primals, "result": found}
         ctx.save_for_backward(*(sources[g.kind][g.number] for g in step.given if g.kind in sources))
         plain = [r for r, d in zip(results, step.differentiable, strict=True) if not d]
@@ -108,23 +140,39 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step: Step = ctx.step
-        kept = iter(ctx.saved_tensors)
+        refuse_shared(ctx, gradients)
         tangents = [g for g, d in zip(gradients, step.differentiable, strict=True) if d]
-        arguments: list[Any] = []
-        for given in step.given:
-            if given.kind == "tangent":
-                arguments.append(tangents[given.number])
-            elif given.size is not None:
-                arguments.append(given.size.eval(ctx.env))
-            else:
-                arguments.append(next(kept))
+        present = [t for t in tangents if t is not None]
+        if not present:
+            return None, None, *(None for _ in step.wants)
         with torch._C._DisableAutocast():
-            computed = step.backward.run(arguments, ctx.env, told_of(ctx.sources))
-        depends = step.keeps_tensors or any(t.requires_grad for t in tangents)
-        found = iter(once(computed, (*ctx.sources, *tangents)) if depends else computed)
+            program, arguments = _backward_call(ctx, tangents)
+            computed = program.run(arguments, ctx.env, told_of(ctx.sources))
+        depends = step.keeps_tensors or any(t.requires_grad for t in present)
+        found = iter(once(computed, (*ctx.sources, *present)) if depends else computed)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.sources = ()
         return None, None, *(next(found) if wants else None for wants in step.wants)
+
+
+def _backward_call(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[AotProgram, list[Any]]:
+    """Return what computes the gradients where these results have some, and its arguments."""
+    step: Step = ctx.step
+    program, wanted = step.backward, step.given
+    absent = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
+    if absent:
+        program, wanted = step.parts.without(absent)
+    saved = [given for given in step.given if given.kind in ("argument", "result")]
+    kept = dict(zip(saved, ctx.saved_tensors, strict=True))
+    arguments: list[Any] = []
+    for given in wanted:
+        if given.kind == "tangent":
+            arguments.append(tangents[given.number])
+        elif given.size is not None:
+            arguments.append(given.size.eval(ctx.env))
+        else:
+            arguments.append(kept[given])
+    return program, arguments
 
 
 def is_compiled_backward(node: Any) -> bool:
@@ -142,13 +190,15 @@ class Steps:
     by_key: dict[Hashable, list[Step]] = field(default_factory=dict)
     refused: dict[Hashable, StropError] = field(default_factory=dict)  # why not these calls
     latest_refusal: Hashable = None
+    values_seen: dict[Hashable, set[str]] = field(default_factory=dict)  # of settings, by key
 
     def get(
         self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor], shapes: Shapes
     ) -> tuple[Step, dict[str, int]]:
         """Raises one of REFUSALS."""
         wants = tuple(t.requires_grad for t in (*state.tensors, *tensors))
-        key = (state.structure, state.rows, skeleton, wants, _looks(shapes.specs), _modes(state))
+        looks = (state.structure, state.rows, skeleton, wants, _looks(shapes.specs), _modes(state))
+        key = (looks, self._values_of_settings(state, looks))
         sizes = [t.shape for t in tensors]
         for step in self.by_key.get(key, ()):
             env = step.env(sizes)
@@ -178,10 +228,25 @@ class Steps:
         )
         raise self.refused[key]
 
+    def _values_of_settings(self, state: ModuleState, key: Hashable) -> str:
+        """Return the numbers among the settings of modules that have changed before, which are no
+        part of the structure: a step has them as constants. Raises EagerOnlyError where there are
+        too many."""
+        text = state.turned.text
+        known = self.values_seen.setdefault(key, set())
+        if text not in known and len(known) >= MOST_STEPS:
+            raise EagerOnlyError(
+                f"settings of its modules have had {MOST_STEPS} values, each in a graph of its own:"
+                " pass a number that changes in each step as a tensor"
+            )
+        known.add(text)
+        return text
+
     def share(self, other: Steps) -> None:
         """Have the steps of ``other``, and give it those that are made here: its module may be
         another with the same structure, as weights are arguments of a step."""
         self.by_key, self.refused = other.by_key, other.refused
+        self.values_seen = other.values_seen
 
     def forget_refusal(self) -> None:
         """The latest call was wrong in itself, which says nothing of others like it."""
@@ -255,6 +320,15 @@ class Steps:
         if device.type == "cuda":
             halves[0].prime(device)
         forward, backward = (half.program(device, self.log) for half in halves)
+
+        def compiled(part: GraphModule) -> tuple[AotProgram, tuple[BackwardArgument, ...]]:
+            library.warm_up()
+            try:
+                half = _Half("backward", part, joint, captured, self.options.in_training, library)
+                return half.program(device, self.log), _arguments(captured, graphs[0], part)
+            finally:
+                library.cool_down()
+
         return Step(
             forward,
             backward,
@@ -265,7 +339,9 @@ class Steps:
             captured.differentiable,
             _arguments(captured, *graphs),
             wants,
+            BackwardParts(graphs[1], compiled),
             captured.layout_reads,
+            captured.within,
         )
 
 
@@ -357,6 +433,7 @@ class _Half:
             self.constants,
             self.compiled if self.is_checked else None,
             later,
+            is_backward=self.role == "backward",
         )
         seconds = self.compile_seconds + time.perf_counter() - started
         built = self.library.counts[0] - self.built

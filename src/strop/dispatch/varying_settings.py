@@ -83,10 +83,15 @@ class TurnedSettings:
         now = self._values()
         return None if now is None else tuple(now)
 
+    @property
+    def text(self) -> str:
+        """Return all turned settings as they are now."""
+        return repr([table.get(name) for table, name, _ in self._places])
+
     def read(self, beside: Beside) -> Skeleton | None:
         """The settings as one more part of a call's skeleton, whose floats go ``beside``, those
         of a group once; None where one has another form than at the last scan."""
-        text, start = repr([table.get(name) for table, name, _ in self._places]), len(beside.floats)
+        text, start = self.text, len(beside.floats)
         if self._read is None or self._read[:2] != (text, start):
             now = self._values()
             if now is None:

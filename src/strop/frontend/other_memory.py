@@ -11,16 +11,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 
-from strop.errors import CaptureError
+from strop.errors import CaptureError, EagerOnlyError
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _WHY = "which compiled code does not follow"
 
 
 def refuse_other_memory(func: Callable[..., Any]) -> None:
-    """Raises CaptureError where ``func`` is what runs for ``tensor.data = other``."""
+    """Raises EagerOnlyError where ``func`` is what runs for ``tensor.data = other``, which Dynamo
+    loses."""
     if func == _SET_DATA:
-        raise CaptureError(f"it sets .data of a tensor, {_WHY}")
+        raise EagerOnlyError(f"it sets .data of a tensor, {_WHY}")
 
 
 def refuse_unfollowed(gm: GraphModule) -> None:

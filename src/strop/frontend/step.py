@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,12 @@ from strop.frontend.capture import (
 )
 from strop.frontend.checkpoints import tagged_checkpoints
 from strop.frontend.differentiated import refuse_wrapped
-from strop.frontend.effects import check_constants, no_effects
+from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.known_results import RememberingMode, quick_devices
 from strop.frontend.layout_reads import READS
-from strop.frontend.module_tensors import named_state
+from strop.frontend.module_tensors import named_state, state_places
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.origins import settle_origins
 from strop.frontend.other_memory import refuse_other_memory
@@ -82,6 +82,7 @@ class CapturedStep:
     out_spec: pytree.TreeSpec
     differentiable: tuple[bool, ...]  # of the results
     layout_reads: tuple[str, ...] = ()  # what the forward asks about the memory of tensors
+    within: tuple[tuple[int, ...], ...] = ()  # for each result, those that are computed from it
 
     @property
     def num_results(self) -> int:
@@ -117,6 +118,7 @@ class _Flat:
     leaves: tuple[Any, ...] = ()
     out_spec: Any = None
     differentiable: tuple[bool, ...] = ()
+    within: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, *primals: Tensor) -> list[Any]:
         with maybe_enable_thunkify():  # a size is a node only where one reads it
@@ -124,10 +126,12 @@ class _Flat:
 
     def _traced(self, *primals: Tensor) -> list[Any]:
         state, usual = dict(zip(self.names, primals, strict=False)), attributes_of(primals)
-        mark_parameters((state[name], t) for name, t in named_state(self.module).items())
+        held = list(state_places(self.module.named_modules()))
+        mark_parameters((state[name], table[key]) for name, table, key in held)
         swapped = nn.utils.stateless._reparametrize_module(self.module, state, tie_weights=True)
         with swapped:
             found, self.out_spec = pytree.tree_flatten(self.call(*primals[len(self.names) :]))
+            check_state({name: table.get(key) for name, table, key in held}, state)
         results = [leaf for leaf in found if isinstance(leaf, Tensor)]
         refuse_attributes((*results, *primals), usual)
         if not all(isinstance(x, Tensor | int | float | str | None) for x in found):
@@ -135,6 +139,7 @@ class _Flat:
         numbers = iter(range(len(results)))
         self.leaves = tuple(Ref(next(numbers)) if isinstance(x, Tensor) else x for x in found)
         self.differentiable = tuple(r.requires_grad for r in results)
+        self.within = _within(results)
         given = [r for r in results if r.requires_grad]
         if not given:
             raise CaptureError("no result has a gradient")
@@ -161,7 +166,7 @@ def capture_step(
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     state, origins = named_state(module), dict[str, str]()
     flat, retarget = _Flat(module, call, tuple(state), wants), _Retarget()
-    with ONE_AT_A_TIME, settings(), torch.enable_grad(), _no_autocast_cache(), tagged_checkpoints():
+    with ONE_AT_A_TIME, settings(), torch.enable_grad(), _nobodys_hooks(), tagged_checkpoints():
         roots = fake_roots(mode, hints)
         primals: list[Tensor] = [
             mode.from_tensor(t.detach(), static_shapes=True) for t in state.values()
@@ -186,7 +191,27 @@ def capture_step(
     check_constants(gm, module)
     sizes = known_sizes(module, shape_env, gm, roots, specs, hints, fixes_numbers=False)
     given = flat.leaves, flat.out_spec, flat.differentiable
-    return CapturedStep(gm, tuple(state), sizes, origins, *given, tuple(retarget.asked))
+    asked = tuple(retarget.asked)
+    return CapturedStep(gm, tuple(state), sizes, origins, *given, asked, flat.within)
+
+
+def _within(results: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Return for each result the numbers of those whose gradient goes through it."""
+    nodes = [result.grad_fn for result in results]
+    if sum(node is not None for node in nodes) < 2:
+        return ()
+    found: list[list[int]] = [[] for _ in results]
+    for outer, start in enumerate(nodes):
+        seen, stack = set[Any](), [start]
+        while stack:
+            node = stack.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                stack += [following for following, _ in node.next_functions]
+        for inner, node in enumerate(nodes):
+            if node is not start and node in seen:
+                found[inner].append(outer)
+    return tuple(map(tuple, found))
 
 
 def _tangent(number: int, result: Tensor) -> Tensor:
@@ -226,11 +251,20 @@ def _check_aliases(gm: GraphModule, flat: _Flat) -> None:
 
 
 @contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Turn off autocast's cache, which would keep fake casts of weights beyond the trace."""
+def _nobodys_hooks() -> Iterator[None]:
+    """Turn off autocast's cache, which would keep fake casts of weights beyond the trace, and hooks
+    of saved tensors: a checkpoint around the call would compute again what is traced."""
+    hooks: Any = torch.autograd.graph
+    is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    plain = hooks.saved_tensors_hooks(_same, _same) if is_hooked else nullcontext()
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with plain:
+            yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
