@@ -49,25 +49,33 @@ def is_instance(value: Any, kinds: Any, /) -> bool:
     return stands_for is not None and builtins.isinstance(stands_for, kinds)
 
 
-class OfType(type):
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return class_of(args[0]) if len(args) == 1 else type(*args, **kwargs)
+class OfStandIn(type):
+    """Let a class be another one, ``stands_for``, to those who compare it or ask for instances."""
+
+    stands_for: type
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return builtins.isinstance(value, type)
+        return is_instance(value, cls.stands_for)
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, type)
+        return issubclass(kind, cls.stands_for)
 
     def __eq__(cls, other: object) -> bool:
-        return other is type or other is cls
+        return other is cls.stands_for or other is cls
 
     def __hash__(cls) -> int:
-        return hash(type)
+        return hash(cls.stands_for)
+
+
+class OfType(OfStandIn):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return class_of(args[0]) if len(args) == 1 else type(*args, **kwargs)
 
 
 class Type(type, metaclass=OfType):
     """Act as ``type`` to those who ask for its attributes or instances."""
+
+    stands_for = type
 
 
 def mark_parameters(stand_ins: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 from strop.frontend.numbers import is_number
 from strop.frontend.python_classes import (
+    OfStandIn,
     OfType,
     Type,
     asking_for_class,
@@ -35,27 +36,17 @@ _TORCHS = ("torch", "builtins")
 _FRAMEWORKS = ("diffusers", "transformers", "peft", "accelerate")
 
 
-class _IntType(type):
+class _IntType(OfStandIn):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], _SYMBOLIC) and not is_number(args[0]):
             return torch.sym_int(args[0])
         return int(*args, **kwargs)
 
-    def __instancecheck__(cls, value: Any) -> bool:
-        return is_instance(value, int)
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, int)
-
-    def __eq__(cls, other: object) -> bool:
-        return other is int or other is cls
-
-    def __hash__(cls) -> int:
-        return hash(int)
-
 
 class _Int(int, metaclass=_IntType):
     """Act as ``int`` to those who ask for its attributes or instances."""
+
+    stands_for = int
 
 
 class _OfType(OfType):
