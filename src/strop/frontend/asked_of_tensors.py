@@ -78,12 +78,15 @@ def attributes_of(values: Iterable[Any]) -> Set[str]:
 def refuse_attributes(values: Iterable[Any], before: Set[str]) -> None:
     """Raises EagerOnlyError where a forward has put an attribute on an argument, a weight or a
     result. ``before``: the attributes of arguments and weights, which are some."""
-    for value in values if before else ():
-        own = vars(value).keys() - before - {"_is_param"} if isinstance(value, Tensor) else ()
-        if own:
-            raise EagerOnlyError(
-                f"it puts the attribute {min(own)} on a tensor, and it would be lost"
-            )
+    new = attributes_of(values) - before if before else ()
+    if own := sorted(name for name in new if not _is_torchs(name)):
+        raise EagerOnlyError(f"it puts the attribute {own[0]} on a tensor, and it would be lost")
+
+
+def _is_torchs(name: str) -> bool:
+    """Tell whether torch puts an attribute on what stands for a tensor in the course of a trace,
+    such as the symbolic sizes that C++ has asked for (``_sizes_capsule``)."""
+    return name == "_is_param" or (name.startswith("_") and "_capsule" in name)
 
 
 def _refuse(name: str) -> None:
