@@ -36,17 +36,6 @@ def patches_of(weight: Any) -> list[Any]:
     return [patch for patches, _ in getattr(weight, "patches", None) or () for patch in patches]
 
 
-def reason_of(layer: nn.Module) -> str:
-    """Say why the adapters of a layer cannot be compiled, or nothing."""
-    if patches_of(layer._parameters.get("bias")):
-        return _NOT_BUILT.format("a part for a bias")
-    for patch in patches_of(layer.weight):
-        found = _factors(patch, layer.weight.tensor_shape)
-        if isinstance(found, str):
-            return _NOT_BUILT.format(found)
-    return ""
-
-
 def _factors(patch: Any, shape: Sequence[int]) -> _Factors | str:
     """Return the factors of a patch for a weight of this shape, or what stands against that."""
     strength, adapter, strength_model, offset, function = (*patch, None, None)[:5]
@@ -63,17 +52,21 @@ def _factors(patch: Any, shape: Sequence[int]) -> _Factors | str:
     return _Factors(up, down, float(strength) * scale, offset[1] if offset else 0)
 
 
-def follow(layers: Sequence[nn.Module]) -> None:
-    """Give each layer the factors of its adapters as they are now. All have one rank, so that a
-    LoRA for all blocks leaves blocks alike."""
+def follow(layers: Sequence[nn.Module]) -> str:
+    """Give each layer the factors of its adapters as they are now, or say why there are none. All
+    have one rank, so that a LoRA for all blocks leaves blocks alike."""
     wanted = {layer: patches_of(layer.weight) for layer in layers}
+    if any(patches_of(layer._parameters.get("bias")) for layer in layers):
+        return _NOT_BUILT.format("a part for a bias")
     if all(_is_as_kept(layer, patches) for layer, patches in wanted.items()):
-        return
-    found = {
-        layer: [_known(patch, layer) for patch in patches]
-        for layer, patches in wanted.items()
-        if patches
-    }
+        return ""
+    found: dict[nn.Module, list[_Factors]] = {}
+    for layer, patches in wanted.items():
+        for patch in patches:
+            factors = _factors(patch, layer.weight.tensor_shape)
+            if isinstance(factors, str):
+                return _NOT_BUILT.format(factors)
+            found.setdefault(layer, []).append(factors)
     rank = _row_of(max((sum(len(f.down) for f in each) for each in found.values()), default=0))
     for layer, patches in wanted.items():
         if patches:
@@ -83,6 +76,7 @@ def follow(layers: Sequence[nn.Module]) -> None:
             _KEPT[layer] = patches
         else:
             drop([layer])
+    return ""
 
 
 def drop(layers: Sequence[nn.Module]) -> None:
@@ -92,12 +86,6 @@ def drop(layers: Sequence[nn.Module]) -> None:
             layer._buffers.pop(name, None)
             layer._non_persistent_buffers_set.discard(name)
         _KEPT.pop(layer, None)
-
-
-def _known(patch: Any, layer: nn.Module) -> _Factors:
-    found = _factors(patch, layer.weight.tensor_shape)
-    assert isinstance(found, _Factors), "``reason_of`` comes first"
-    return found
 
 
 def _is_as_kept(layer: nn.Module, patches: Sequence[Any]) -> bool:

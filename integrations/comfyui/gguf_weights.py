@@ -32,15 +32,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def reason_of(layers: list[nn.Module]) -> str:
-    """Say why compiled code cannot use such weights as they are, or nothing: then layers have the
-    factors of their LoRAs."""
-    reason = next(filter(None, map(gguf_adapters.reason_of, layers)), "")
-    if not reason:
-        gguf_adapters.follow(layers)
-    return reason
-
-
 @contextlib.contextmanager
 def plain_codes(model: nn.Module) -> Iterator[None]:
     """Let such layers take the codes as they are meanwhile, instead of copying what holds them."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from .gguf_adapters import drop
-from .gguf_weights import layers_of, reason_of
+from .gguf_adapters import drop, follow
+from .gguf_weights import layers_of
 
 
 class Weights:
@@ -39,7 +39,7 @@ class Weights:
                 )
             if hasattr(layer, "_v"):
                 return "weights are loaded layer by layer, under dynamic VRAM"
-        return reason_of(self._of_gguf)
+        return follow(self._of_gguf)
 
     def forget(self) -> None:
         """Keep nothing on the device for a model that is about to leave it."""

@@ -350,7 +350,7 @@ class EntryRunner:
         """Put weights where the entry's program wants them."""
         program = entry.variant.program
         if self.budget is None or not self.budget.serves():
-            return place(program, self._state.tensors)
+            return place(program, self._state.tensors, self._state.tied)
         forget = partial(self._have_forgotten, entry)
         self._hosted.let_go()
         return self.budget.put(program, self._order(entry), forget)

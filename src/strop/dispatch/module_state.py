@@ -167,12 +167,8 @@ class ModuleState:
         self.attribute_asked_for = attribute_asked_for(names, named)
         if self.told_apart.attributes:
             held = [vars(tensor) for tensor in self.tensors]
-            self._count(held)
-
-    def _count(self, tables: Sequence[Any]) -> None:
-        """Have the entries of these counted, too."""
-        self._owned += tables
-        self._num_owned += sum(map(len, tables))
+            self._owned += held
+            self._num_owned += sum(map(len, held))
 
     def _scan_offload(self, everything: Sequence[tuple[str, nn.Module]]) -> str:
         """Look for hooks that take weights of parts to a device and back, and say why nobody can

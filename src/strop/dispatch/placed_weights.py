@@ -8,7 +8,7 @@ weight with rows of zeros behind it (``passes.aligned_linear``), a piece of one 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence, Set
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from strop.dispatch.cornered_factors import standing
 from strop.dispatch.moved_weights import lie_in
-from strop.dispatch.tied_memory import tied
 from strop.errors import UnsupportedError
 from strop.ir.ops import OPS
 from strop.ir.program import InputSpec, Program
@@ -103,9 +102,11 @@ def pieces_of(
     return found
 
 
-def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def place(
+    program: Program, tensors: Sequence[Tensor], fixed: Set[int] = frozenset()
+) -> list[Tensor | None]:
     """Return state arguments as the program wants them in memory, and re-point Parameters where
-    needed.
+    needed, but for those whose numbers are ``fixed``.
 
     Merged weights are one piece of memory whose row slices are the Parameters. What kernels read
     lies as it was traced; on CUDA other convolution weights become channels-last. Values, shapes
@@ -115,7 +116,6 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     what a Parameter has left, so that there is never more than the weights and one piece.
     """
     read = _read_by_place(program)
-    fixed = tied(tensors)
     for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
         if index in read:
             _lay_out(tensor, spec, is_fixed=index in fixed)

@@ -219,7 +219,7 @@ class WeightsBudget:
     def _found(self, program: Program, order: RunOrder) -> Placed:
         """Return how weights lie, in pieces that the program wants."""
         tensors = self._state.tensors
-        state = place(program, tensors)
+        state = place(program, tensors, self._state.tied)
         regions = Regions(tensors, [t for t in state if t is not None])
         numbers = {n: regions.number_of(t) for n, t in enumerate(state) if t is not None}
         known = {n: number for n, number in numbers.items() if number is not None}
