@@ -52,3 +52,24 @@ def test_other_memory_has_eagers_answer(name: str, other: str) -> None:
         torch.testing.assert_close(fast(x, given), plain(x, given))
         for ours, theirs in zip(fast.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_who_asks_nothing_is_compiled_for_any_order(other: str) -> None:
+    """Tracers ask for strides, too: each call whose arguments are not dense was left to torch."""
+    torch.manual_seed(0)
+    plain, x = Asks(lambda y, t: y * t), torch.randn(4, 8)
+    fast: Any = strop.optimize(copy.deepcopy(plain), train=True, options=tiny.options())
+    for module in (plain, fast):
+        module(x, OTHERS[other]).square().sum().backward()
+    assert not fast.forward.traced_by_torch
+    for ours, theirs in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_pictures_of_a_unet_in_channels_last_order_are_compiled() -> None:
+    fast: Any = strop.optimize(tiny.unet(), train=True, options=tiny.options())
+    sample = torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    _, steps, prompts = tiny.unet_args(2, 8, 8, 7)
+    fast(sample, steps, prompts).sample.sum().backward()
+    assert not fast.forward.traced_by_torch

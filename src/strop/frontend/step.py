@@ -91,18 +91,28 @@ class CapturedStep:
 
 class _Retarget(TorchFunctionMode):
     """Retarget operators that have gradients to forms that fuse, and note what a forward asks about
-    memory."""
+    memory. What tracers ask before and behind it is no question of the forward's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: dict[str, None] = {}
+        self._is_forward = False
+
+    @contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """Note what is asked in the body."""
+        self._is_forward = True
+        try:
+            yield
+        finally:
+            self._is_forward = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         refuse_other_memory(func)
         refuse_unknown_of_step(func)
-        if func in READS:
+        if self._is_forward and func in READS:
             self.asked[READS[func]] = None
         return _TABLE.get(func, func)(*args, **(kwargs or {}))
 
@@ -115,6 +125,7 @@ class _Flat:
     call: Callable[..., Any]
     names: tuple[str, ...]
     wants: Sequence[bool]
+    watch: _Retarget
     leaves: tuple[Any, ...] = ()
     out_spec: Any = None
     differentiable: tuple[bool, ...] = ()
@@ -130,7 +141,9 @@ class _Flat:
         mark_parameters((state[name], table[key]) for name, table, key in held)
         swapped = nn.utils.stateless._reparametrize_module(self.module, state, tie_weights=True)
         with swapped:
-            found, self.out_spec = pytree.tree_flatten(self.call(*primals[len(self.names) :]))
+            with self.watch.of_forward():
+                results_as_given = self.call(*primals[len(self.names) :])
+            found, self.out_spec = pytree.tree_flatten(results_as_given)
             check_state({name: table.get(key) for name, table, key in held}, state)
         results = [leaf for leaf in found if isinstance(leaf, Tensor)]
         refuse_attributes((*results, *primals), usual)
@@ -165,7 +178,8 @@ def capture_step(
     mode = RememberingMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     state, origins = named_state(module), dict[str, str]()
-    flat, retarget = _Flat(module, call, tuple(state), wants), _Retarget()
+    retarget = _Retarget()
+    flat = _Flat(module, call, tuple(state), wants, retarget)
     with ONE_AT_A_TIME, settings(), torch.enable_grad(), _nobodys_hooks(), tagged_checkpoints():
         roots = fake_roots(mode, hints)
         primals: list[Tensor] = [
