@@ -48,6 +48,7 @@ def test_it_grows_under_kernels_that_run(gpu: torch.device) -> None:
     assert tenant.num_moves == 0
 
 
+@pytest.mark.alone
 def test_it_goes_back_to_the_device(gpu: torch.device) -> None:
     torch.cuda.empty_cache()
     before, held = torch.cuda.mem_get_info(gpu)[0], growing_memory.held_bytes(gpu)

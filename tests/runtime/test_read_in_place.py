@@ -134,6 +134,7 @@ def test_an_entry_knows_which_lie_where_they_lay() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_values_on_a_gpu() -> None:
+    torch.manual_seed(0)
     module = Step().cuda().half().eval().requires_grad_(False)
     eager = Step().cuda().half().eval().requires_grad_(False)
     eager.load_state_dict(module.state_dict())
@@ -141,6 +142,8 @@ def test_values_on_a_gpu() -> None:
     caches = [torch.randn(1 << 23, 8, device="cuda").half() for _ in range(2)]  # 128 MiB each
     for n in (0, 0, 0, 0, 1, 0, 1):
         x = torch.randn(1, 8, device="cuda").half()
-        torch.testing.assert_close(fast(x, caches[n])[1], eager(x, caches[n])[1])
+        found, expected = fast(x, caches[n])[1], eager(x, caches[n])[1]
+        assert torch.equal(found[:-1], expected[:-1])
+        torch.testing.assert_close(found[-1], expected[-1], rtol=1e-3, atol=1e-3)  # fp16 sums of 8
         caches[n].mul_(0.9)
     strop.restore(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from strop.train.ranks import Ranks, open_channel
 from strop.train.session import prepare_session
 from tests.train import trainer
 
-COUNT, PATIENCE_S = 2, 240.0
+COUNT, PATIENCE_S, STACKS_S = 2, 240.0, 100.0
 Work = Callable[[Ranks], Any]
 
 
@@ -33,12 +34,15 @@ def _work(
     place, output = GroupPlace(rank, count, rank, f"file://{meeting}"), Path(meeting).parent
     with open_channel(place, device, timeout_s, output) as ranks:
         while (asked := end.recv()) is not None:
+            faulthandler.dump_traceback_later(STACKS_S)  # says where a rank hangs
             try:
                 found = asked(ranks)
             except Exception as error:
                 traceback.print_exc()
                 end.send(error)
                 raise
+            finally:
+                faulthandler.cancel_dump_traceback_later()
             end.send(found)
 
 

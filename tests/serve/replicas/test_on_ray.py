@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import pytest
 
-from strop.serve.running import bound
 from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = [
@@ -235,6 +234,8 @@ def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_deployment_file_serves(tmp_path: Path) -> None:
+    from strop.serve.running import bound  # wants uvicorn
+
     with bound("127.0.0.1", 0) as free:
         port = str(free.getsockname()[1])
     asked = ("serve", "--ray", "--device", "cpu", "--replica-cpus", "1", "--port", port, *TWO)

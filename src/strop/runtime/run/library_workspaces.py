@@ -25,7 +25,8 @@ class LibraryWorkspaces:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.MemPool()
+        with torch.cuda.device(device):  # a pool is one of the device that is current
+            self._pool = torch.cuda.MemPool()
         with torch.inference_mode(False):
             made = torch.zeros(3, _WIDTH, _WIDTH, dtype=torch.float16, device=device)
         self._given, self._other, self._result = made.unbind()
