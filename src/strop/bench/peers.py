@@ -17,6 +17,9 @@ from strop.bench.models import Workload
 from strop.errors import OptionError
 
 
+_MOST_SHAPES = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Describe a peer. ``prepare`` changes the modules in place; ``by_graph`` says that calls are
@@ -68,6 +71,8 @@ def _compiled(module: nn.Module, **how: Any) -> None:
 def _compiled_blocks(module: nn.Module) -> None:
     """Compile repeated blocks, as diffusers recommends it for transformers."""
     _channels_last(module)
+    # each random shape is compiled apart, and by default Dynamo gives up behind eight
+    torch._dynamo.config.recompile_limit = _MOST_SHAPES
     for block in repeated_blocks(module):
         block.compile(fullgraph=True, dynamic=False)
 
