@@ -16,8 +16,7 @@ from strop.bench.cases import BenchCase
 from strop.bench.models import Workload
 from strop.errors import OptionError
 
-
-_MOST_SHAPES = 64
+MOST_SHAPES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def _compiled_blocks(module: nn.Module) -> None:
     """Compile repeated blocks, as diffusers recommends it for transformers."""
     _channels_last(module)
     # each random shape is compiled apart, and by default Dynamo gives up behind eight
-    torch._dynamo.config.recompile_limit = _MOST_SHAPES
+    torch._dynamo.config.recompile_limit = MOST_SHAPES
     for block in repeated_blocks(module):
         block.compile(fullgraph=True, dynamic=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Set
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -47,6 +48,7 @@ _METHODS = (
     torch.overrides.__file__,
 )  # some methods of tensors are written in Python
 _ON_THE_WAY = ("__torch_function__", attribute_as_in_eager.__name__)
+_TRACERS = (str(Path(torch.fx.__file__).parent), str(Path(__file__).parent))
 
 
 def refuse_unknown(func: Callable[..., Any]) -> None:
@@ -93,12 +95,24 @@ def _refuse(name: str) -> None:
     raise EagerOnlyError(f"it asks for {name} of a tensor, which compiled code has not")
 
 
+def is_asked_by_tracers() -> bool:
+    """Tell whether the nearest caller that is neither a mode nor this file is a tracer, as it notes
+    a value or repeats a block: that is no question of the forward's."""
+    frame = _asking()
+    return frame is not None and frame.f_code.co_filename.startswith(_TRACERS)
+
+
 def _is_asked_by_code() -> bool:
     """Tell whether the nearest caller that is neither a mode nor this file is a module's code."""
+    frame = _asking()
+    return frame is not None and not is_asked_by_torch(frame)
+
+
+def _asking() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_on_the_way(frame):
         frame = frame.f_back
-    return frame is not None and not is_asked_by_torch(frame)
+    return frame
 
 
 def _is_on_the_way(frame: FrameType) -> bool:

@@ -34,6 +34,7 @@ from strop.errors import CaptureError
 from strop.frontend import joint
 from strop.frontend.asked_of_tensors import (
     attributes_of,
+    is_asked_by_tracers,
     refuse_attributes,
     refuse_unknown_of_step,
 )
@@ -112,7 +113,7 @@ class _Retarget(TorchFunctionMode):
     ) -> Any:
         refuse_other_memory(func)
         refuse_unknown_of_step(func)
-        if self._is_forward and func in READS:
+        if self._is_forward and func in READS and not is_asked_by_tracers():
             self.asked[READS[func]] = None
         return _TABLE.get(func, func)(*args, **(kwargs or {}))
 
