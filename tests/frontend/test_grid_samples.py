@@ -155,6 +155,20 @@ def test_deformable_attention_is_one_kernel(way: str, tmp_path: Path) -> None:
     assert optimized.forward.counters.launches == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_deformable_attention_on_a_gpu(dtype: torch.dtype, tmp_path: Path) -> None:
+    given = [x.to("cuda", dtype) for x in arguments()]
+    plain, fast = Deformable(4, 5).eval(), Deformable(4, 5).eval()
+    strop.optimize(fast, options=strop.Options(cache_dir=str(tmp_path), strict=True))
+    with torch.no_grad():
+        wanted, eager = plain(*(x.double() for x in given)), plain(*given)
+        for _ in range(3):
+            assert_as_accurate_as_eager(fast(*given), eager, wanted)
+    assert not fast.forward.counters.fallbacks
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("way", ["c++", "triton"])
 def test_in_kernels(way: str, is_last: bool, tmp_path: Path) -> None:

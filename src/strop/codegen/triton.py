@@ -19,6 +19,7 @@ from strop.codegen import (
     triton_pointwise,
     triton_reduce,
     triton_row,
+    triton_short_column,
 )
 from strop.codegen.effort import effort_of
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
@@ -48,6 +49,8 @@ def emit_at(kernel: LoopKernel, sizes: Mapping[str, int]) -> KernelSource:
 
 
 def _forms(kernel: LoopKernel) -> Iterable[Form]:
+    if triton_short_column.is_short(kernel, None):
+        return triton_short_column.forms(kernel)
     if kernel.schedule is Schedule.COLUMN:
         return triton_column.forms(kernel)
     if is_transposing(kernel):
@@ -104,7 +107,10 @@ def _emit(
         effort = triton_row.effort(printer, is_transposing(kernel), most)
         registers = triton_row.most_registers(kernel, num_warps)
         return _assemble(printer, grid, num_warps, effort=effort, most_registers=registers)
-    plan = triton_column.column(printer, most)
+    if triton_short_column.is_short(kernel, most):
+        grid, num_warps, effort = triton_short_column.short_column(printer)
+        return _assemble(printer, grid, num_warps, effort=effort)
+    plan = triton_column.column(printer, None if most == triton_short_column.FEW else most)
     return _assemble(
         printer, plan.grid, plan.num_warps, plan.scratch, plan.split, effort=plan.effort
     )
