@@ -2,8 +2,8 @@
 left.
 
 A sweep is a JSON file of ``benchmarks/fit_kernels.py`` for ``attn_tma``, ``attn_wgmma``,
-``conv_wgmma``, ``linear_wgmma`` or ``linear_paired``: at each shape the microseconds of the library
-and of every tile.
+``conv_wgmma``, ``linear_wgmma``, ``linear_paired`` or ``linear_normed``: at each shape the
+microseconds of the library and of every tile.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from strop.errors import StropError
+from strop.ir.contractions import NORMED, NUM_OF_NORM, RELU
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -113,6 +114,15 @@ def _paired(shape: Shape) -> Name:
     return _gemm(Problem(paired if rank else plain, (), shapes, torch.float16), BLAS)
 
 
+def _normed(shape: Shape) -> Name:
+    """Return the choice for a linear that normalises its columns, to which a value may be added."""
+    rows, columns, depth, adds = shape
+    added = ((rows, columns),) if adds else ()
+    shapes = (rows, depth), (columns, depth), *added, *((columns,),) * NUM_OF_NORM
+    how = ("activation", RELU), ("eps", 1e-5)  # no choice depends on these
+    return _gemm(Problem(NORMED[adds], how, shapes, torch.float16), BLAS)
+
+
 def _gemm(problem: Problem, library: str) -> Name:
     """The tile where the library of kernels chooses the WGMMA GEMM, else a library's name."""
     if select(problem.call, problem, h100.DEVICE).kernel != products.ROW.name:
@@ -127,6 +137,7 @@ RULES: Mapping[str, Callable[[Shape], Name]] = {
     "conv_wgmma": _product,
     "linear_wgmma": _linear,
     "linear_paired": _paired,
+    "linear_normed": _normed,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
     "attn_tma": frozenset(h100.ATTENTION_SHAPES),
