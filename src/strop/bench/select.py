@@ -20,13 +20,12 @@ from typing import Any
 import torch
 
 from strop.errors import StropError
-from strop.ir.contractions import NORMED, NUM_OF_NORM, RELU
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import ConvShape, picture_of
-from strop.kernels.gemm.tile import ENDS, GemmTile
+from strop.kernels.gemm.tile import ENDS, NORMED, GemmTile
 from strop.kernels.kernel import Problem
 from strop.kernels.library import select
 from strop.kernels.tuned import h100
@@ -117,10 +116,11 @@ def _paired(shape: Shape) -> Name:
 def _normed(shape: Shape) -> Name:
     """Return the choice for a linear that normalises its columns, to which a value may be added."""
     rows, columns, depth, adds = shape
+    alone, summed = (op for op in products.LINEARS if products.OPS[op] == NORMED)
     added = ((rows, columns),) if adds else ()
-    shapes = (rows, depth), (columns, depth), *added, *((columns,),) * NUM_OF_NORM
-    how = ("activation", RELU), ("eps", 1e-5)  # no choice depends on these
-    return _gemm(Problem(NORMED[adds], how, shapes, torch.float16), BLAS)
+    shapes = (rows, depth), (columns, depth), *added, *((columns,),) * products.MORE[NORMED]
+    how = ("activation", "relu"), ("eps", 1e-5)  # no choice depends on these
+    return _gemm(Problem(summed if adds else alone, how, shapes, torch.float16), BLAS)
 
 
 def _gemm(problem: Problem, library: str) -> Name:
