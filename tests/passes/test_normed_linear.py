@@ -30,7 +30,6 @@ from tests.frontend.tracing import trace
 from tests.gpus import A100, H100
 from tests.passes.planning import planned_by
 
-
 HALVES = [torch.float16, torch.bfloat16]
 HALF = torch.float16
 
