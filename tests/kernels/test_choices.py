@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 from strop.bench import select
 from strop.cli import app
 from strop.errors import StropError
+from strop.kernels.gemm.tile import GemmTile
+from strop.kernels.tuned import h100
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SWEEPS = [
@@ -41,6 +44,7 @@ WIDER = [
     RESULTS / f"{name}_h100_2026-11-26.json" for name in ("attn_wgmma-heads", "linear_wgmma-widths")
 ]
 PAIRED = RESULTS / "linear_paired_h100_2026-11-27.json"
+NORMED = RESULTS / "linear_normed_h200_2026-11-29.json"
 
 
 @pytest.mark.parametrize("sweep", [*SWEEPS, *MORE], ids=lambda sweep: sweep.stem)
@@ -70,6 +74,19 @@ def test_products_with_factors_of_adapters() -> None:
     verdict = select.judged(found, held_out=False)
     assert verdict.mean >= 0.995
     assert verdict.worst.share >= 0.98, verdict
+
+
+def test_products_that_normalise_their_columns() -> None:
+    """Nearly each layer of ResNet-50 has the fastest tile, and every tile of the table is chosen
+    for one. "cublas" there has torch's norm behind it."""
+    found = list(select.choices(NORMED))
+    assert len(found) == len(json.loads(NORMED.read_text())["rows"]) == 36
+    chosen = {choice.chosen for choice in found}
+    few_columns = astuple(GemmTile(1, 32, 8))  # for products with fewer than all other tiles have
+    assert chosen | {few_columns} == set(map(astuple, h100.NORMED_TILES))
+    verdict = select.judged(found, held_out=False)
+    assert verdict.mean >= 0.995
+    assert verdict.worst.share >= 0.95, verdict
 
 
 def test_held_out() -> None:

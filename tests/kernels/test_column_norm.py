@@ -119,7 +119,7 @@ def test_all_that_orders_it_is_needed(case: Case) -> None:
 def test_all_tiles_assemble(dtype: torch.dtype, adds: bool, tmp_path: Path) -> None:
     known = tuned(H100).gemm.tiles[NORMED]
     tiles = dict.fromkeys((*known, *(GemmTile(*each) for each in sweep.MORE)))
-    assert len(tiles) > len(known) > 10
+    assert len(tiles) > len(known) > 5
     norm = ColumnNorm(1e-5, SILU, adds)
     assert_assembled([Product(tile, 1, NORMED, norm=norm) for tile in tiles], dtype, tmp_path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,6 @@ from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
 from tests.gpus import A100, H100
 from tests.passes.planning import planned_by
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass is off until a GPU has measured it."""
-    monkeypatch.setattr(sys.modules["strop.passes.normed_linear"], "IS_MEASURED", True)
-
 
 HALVES = [torch.float16, torch.bfloat16]
 HALF = torch.float16

@@ -2,8 +2,8 @@
 left.
 
 A sweep is a JSON file of ``benchmarks/fit_kernels.py`` for ``attn_tma``, ``attn_wgmma``,
-``conv_wgmma``, ``linear_wgmma`` or ``linear_paired``: at each shape the microseconds of the library
-and of every tile.
+``conv_wgmma``, ``linear_wgmma``, ``linear_paired`` or ``linear_normed``: at each shape the
+microseconds of the library and of every tile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from strop.kernels.attention.cross import CrossTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import ConvShape, picture_of
-from strop.kernels.gemm.tile import ENDS, GemmTile
+from strop.kernels.gemm.tile import ENDS, NORMED, GemmTile
 from strop.kernels.kernel import Problem
 from strop.kernels.library import select
 from strop.kernels.tuned import h100
@@ -113,6 +113,16 @@ def _paired(shape: Shape) -> Name:
     return _gemm(Problem(paired if rank else plain, (), shapes, torch.float16), BLAS)
 
 
+def _normed(shape: Shape) -> Name:
+    """Return the choice for a linear that normalises its columns, to which a value may be added."""
+    rows, columns, depth, adds = shape
+    alone, summed = (op for op in products.LINEARS if products.OPS[op] == NORMED)
+    added = ((rows, columns),) if adds else ()
+    shapes = (rows, depth), (columns, depth), *added, *((columns,),) * products.MORE[NORMED]
+    how = ("activation", "relu"), ("eps", 1e-5)  # no choice depends on these
+    return _gemm(Problem(summed if adds else alone, how, shapes, torch.float16), BLAS)
+
+
 def _gemm(problem: Problem, library: str) -> Name:
     """The tile where the library of kernels chooses the WGMMA GEMM, else a library's name."""
     if select(problem.call, problem, h100.DEVICE).kernel != products.ROW.name:
@@ -127,6 +137,7 @@ RULES: Mapping[str, Callable[[Shape], Name]] = {
     "conv_wgmma": _product,
     "linear_wgmma": _linear,
     "linear_paired": _paired,
+    "linear_normed": _normed,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
     "attn_tma": frozenset(h100.ATTENTION_SHAPES),

@@ -26,9 +26,6 @@ from strop.options import Options
 from strop.passes.gated_linear import fits
 from strop.passes.linear_add import Users, is_sum, readers_of
 
-# The costs in ``NORMED_TILES`` are guesses: until a sweep has fitted them, and ResNet-50 has been
-# timed with and without, no product is changed.
-IS_MEASURED = False
 PIECE = 8  # columns and depth are multiples of this: 16 bytes
 LEAST_COLUMNS = 32  # of a tile: what is added is read for all of its columns
 
@@ -55,7 +52,7 @@ class _Chain:
 
 
 def normed_linear(graph: Graph, options: Options) -> Graph:
-    if not IS_MEASURED or "wgmma_gemm" in options.kernels_off:
+    if "wgmma_gemm" in options.kernels_off:
         return graph
     chains = {chain.last: chain for chain in _Chains(graph).found()}
     if not chains:
