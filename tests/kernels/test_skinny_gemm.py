@@ -17,7 +17,16 @@ from torch import Tensor
 from strop.ir.device import CPU, Device
 from strop.kernels import library
 from strop.kernels.gemm import skinny as skinny_gemm
-from strop.kernels.gemm.skinny import MOST_HALVES, MOST_REGISTERS, ROWS, UNIT, SkinnyTile, chunk_of
+from strop.kernels.gemm.skinny import (
+    MOST_HALVES,
+    MOST_REGISTERS,
+    PLAIN,
+    ROWS,
+    UNIT,
+    SkinnyEnd,
+    SkinnyTile,
+    chunk_of,
+)
 from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Stride
 from strop.runtime.build.cubin import compile_cubin
 from strop.runtime.build.loader import kernel_loader
@@ -30,7 +39,10 @@ from tests.kernels.launching import call, launched, problem, refuse
 
 pytest.importorskip("triton")
 F16, BF16 = torch.float16, torch.bfloat16
-SHAPES = ((2, 320, 1280), (2, 1280, 1280), (2, 1280, 20160), (4, 768, 1000), (1, 2560, 8))
+SHAPES = (
+    *((2, 320, 1280), (2, 1280, 1280), (2, 1280, 20160), (4, 768, 1000), (1, 2560, 8)),
+    *((1, 3072, 768), (4, 4096, 1024)),
+)
 
 
 def operands(
@@ -41,8 +53,10 @@ def operands(
     return x, (torch.randn(columns, depth, device=device) * depth**-0.5).to(dtype)
 
 
-def bound(x: Tensor, w: Tensor, kernels: Any, stream: int = 0, **site: bool) -> Launched:
-    asked = problem("linear", x.shape, w.shape, dtype=x.dtype)
+def bound(
+    x: Tensor, *weights: Tensor, kernels: Any, stream: int = 0, op: str = "linear", **site: bool
+) -> Launched:
+    asked = problem(op, x.shape, *(w.shape for w in weights), dtype=x.dtype)
     return launched(skinny_gemm.ROW.launch(asked, H100), kernels, stream, **site)
 
 
@@ -55,6 +69,8 @@ def bound(x: Tensor, w: Tensor, kernels: Any, stream: int = 0, **site: bool) -> 
         (3, 192, 50, 8),
         (4, 768, 33, 0),
         (2, 2560, 77, 64),
+        (1, 3072, 20, 0),
+        (3, 4096, 9, 8),
     ],
 )
 def test_results(rows: int, depth: int, columns: int, gap: int, dtype: torch.dtype) -> None:
@@ -63,7 +79,7 @@ def test_results(rows: int, depth: int, columns: int, gap: int, dtype: torch.dty
     out = torch.full((rows, columns), math.nan, dtype=dtype)
     for tensor in (x, w, out):
         kernels.known(tensor)
-    bound(x, w, kernels, is_early=True).writing(refuse)((x, w), out)
+    bound(x, w, kernels=kernels, is_early=True).writing(refuse)((x, w), out)
     assert kernels.ran == ["skinny_gemm"]
     assert kernels.early == [True]
     assert_as_accurate_as_eager(out, F.linear(x, w), F.linear(x.double(), w.double()))
@@ -82,7 +98,7 @@ def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
     out = torch.zeros(16, 2, dtype=F16).t() if why == "result" else out
     kernels: Any = Interpreted()
     left = list[Sequence[Tensor]]()
-    bound(x, w, kernels).writing(lambda inputs, out: left.append(inputs))((x, w), out)
+    bound(x, w, kernels=kernels).writing(lambda inputs, out: left.append(inputs))((x, w), out)
     assert len(left) == 1
     assert not kernels.ran
 
@@ -94,7 +110,7 @@ def test_a_single_row_may_have_any_stride() -> None:
     out = torch.full((1, 16), math.nan, dtype=F16)
     for tensor in (odd, w, out):
         kernels.known(tensor)
-    bound(odd, w, kernels).writing(refuse)((odd, w), out)
+    bound(odd, w, kernels=kernels).writing(refuse)((odd, w), out)
     torch.testing.assert_close(out, F.linear(x, w))
 
 
@@ -110,12 +126,15 @@ def test_no_row_is_no_work_of_its() -> None:
         (call("linear", ("b", 320), (1280, 320)), ""),
         (call("linear", ("b", 320), (1280, 320), dtype=BF16), ""),
         (call("linear", ("b", 320), (1280, 320), dtype=torch.float32), "fp16 or bf16"),
-        (call("linear", ("b", 320), (1280, 320), (1280,)), "a linear without bias"),
+        (call("linear", ("b", 320), (1280, 320), (1280,)), ""),
+        (call("linear_gelu", ("b", 320), (1280, 320), (1280,)), ""),
+        (call("linear_gelu", ("b", 320), (1280, 320), (1280,), among_columns=2), "a dense linear"),
         (call("linear", ("b", 8, 320), (1280, 320)), "up to 4 rows"),  # eight at least
         (call("linear", ("b", 96), (1280, 96)), "a multiple of 64"),
         (call("linear", ("b", 768), (1280, 768)), ""),
         (call("linear", ("b", 2560), (1280, 2560)), ""),
-        (call("linear", ("b", 5120), (1280, 5120)), "up to 2560"),
+        (call("linear", ("b", 4096), (1280, 4096)), ""),
+        (call("linear", ("b", 5120), (1280, 5120)), "up to 4096"),
         (call("linear", ("b", 0), (1280, 0)), "a multiple of 64"),
         (call("linear", ("b", 320), (0, 320)), "weights of a known size"),
         (call("linear", ("b", 320), ("n", 320)), "weights of a known size"),
@@ -130,7 +149,32 @@ def test_what_fits(given: Call, reason: str) -> None:
 
 
 def test_a_sum_is_no_operator_of_its() -> None:
-    assert skinny_gemm.ROW.ops == ("linear",)
+    assert skinny_gemm.ROW.ops == ("linear", "linear_gelu")
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("op", ["linear", "linear_gelu"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (3, 33), (4, 8)])
+def test_biases_and_gelu(op: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Of the sum in fp32: eager rounds it first."""
+    x, w = operands(rows, 320, columns, dtype)
+    bias = torch.linspace(-2, 2, columns).to(dtype)
+    kernels, out = Interpreted(), torch.full((rows, columns), math.nan, dtype=dtype)
+    for tensor in (x, w, bias, out):
+        kernels.known(tensor)
+    found = bound(x, w, bias, kernels=kernels, op=op, is_early=True)
+    found.writing(refuse)((x, w, bias), out)
+    assert kernels.ran == ["skinny_gemm"]
+    assert_as_accurate_as_eager(out, ended(op, x, w, bias), ended(op, *wide(x, w, bias)))
+
+
+def ended(op: str, *given: Tensor) -> Tensor:
+    found = F.linear(*given)
+    return F.gelu(found, approximate="tanh") if op == "linear_gelu" else found
+
+
+def wide(*given: Tensor) -> list[Tensor]:
+    return [tensor.double() for tensor in given]
 
 
 def test_tiles_hold_what_registers_do() -> None:
@@ -182,7 +226,9 @@ def test_late_weights_are_waited_for() -> None:
     for tensor in (x, w, out):
         kernels.known(tensor)
     for is_steady in (True, False):
-        bound(x, w, kernels, is_early=True, is_steady=is_steady).writing(refuse)((x, w), out)
+        bound(x, w, kernels=kernels, is_early=True, is_steady=is_steady).writing(refuse)(
+            (x, w), out
+        )
     assert [each.scalars for each in kernels.bound] == [(2, 16, 8, 0), (2, 16, 8, 1)]
 
 
@@ -193,11 +239,14 @@ def test_it_compiles_for_gpus_without_early_launches(arch: int) -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("depth", [320, 1280, 2560])
-def test_weights_are_asked_for_before_the_wait(rows: int, depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [320, 1280, 2560, 3072, 4096])
+@pytest.mark.parametrize("end", [PLAIN, SkinnyEnd(bias=True, gelu=True)])
+def test_weights_are_asked_for_before_the_wait(
+    rows: int, depth: int, end: SkinnyEnd, tmp_path: Path
+) -> None:
     """In pieces of 16 bytes, and nothing is spilled."""
     tile = skinny_gemm.tile_of(1280, depth, H100.sms)
-    code = compile_cubin(skinny_gemm.skinny_gemm(rows, depth, tile, F16), 90).code
+    code = compile_cubin(skinny_gemm.skinny_gemm(rows, depth, tile, F16, end), 90).code
     (tmp_path / "k.cubin").write_bytes(code)
     done = subprocess.run(
         [TOOLS / "cuobjdump", "-sass", "-res-usage", tmp_path / "k.cubin"],
@@ -210,7 +259,9 @@ def test_weights_are_asked_for_before_the_wait(rows: int, depth: int, tmp_path: 
     loads = found[:last].count("LDG.E.EF.128")
     assert loads == tile.cols * depth // (tile.num_warps * 32 * 8)
     assert not any("EF" in name for name in found[last:])
-    assert all("128" in name for name in found if name.startswith("LDG"))
+    biases = found.count("LDG.E.U16") if end.bias else 0
+    assert biases <= tile.cols
+    assert sum("128" not in name for name in found if name.startswith("LDG")) == biases
     registers = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     assert registers
     assert int(registers[1]) <= MOST_REGISTERS
@@ -228,7 +279,22 @@ def test_on_a_gpu(rows: int, depth: int, columns: int, dtype: torch.dtype) -> No
     exact = F.linear(x.double(), w.double())
     for is_steady in (True, False):
         out = torch.full((rows, columns), math.nan, dtype=dtype, device="cuda")
-        found = bound(x, w, kernels, stream, is_early=True, is_steady=is_steady)
+        found = bound(x, w, kernels=kernels, stream=stream, is_early=True, is_steady=is_steady)
         found.writing(refuse)((x, w), out)
         assert_as_accurate_as_eager(out, F.linear(x, w), exact)
     assert SkinnyTile(16, 8) == skinny_gemm.tile_of(20160, 1280, H100.sms)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("op", ["linear", "linear_gelu"])
+def test_biases_and_gelu_on_a_gpu(op: str, dtype: torch.dtype) -> None:
+    x, w = operands(1, 768, 3072, dtype, 0, "cuda")
+    bias = torch.linspace(-2, 2, 3072, device="cuda").to(dtype)
+    kernels = kernel_loader("cuda", torch.cuda.current_device(), "", 0)
+    stream = torch.cuda.current_stream().cuda_stream
+    out = torch.full((1, 3072), math.nan, dtype=dtype, device="cuda")
+    found = bound(x, w, bias, kernels=kernels, stream=stream, op=op, is_early=True)
+    found.writing(refuse)((x, w, bias), out)
+    assert_as_accurate_as_eager(out, ended(op, x, w, bias), ended(op, *wide(x, w, bias)))

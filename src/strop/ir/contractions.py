@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from strop.ir.dims import Expr
 from strop.ir.op import Anchor, Kind, Op, Shapes
 
 NHWC = (0, 2, 3, 1)
@@ -92,6 +93,17 @@ def alike(op: str, linear: str) -> str:
     """Return the form of ``op`` that has as many pairs of operands as ``linear``, which is one of
     LINEARS."""
     return op if linear == LINEARS[0] else PAIRED[op]
+
+
+# Rows and depth, which is a multiple of the third number, up to which one kernel multiplies as fast
+# as weights come, and ends a linear by its bias and GELU (``kernels.gemm.skinny``).
+FEW_ROWS, FEW_ROWS_DEPTH, FEW_ROWS_UNIT = 4, 4096, 64
+
+
+def has_few_rows(rows: int, depth: Expr) -> bool:
+    """Tell whether a linear of so many rows and such a depth has that kernel."""
+    is_deep = depth.is_const and depth.value % FEW_ROWS_UNIT == 0
+    return 0 < rows <= FEW_ROWS and is_deep and 0 < depth.value <= FEW_ROWS_DEPTH
 
 
 RELU = "relu"

@@ -8,13 +8,14 @@ twice: GELU is computed of the sum in fp32.
 
 from __future__ import annotations
 
-from strop.ir.contractions import GELU_TANH
+from strop.ir.contractions import GELU_TANH, has_few_rows
 from strop.ir.dims import product
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 from strop.passes.gated_linear import fits
 
-# With fewer rows a product waits for its weights, and a skinny GEMM is faster than a library.
+# With fewer rows a product waits for its weights, and a library's epilogue was not measured. With
+# very few a skinny GEMM computes GELU as well.
 LEAST_ROWS = 128
 PIECE = 8  # columns and depth are multiples of this: 16 bytes
 
@@ -37,4 +38,5 @@ def can_end_in_gelu(linear: Node, graph: Graph) -> bool:
     """Tell whether a library can compute GELU of a linear, and its rows are enough for that."""
     if linear.op != "linear" or len(linear.inputs) < 3 or not fits(linear, PIECE, halves=1):
         return False
-    return product(linear.shape[:-1]).eval(graph.hints) >= LEAST_ROWS
+    rows = product(linear.shape[:-1]).eval(graph.hints)
+    return rows >= LEAST_ROWS or has_few_rows(rows, linear.inputs[1].shape[-1])

@@ -126,6 +126,8 @@ def _numel(problem: Problem) -> int:
 def _few_rows(call: Call | Problem, device: Device) -> Call | None:
     """Return the product of a call without biases, as of language models, if a kernel reads its
     weights as fast as they come where there are few rows."""
+    if len(call.shapes) > len(("x", "weights")):
+        return None
     shapes = tuple(tuple(map(to_expr, shape)) for shape in call.shapes)
     product = Call("linear", (), shapes, call.dtype)
     return None if skinny.supports(product, device) else product

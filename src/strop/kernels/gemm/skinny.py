@@ -1,4 +1,5 @@
-"""A linear of few rows, such as of the time of a step: as fast as its weights can be read.
+"""A linear of few rows, such as of the time of a step or of a decoded token: as fast as its weights
+can be read.
 
 Every program asks for all its weights before it waits for the kernel before it, which does not
 write them, so that what comes late are the few numbers that they are multiplied with. A library's
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from strop.ir.contractions import FEW_ROWS, FEW_ROWS_DEPTH, FEW_ROWS_UNIT, has_few_rows
 from strop.ir.device import Device
-from strop.ir.dims import product, symbol
-from strop.ir.functions import HALVES
+from strop.ir.dims import const, product, symbol
+from strop.ir.functions import FUNCTIONS, HALVES, SM_90
 from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
 from strop.kernels.kernel import (
     NEVER,
@@ -33,14 +35,22 @@ from strop.kernels.kernel import (
 from strop.kernels.tuned import tuned
 
 NAME = "skinny_gemm"
-_HEAD = f"""\
+_IMPORTS = """\
 import triton
 import triton.language as tl
 
 
+"""
+_GELU = f"""\
 @triton.jit
-def skinny_gemm(p0, p1, p2, s0, s1, s2, s3, COLS: tl.constexpr, DEPTH: tl.constexpr,
-             CHUNK: tl.constexpr, EARLY: tl.constexpr):
+{FUNCTIONS["half_gelu_tanh"]}
+
+
+"""
+_HEAD = f"""\
+@triton.jit
+def skinny_gemm(POINTERS, s0, s1, s2, s3, COLS: tl.constexpr, DEPTH: tl.constexpr,
+             CHUNK: tl.constexpr, MORE EARLY: tl.constexpr):
     if EARLY:
         if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
             tl.extra.cuda.gdc_launch_dependents()
@@ -70,14 +80,20 @@ _WIDEN = """\
 _PRODUCT = """\
     sums{row} += w * tl.load(x{row} + {at}).to(tl.float32)
 """
-_STORE = """\
-    tl.store(p2 + {row} * s1 + col, tl.sum(sums{row}, axis=1).to(HALF),
-             mask=(col < s1) & ({row} < s0))
+_BIAS = """\
+    bias = tl.load(p2 + col, mask=col < s1, other=0.0).to(tl.float32)
 """
-ROWS = (2, 4)  # of the kernels that there are; with more, products take longer than the weights
-UNIT, PIECE = 64, 8  # numbers: what a row, and its stride, is a multiple of
+_STORE = """\
+    tl.store(OUT + {row} * s1 + col, ({result}).to(HALF), mask=(col < s1) & ({row} < s0))
+"""
+ROWS = (
+    2,
+    FEW_ROWS,
+)  # of the kernels that there are; with more, products take longer than the weights
+UNIT, PIECE = FEW_ROWS_UNIT, 8  # numbers: what a row, and its stride, is a multiple of
 MOST_CHUNK, LANES = 256, 32
-MOST_HALVES, MOST_REGISTERS = 80, 128  # of a thread: of weights, and in all
+# Of a thread: weights where it has several columns, and registers in all.
+MOST_HALVES, MOST_REGISTERS = 80, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +104,44 @@ class SkinnyTile:
     num_warps: int
 
 
-def skinny_gemm(rows: int, depth: int, tile: SkinnyTile, dtype: torch.dtype) -> KernelSource:
-    """out[m, n] = sum of x[m, k] * w[n, k], for up to ``rows`` m. Sums are fp32.
+@dataclass(frozen=True, slots=True)
+class SkinnyEnd:
+    """Say what becomes of a sum: a bias is added, and GELU's tanh form taken."""
 
-    Params: x (M, K), whose last dim is dense and whose stride is a multiple of 8; weights (N, K)
-    and the result (M, N), dense; addresses are multiples of 16 bytes. K, which is ``depth``: a
-    multiple of 64. Scalars: M, N, the stride of x in eights, and 1 where kernels that may still
-    run write the weights, else 0.
+    bias: bool = False
+    gelu: bool = False
+
+    @staticmethod
+    def of(op: str, num_operands: int) -> SkinnyEnd:
+        return SkinnyEnd(num_operands > len(("x", "weights")), op == "linear_gelu")
+
+
+PLAIN = SkinnyEnd()
+
+
+def skinny_gemm(
+    rows: int, depth: int, tile: SkinnyTile, dtype: torch.dtype, end: SkinnyEnd = PLAIN
+) -> KernelSource:
+    """out[m, n] = end(sum of x[m, k] * w[n, k]), for up to ``rows`` m. Sums are fp32, and rounded
+    at the end alone.
+
+    Params: x (M, K), whose last dim is dense and whose stride is a multiple of 8; weights (N, K),
+    a bias (N,) where ``end`` has one, and the result (M, N), dense; addresses are multiples of 16
+    bytes. K, which is ``depth``: a multiple of 64. Scalars: M, N, the stride of x in eights, and 1
+    where kernels that may still run write the weights, else 0.
     """
-    constants = {"COLS": tile.cols, "DEPTH": depth, "CHUNK": chunk_of(depth), "EARLY": 1}
+    constants = {"COLS": tile.cols, "DEPTH": depth, "CHUNK": chunk_of(depth)}
+    constants |= {SM_90: 1} if end.gelu else {}
+    constants["EARLY"] = 1
+    num_tensors = 3 + end.bias
+    text = "".join(_lines(rows, depth, end)).replace("HALF", HALVES[dtype])
+    text = text.replace("POINTERS", ", ".join(f"p{n}" for n in range(num_tensors)))
+    text = text.replace("MORE ", f"{SM_90}: tl.constexpr, " if end.gelu else "")
     return KernelSource(
         NAME,
         "triton",
-        "".join(_lines(rows, depth)).replace("HALF", HALVES[dtype]),
-        (dtype,) * 3,
+        text.replace("OUT", f"p{num_tensors - 1}"),
+        (dtype,) * num_tensors,
         (1,) * 4,
         ((symbol("s1") + (tile.cols - 1)) // tile.cols,),
         constants=tuple(constants.items()),
@@ -110,8 +150,11 @@ def skinny_gemm(rows: int, depth: int, tile: SkinnyTile, dtype: torch.dtype) -> 
     )
 
 
-def _lines(rows: int, depth: int) -> Iterator[str]:
+def _lines(rows: int, depth: int, end: SkinnyEnd) -> Iterator[str]:
     chunk = chunk_of(depth)
+    yield _IMPORTS
+    if end.gelu:
+        yield _GELU
     yield _HEAD
     yield from (_LOAD.format(n=n, at=n * chunk) for n in range(depth // chunk))
     yield _WAIT
@@ -119,7 +162,14 @@ def _lines(rows: int, depth: int) -> Iterator[str]:
     for n in range(depth // chunk):
         yield _WIDEN.format(n=n)
         yield from (_PRODUCT.format(row=row, at=n * chunk) for row in range(rows))
-    yield from (_STORE.format(row=row) for row in range(rows))
+    if end.bias:
+        yield _BIAS
+    yield from (_STORE.format(row=row, result=_result(row, end)) for row in range(rows))
+
+
+def _result(row: int, end: SkinnyEnd) -> str:
+    total = f"tl.sum(sums{row}, axis=1)" + (" + bias" if end.bias else "")
+    return f"half_gelu_tanh({total}, {SM_90})" if end.gelu else total
 
 
 def chunk_of(depth: int) -> int:
@@ -129,7 +179,7 @@ def chunk_of(depth: int) -> int:
 
 def tile_of(columns: int, depth: int, sms: int) -> SkinnyTile:
     """Choose as many columns as registers hold, in programs enough for all multiprocessors."""
-    a_warp = min(4, MOST_HALVES * LANES // depth)
+    a_warp = max(min(4, MOST_HALVES * LANES // depth), 1)
     a_warp = 1 << (a_warp.bit_length() - 1)
     warps = next((w for w in (8, 4) if columns >= 2 * sms * w * a_warp), 2)
     return SkinnyTile(warps * a_warp, warps)
@@ -138,16 +188,16 @@ def tile_of(columns: int, depth: int, sms: int) -> SkinnyTile:
 def supports(call: Call, device: Device) -> str:
     if not device.arch:
         return "runs on GPUs"
-    if len(call.shapes) != 2 or call.dtype not in HALVES:
-        return "computes a linear without bias in fp16 or bf16"
+    if len(call.shapes) > 3 or call.dtype not in HALVES or call.attrs:
+        return "computes a dense linear in fp16 or bf16"
     least = product(call.shapes[0][:-1]).least
     if least is None or least > max(ROWS):
         return f"is for up to {max(ROWS)} rows"
     weight = call.known(1)
     if weight is None or not weight[0]:
         return "wants weights of a known size"
-    if weight[1] % UNIT or not 0 < weight[1] <= MOST_HALVES * LANES:
-        return f"wants a depth that is a multiple of {UNIT}, up to {MOST_HALVES * LANES}"
+    if not has_few_rows(1, const(weight[1])):
+        return f"wants a depth that is a multiple of {UNIT}, up to {FEW_ROWS_DEPTH}"
     return ""
 
 
@@ -168,8 +218,13 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     most = _most_rows(rows)
     if most is None:
         return None
-    source = skinny_gemm(most, depth, tile_of(columns, depth, device.sms), problem.dtype)
-    operands = (Operand(0, Lies.ROWS), Operand(1), Operand(RESULT))
+    end, tile = _end_of(problem), tile_of(columns, depth, device.sms)
+    source = skinny_gemm(most, depth, tile, problem.dtype, end)
+    operands = (
+        Operand(0, Lies.ROWS),
+        *map(Operand, range(1, len(problem.shapes))),
+        Operand(RESULT),
+    )
     return Launches((Launch(source, operands, (rows, columns, Stride(0, 0, PIECE), Late.WEIGHTS)),))
 
 
@@ -177,8 +232,12 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     weight = call.known(1)
     assert weight is not None
     columns, depth = weight
-    tile = tile_of(columns, depth, device.sms)
-    return [skinny_gemm(most, depth, tile, call.dtype) for most in ROWS]
+    end, tile = _end_of(call), tile_of(columns, depth, device.sms)
+    return [skinny_gemm(most, depth, tile, call.dtype, end) for most in ROWS]
 
 
-ROW = Kernel(NAME, ("linear",), supports, cost_us, launch, forms)
+def _end_of(asked: Call | Problem) -> SkinnyEnd:
+    return SkinnyEnd.of(asked.op, len(asked.shapes))
+
+
+ROW = Kernel(NAME, ("linear", "linear_gelu"), supports, cost_us, launch, forms)
