@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 
@@ -63,6 +63,7 @@ class _Grouping:
         self.schedules, self.users = reduction_schedules(graph, workers), graph.users()
         self.readers, self.results = _all_readers(graph), frozenset(map(base_of, graph.outputs))
         self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
+        self.cats: dict[object, Node] = {}  # the last one, by a piece and the shapes of all
 
     def run(self) -> tuple[list[DraftGroup], list[Refusal]]:
         for node in self.graph.nodes:
@@ -87,6 +88,7 @@ class _Grouping:
         found = self._producers(node)
         if node.op == "cat":
             found += self._behind(found)
+            found += self._cat_alike(node)
         found.sort(key=lambda pair: self._is_pointwise(pair[0]))
         if node.kind is Kind.REDUCTION:
             loop = loop_of(node, self.graph.hints) or node
@@ -104,6 +106,19 @@ class _Grouping:
         if self.schedules.get(node) is Schedule.ROW:
             found.sort(key=lambda pair: self._is_for(node, pair[0]))
         return found
+
+    def _cat_alike(self, node: Node) -> Iterator[tuple[int, Node]]:
+        """Yield the last step that puts pieces of the same sizes together, one of which is cut from
+        the same value: keys and values of a cache are copied by one launch. Large ones gain nothing
+        by that, and what has no value in common may be wanted at other times."""
+        looks = node.dtype, tuple(x.shape for x in node.inputs), tuple(sorted(node.attrs.items()))
+        for base in dict.fromkeys(map(base_of, node.inputs)):
+            alike = self.cats.get((base, *looks))
+            self.cats[base, *looks] = node
+            if alike in self.home and not self._is_large(node):
+                step = self.home[alike]
+                if self._is_pointwise(step):
+                    yield step, alike
 
     def _behind(self, pieces: Iterable[tuple[int, Node]]) -> list[tuple[int, Node]]:
         """Return steps that compute what these pieces are cut from."""
