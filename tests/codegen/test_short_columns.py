@@ -81,3 +81,15 @@ def test_on_a_gpu(name: str, q: int, tmp_path: Path) -> None:
         for _ in range(3):
             assert_as_accurate_as_eager(fast(x, w), eager, wanted)
     assert not fast.forward.counters.fallbacks
+
+
+@pytest.mark.parametrize(("cols", "rows"), [(2, 512), (4, 256), (12, 64), (33, 16), (64, 16)])
+def test_short_rows_fill_a_tile(cols: int, rows: int) -> None:
+    """Softmaxes of a few weights each, as deformable attention has them."""
+    graph = trace(lambda x: x.softmax(-1), f"b q {cols}", b=3, q=11).graph
+    made = compile_graph(graph, Signature([Ref(0)], ()), "cuda", Options())
+    (source,) = made.program.sources_at({"b": 3, "q": 10**5})
+    assert dict(source.constants)["ROWS"] == rows
+    model = model_of(made)
+    for sample, form in model.samples.values():
+        check(sample, model.env, 1, form)

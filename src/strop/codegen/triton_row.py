@@ -123,7 +123,9 @@ def row_tile(kernel: LoopKernel, strided: bool, most: int | None = None) -> RowT
         for above, upto, other in others:
             if above < most <= upto and applies(kernel):
                 rows, cols, num_warps = other
-    cols = min(cols, next_power_of_two(most))
+    short = next_power_of_two(most)
+    if short < cols:  # as many elements as of rows that fill the tile, or most threads are idle
+        rows, cols = (rows * (cols // short), short) if most <= TILES[0][0] else (rows, short)
     return RowTile(fitting(kernel.num_rows, rows), cols, -(-most // cols), num_warps)
 
 
