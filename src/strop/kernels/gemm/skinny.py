@@ -86,10 +86,8 @@ _BIAS = """\
 _STORE = """\
     tl.store(OUT + {row} * s1 + col, ({result}).to(HALF), mask=(col < s1) & ({row} < s0))
 """
-ROWS = (
-    2,
-    FEW_ROWS,
-)  # of the kernels that there are; with more, products take longer than the weights
+# Of the kernels that there are; with more, products take longer than the weights.
+ROWS = (2, FEW_ROWS)
 UNIT, PIECE = FEW_ROWS_UNIT, 8  # numbers: what a row, and its stride, is a multiple of
 MOST_CHUNK, LANES = 256, 32
 # Of a thread: weights where it has several columns, and registers in all.
