@@ -7,11 +7,15 @@ would step by. Zeros for the others would not even give zeros, where a derivativ
 
 from __future__ import annotations
 
-from collections.abc import Set
+import itertools
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from strop.errors import UnsupportedError
 from strop.frontend.joint import TANGENT
 
 aten = torch.ops.aten
@@ -19,15 +23,40 @@ aten = torch.ops.aten
 
 def without(backward: GraphModule, absent: Set[str]) -> GraphModule:
     """Return a copy of a backward graph without the tangents of these names.
-    It gives None for what depends on them alone, and has no placeholders that nothing reads."""
+    It gives None for what depends on them alone. Placeholders that nothing reads are left out,
+    unless they alone tell a size. Raises UnsupportedError where zeros are wanted of which only an
+    absent tangent tells the size."""
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(backward.graph, copies))
     _remove(graph, absent)
     graph.eliminate_dead_code()
-    for node in graph.find_nodes(op="placeholder"):
-        if not node.users:
+    unread = [node for node in graph.find_nodes(op="placeholder") if not node.users]
+    kept = _symbols(node for node in graph.find_nodes(op="placeholder") if node.users)
+    for node in unread:
+        told = _symbols([node]) if node.name not in absent else set()
+        if told <= kept:
             graph.erase_node(node)
+        kept |= told
+    if left := sorted({n.name for n in graph.find_nodes(op="placeholder")} & absent):
+        raise UnsupportedError(
+            f"a backward pass wants zeros as large as a result without a gradient ({left[0]}), and"
+            " nothing else tells that size: have the loss read that result, times 0"
+        )
     return GraphModule(backward, graph)
+
+
+def _symbols(nodes: Iterable[Node]) -> set[str]:
+    """Return the sizes that are known where these values are: those that they have as they are."""
+    found = set[str]()
+    for node in nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, Tensor) else (value,)
+        found |= {
+            str(size.node.expr)
+            for size in sizes
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+        }
+    return found
 
 
 def _remove(graph: Graph, names: Set[str]) -> None:
@@ -44,10 +73,10 @@ def _remove(graph: Graph, names: Set[str]) -> None:
             if reads <= absent:
                 absent.add(node)
             elif gone := reads & absent:
-                _leave_out(graph, node, gone)
+                _leave_out(graph, node, gone, absent)
 
 
-def _leave_out(graph: Graph, node: Node, gone: Set[Node]) -> None:
+def _leave_out(graph: Graph, node: Node, gone: Set[Node], absent: Set[Node]) -> None:
     """Let a node do without some of what it reads: a sum of two is the other one, and all else gets
     zeros there."""
     terms = node.args[:2]
@@ -58,9 +87,40 @@ def _leave_out(graph: Graph, node: Node, gone: Set[Node]) -> None:
             return
     for each in gone:
         with graph.inserting_before(node):
-            zeros = graph.call_function(aten.zeros_like.default, (each,))
+            zeros = _zeros(graph, node, each, absent)
         zeros.meta = {**each.meta}
         node.replace_input_with(each, zeros)
+
+
+def _zeros(graph: Graph, before: Node, like: Node, absent: Set[Node]) -> Node:
+    """Make zeros that look as a value, from sizes that others have: what computes it is not there.
+    Where nobody has one of its sizes, they are made from the value."""
+    value: Tensor = like.meta["val"]
+    sizes = [_size(graph, before, size, absent) for size in value.shape]
+    if None in sizes:
+        return graph.call_function(aten.zeros_like.default, (like,))
+    how: dict[str, Any] = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    return graph.call_function(aten.full.default, (sizes, 0), how)
+
+
+def _size(
+    graph: Graph, before: Node, size: int | torch.SymInt, absent: Set[Node]
+) -> int | Node | None:
+    """Return a size as it is known in front of a node without values that are ``absent``."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    wanted = str(size.node.expr)
+    ahead: Iterator[Node] = itertools.takewhile(lambda node: node is not before, graph.nodes)
+    for node in (node for node in ahead if node not in absent):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and str(value.node.expr) == wanted:
+            return node
+        for dim, other in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if str(other) == wanted:
+                found = graph.call_function(aten.sym_size.int, (node, dim))
+                found.meta = {"val": size}
+                return found
+    return None
 
 
 def _looks_as(one: Node, other: Node) -> bool:
