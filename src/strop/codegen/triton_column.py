@@ -23,11 +23,13 @@ from strop.codegen.triton_reduce import (
     finish,
     fold,
     identity,
+    places_last,
     settle,
     start,
     state_names,
     step_weight,
     update,
+    without_reduced,
 )
 from strop.codegen.triton_text import (
     ALIGNED,
@@ -49,10 +51,8 @@ from strop.ir.loops import (
     LoopKernel,
     Reduce,
     Stmt,
-    Store,
     args_of,
     outs_of,
-    spaces,
 )
 from strop.ir.source import Effort, Scratch, Split
 
@@ -292,7 +292,7 @@ def _sweep(plan: _Column) -> None:
     tile = Tile((plan.par, row, col), {"r": "ROWS", "c": "COLS"}, masks)
     printer.ids(plan.par, kernel.body + kernel.tail)
     printer.ids(col, kernel.body)
-    hoisted = _without_rows(plan)
+    hoisted = without_reduced(kernel)
     for stmt in hoisted:
         printer.statement(stmt, tile)
     for reduction in plan.reductions:
@@ -305,7 +305,7 @@ def _sweep(plan: _Column) -> None:
         plan.add("row_mask = row < end")
         printer.ids(row, kernel.body)
         step_weight(printer, plan.reductions, "(first - begin)", "ROWS")
-        for stmt in _in_order(plan):
+        for stmt in places_last(kernel):
             if isinstance(stmt, Reduce):
                 update(printer, stmt, tile)
             elif stmt not in hoisted:
@@ -316,25 +316,6 @@ def _sweep(plan: _Column) -> None:
     for reduction in plan.reductions:
         settle(printer, reduction)
         fold(printer, reduction, 0, "seen", "tl.maximum(length, 1)")
-
-
-def _in_order(plan: _Column) -> list[Stmt]:
-    """Return the body; what a step can load at once comes before it waits for a place."""
-    body = list(plan.printer.kernel.body)
-    if plan.looks_up:
-        body.sort(key=lambda s: not isinstance(s, Load) or bool(s.guard or s.lookups))
-    return body
-
-
-def _without_rows(plan: _Column) -> list[Stmt]:
-    """Return statements of the body that are the same for every row of a slab."""
-    space, reduced = spaces(plan.printer.kernel), frozenset(axis.name for axis in plan.rows)
-    return [
-        stmt
-        for stmt in plan.printer.kernel.body
-        if not isinstance(stmt, Reduce | Store)
-        and not any(space[out] & reduced for out in outs_of(stmt))
-    ]
 
 
 def _publish(plan: _Column) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from strop.codegen.triton_text import TYPES, Printer, Tile, TileValue, number
-from strop.ir.loops import Reduce
+from strop.ir.loops import Load, LoopKernel, Reduce, Stmt, Store, outs_of, spaces
 
 # Reductions that Triton does not have: its tl.max and tl.min drop NaN.
 HELPERS = {
@@ -218,3 +218,23 @@ def finish(
     if stmt.kind == "moments":
         text = printer.quotient(names[1], total, stmt.dtype)
         printer.define(stmt.outs[1], text, dims, stmt.dtype)
+
+
+def places_last(kernel: LoopKernel) -> list[Stmt]:
+    """Return the body of a loop over reduced rows; what a step can load at once comes before it
+    waits for a place that is looked up."""
+    body = list(kernel.body)
+    if any(isinstance(stmt, Load) and stmt.lookups for stmt in body):
+        body.sort(key=lambda s: not isinstance(s, Load) or bool(s.guard or s.lookups))
+    return body
+
+
+def without_reduced(kernel: LoopKernel) -> list[Stmt]:
+    """Return statements of the body that are the same for all reduced rows."""
+    space, reduced = spaces(kernel), {axis.name for axis in kernel.rows if axis.reduced}
+    return [
+        stmt
+        for stmt in kernel.body
+        if not isinstance(stmt, Reduce | Store)
+        and not any(space[out] & reduced for out in outs_of(stmt))
+    ]

@@ -11,10 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.codegen.effort import effort_of
-from strop.codegen.triton_reduce import finish, settle, start, step_weight, update
+from strop.codegen.triton_reduce import (
+    finish,
+    places_last,
+    settle,
+    start,
+    step_weight,
+    update,
+    without_reduced,
+)
 from strop.codegen.triton_text import Flat, Form, Printer, Tile, fitting, tiles
 from strop.ir.dims import Expr, const, product
-from strop.ir.loops import Load, LoopKernel, Reduce, Schedule, Stmt, Store, outs_of, spaces
+from strop.ir.loops import LoopKernel, Reduce, Schedule
 from strop.ir.source import Effort
 
 MOST_ROWS = 16  # that are reduced, one after the other
@@ -103,7 +111,7 @@ def _sweep(printer: Printer, row: Flat, tile: Tile) -> None:
     kernel, add = printer.kernel, printer.out.add
     count = printer.scalars.text(_reduced(kernel))
     reductions = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
-    hoisted = _without_rows(kernel)
+    hoisted = without_reduced(kernel)
     for stmt in hoisted:
         printer.statement(stmt, tile)
     for reduction in reductions:
@@ -113,7 +121,7 @@ def _sweep(printer: Printer, row: Flat, tile: Tile) -> None:
         add("row = first + tl.full([], 0, tl.int32)")
         printer.ids(row, kernel.body)
         step_weight(printer, reductions, "row", "1")
-        for stmt in _in_order(kernel):
+        for stmt in places_last(kernel):
             if isinstance(stmt, Reduce):
                 update(printer, stmt, whole)
             elif stmt not in hoisted:
@@ -121,22 +129,3 @@ def _sweep(printer: Printer, row: Flat, tile: Tile) -> None:
     for reduction in reductions:
         settle(printer, reduction)
         finish(printer, reduction, count, frozenset("rc"))
-
-
-def _in_order(kernel: LoopKernel) -> list[Stmt]:
-    """Return the body; what a step can load at once comes before it waits for a place."""
-    body = list(kernel.body)
-    if any(isinstance(stmt, Load) and stmt.lookups for stmt in body):
-        body.sort(key=lambda s: not isinstance(s, Load) or bool(s.guard or s.lookups))
-    return body
-
-
-def _without_rows(kernel: LoopKernel) -> list[Stmt]:
-    """Return statements of the body that are the same for all reduced rows."""
-    space, reduced = spaces(kernel), {axis.name for axis in kernel.rows if axis.reduced}
-    return [
-        stmt
-        for stmt in kernel.body
-        if not isinstance(stmt, Reduce | Store)
-        and not any(space[out] & reduced for out in outs_of(stmt))
-    ]
