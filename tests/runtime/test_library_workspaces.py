@@ -23,9 +23,21 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Note what was asked of libraries, and whether that was within a pool of memory."""
+    """Note what was asked of libraries, and whether that was within a pool of memory. A pool is one
+    of the device that is current."""
     found: list[tuple[str, bool]] = []
     pools: list[Any] = []
+    devices: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        devices.append(device)
+        yield
+        devices.pop()
+
+    def pool() -> object:
+        assert devices == [CPU]
+        return object()
 
     @contextlib.contextmanager
     def use(pool: Any, device: torch.device) -> Iterator[None]:
@@ -40,7 +52,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
         return product
 
-    monkeypatch.setattr(torch.cuda, "MemPool", object)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "MemPool", pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", noted("handle", lambda: 0))
     monkeypatch.setattr(torch, "addmm", noted("addmm", torch.addmm))
