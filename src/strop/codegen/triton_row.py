@@ -125,7 +125,7 @@ def row_tile(kernel: LoopKernel, strided: bool, most: int | None = None) -> RowT
                 rows, cols, num_warps = other
     short = next_power_of_two(most)
     if short < cols:  # as many elements as of rows that fill the tile, or most threads are idle
-        rows, cols = (rows * (cols // short), short) if most <= TILES[0][0] else (rows, short)
+        rows, cols = rows * (cols // short), short
     return RowTile(fitting(kernel.num_rows, rows), cols, -(-most // cols), num_warps)
 
 
