@@ -109,10 +109,6 @@ class SkinnyEnd:
     bias: bool = False
     gelu: bool = False
 
-    @staticmethod
-    def of(op: str, num_operands: int) -> SkinnyEnd:
-        return SkinnyEnd(num_operands > len(("x", "weights")), op == "linear_gelu")
-
 
 PLAIN = SkinnyEnd()
 
@@ -235,7 +231,7 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
 
 
 def _end_of(asked: Call | Problem) -> SkinnyEnd:
-    return SkinnyEnd.of(asked.op, len(asked.shapes))
+    return SkinnyEnd(len(asked.shapes) > len(("x", "weights")), asked.op == "linear_gelu")
 
 
 ROW = Kernel(NAME, ("linear", "linear_gelu"), supports, cost_us, launch, forms)
