@@ -311,6 +311,12 @@ def test_random_shapes_come_from_the_newest_run_that_has_them(tmp_path: Path) ->
     assert found["random"]["summary"] == summary
     assert "1.70x (1.90x) of eager-graph, another run |" in infer_report.markdown([found])
     assert "measured 2030-01-02, in another run" in infer_report.random_text(found)
+    other = json.loads((tmp_path / "2.json").read_text())
+    other["environment"]["gpu"] = "NVIDIA H200"
+    (tmp_path / "2.json").write_text(json.dumps(other))
+    (found,) = infer_report.load(tmp_path.iterdir())
+    assert "of eager-graph, another run on NVIDIA H200 |" in infer_report.markdown([found])
+    assert "2030-01-02, in another run on NVIDIA H200" in infer_report.random_text(found)
     (tmp_path / "4.json").unlink()
     (tmp_path / "3.json").unlink()
     (found,) = infer_report.load(tmp_path.iterdir())

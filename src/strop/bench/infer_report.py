@@ -31,7 +31,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the results in the order of the table: for each row the newest with the default
     options that has eager beside it, if there is one, because a result that was measured alone
     compares with nothing. Random shapes and switches, which take a process of their own, come from
-    the newest run that has them."""
+    the newest run that has them, and say on which GPU that was if it is another one."""
     files, names = [*paths], [row.name for row in (*ROWS, *FAMILY_ROWS)]
     found = newest_rows(files, "infer", names, _compares)
     for key, part in APART.items():
@@ -39,7 +39,13 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
             (result,) = (result for result in found if result["row"] == other["row"])
             if _has(key, part, other) and not _has(key, part, result):
                 result[key] = {"from": other["environment"]["date"], **other[key]}
+                if (gpu := _gpu_of(other)) != _gpu_of(result):
+                    result[key]["on"] = gpu
     return found
+
+
+def _gpu_of(result: Result) -> str:
+    return result["environment"].get("gpu") or "a CPU"
 
 
 def _compares(result: Result) -> bool:
@@ -225,8 +231,13 @@ def random_text(result: Result) -> str:
     if random.get("left_out"):
         said.append(f"{len(random['left_out'])} left out: {random['left_out'][0]['skipped']}")
     if "from" in random:
-        said.append(f"measured {random['from'][:10]}, in another run")
+        said.append(f"measured {random['from'][:10]}, in another run{_place_of(random)}")
     return "; ".join([*said, *([random["failed"]] if "failed" in random else [])])
+
+
+def _place_of(apart: Found) -> str:
+    """Say where something was measured, if not where the row was."""
+    return f" on {apart['on']}" if "on" in apart else ""
 
 
 def _switch_text(result: Result, switch: Found) -> str:
@@ -260,7 +271,8 @@ def markdown(results: Sequence[Result]) -> str:
         random += f" {result['random']['peer']}" if summary else ""
         if summary and summary.get("to_best"):
             random += f", at most {summary['to_best'] - 1:.1%} behind the fastest variant"
-        random += ", another run" if "from" in result.get("random", {}) else ""
+        if "from" in result.get("random", {}):
+            random += f", another run{_place_of(result['random'])}"
         ours = _value_text(result, result["contenders"].get("strop", {}))
         title = title_of(result, results[0])
         lines.append(
