@@ -6,13 +6,14 @@ import math
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.ir.device import CPU, Device
 from strop.kernels import library
@@ -28,14 +29,17 @@ from strop.kernels.gemm.skinny import (
     chunk_of,
 )
 from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Stride
+from strop.options import Options
 from strop.runtime.build.cubin import compile_cubin
 from strop.runtime.build.loader import kernel_loader
+from strop.runtime.run.choices import call_of
 from strop.runtime.run.launched_calls import Launched
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import TOOLS
 from tests.gpus import A100, H100, RTX_5090
 from tests.kernels.interpreted import Interpreted
 from tests.kernels.launching import call, launched, problem, refuse
+from tests.passes.planning import planned_by
 
 pytest.importorskip("triton")
 F16, BF16 = torch.float16, torch.bfloat16
@@ -54,9 +58,16 @@ def operands(
 
 
 def bound(
-    x: Tensor, *weights: Tensor, kernels: Any, stream: int = 0, op: str = "linear", **site: bool
+    x: Tensor,
+    *weights: Tensor,
+    kernels: Any,
+    stream: int = 0,
+    op: str = "linear",
+    by_columns: bool = False,
+    **site: bool,
 ) -> Launched:
     asked = problem(op, x.shape, *(w.shape for w in weights), dtype=x.dtype)
+    asked = replace(asked, by_columns=by_columns)
     return launched(skinny_gemm.ROW.launch(asked, H100), kernels, stream, **site)
 
 
@@ -83,6 +94,70 @@ def test_results(rows: int, depth: int, columns: int, gap: int, dtype: torch.dty
     assert kernels.ran == ["skinny_gemm"]
     assert kernels.early == [True]
     assert_as_accurate_as_eager(out, F.linear(x, w), F.linear(x.double(), w.double()))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("op", ["linear", "linear_gelu"])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(1, 64, 16), (2, 320, 24), (3, 768, 40), (4, 3072, 8)]
+)
+def test_weights_by_columns(
+    rows: int, depth: int, columns: int, op: str, dtype: torch.dtype
+) -> None:
+    """As GPT-2's lie, with and without a bias."""
+    x, w = operands(rows, depth, columns, dtype, 8)
+    w = w.t().contiguous().t()
+    bias = torch.linspace(-2, 2, columns).to(dtype)
+    for given in ([x, w, bias], [x, w])[: 1 if op == "linear_gelu" else 2]:
+        kernels, out = Interpreted(), torch.full((rows, columns), math.nan, dtype=dtype)
+        for tensor in (*given, out):
+            kernels.known(tensor)
+        found = bound(*given, kernels=kernels, op=op, is_early=True, by_columns=True)
+        found.writing(refuse)(given, out)
+        assert kernels.ran == ["skinny_gemm"]
+        assert_as_accurate_as_eager(out, ended(op, *given), ended(op, *wide(*given)))
+
+
+def test_rows_are_no_columns() -> None:
+    """What lies as rows is left to the library where the program has said columns."""
+    x, w = operands(2, 64, 16, F16)
+    out, left = torch.zeros(2, 16, dtype=F16), list[Sequence[Tensor]]()
+    kernels: Any = Interpreted()
+    found = bound(x, w, kernels=kernels, by_columns=True)
+    found.writing(lambda inputs, out: left.append(inputs))((x, w), out)
+    assert len(left) == 1
+    assert not kernels.ran
+
+
+def test_a_program_says_how_weights_lie() -> None:
+    """Only the skinny GEMM reads columns; more rows are a library's."""
+    asked = replace(call("linear", ("b", 768), (2304, 768), (2304,)), by_columns=True)
+    assert skinny_gemm.ROW.supports(asked, H100) == ""
+    odd = replace(call("linear", ("b", 768), (2300, 768)), by_columns=True)
+    assert "pieces of 8" in skinny_gemm.ROW.supports(odd, H100)
+    anywhere = list(skinny_gemm.ROW.forms(asked, H100))
+    assert len(anywhere) == len(ROWS)
+    assert not {*anywhere} & {*skinny_gemm.ROW.forms(replace(asked, by_columns=False), H100)}
+    for rows in (1, 4, 5, 512):
+        choice = library.select(asked, asked.at({"b": rows}), H100)
+        assert choice.kernel == ("skinny_gemm" if rows <= max(ROWS) else "cublas")
+        assert {*choice.sources} <= {*anywhere}
+
+
+def test_gpt2_is_known_to_have_columns() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stored = nn.Parameter(torch.randn(128, 384))
+            self.linear = nn.Linear(384, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.linear(x @ self.stored)
+            return found
+
+    made, _ = planned_by(Layer(), {"x": ("b", "128")}, Options(), F16, {"b": 1})
+    calls = [call_of(made.program, step) for step in made.program.call_steps]
+    assert [(c.op, c.by_columns) for c in calls] == [("linear", True), ("linear", False)]
 
 
 @pytest.mark.parametrize("why", ["columns", "odd rows", "odd place", "weights", "result"])
@@ -266,6 +341,53 @@ def test_weights_are_asked_for_before_the_wait(
     assert registers
     assert int(registers[1]) <= MOST_REGISTERS
     assert registers[2] == "0"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("depth", [320, 768, 1280, 3072, 4096])
+@pytest.mark.parametrize("end", [PLAIN, SkinnyEnd(bias=True, gelu=True)])
+def test_columns_are_asked_for_before_the_wait(
+    rows: int, depth: int, end: SkinnyEnd, tmp_path: Path
+) -> None:
+    tile = skinny_gemm.tile_by_columns(depth)
+    source = skinny_gemm.skinny_gemm(rows, depth, tile, F16, end, by_columns=True)
+    (tmp_path / "k.cubin").write_bytes(compile_cubin(source, 90).code)
+    done = subprocess.run(
+        [TOOLS / "cuobjdump", "-sass", "-res-usage", tmp_path / "k.cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.findall(r"ACQBULK|LDG\S*|STL\S*", done.stdout)
+    *_, last = (n for n, name in enumerate(found) if name == "ACQBULK")
+    pieces = -(-depth * tile.cols // (tile.num_warps * 32 * 8))
+    assert found[:last].count("LDG.E.EF.128") == pieces
+    assert not any("EF" in name or name.startswith("STL") for name in found[last:])
+    registers = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+    assert registers
+    assert int(registers[1]) <= MOST_REGISTERS
+    assert registers[2] == "0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("op", ["linear", "linear_gelu"])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(1, 768, 2304), (2, 320, 24), (4, 3072, 768), (3, 4096, 40)]
+)
+def test_columns_on_a_gpu(rows: int, depth: int, columns: int, op: str, dtype: torch.dtype) -> None:
+    x, w = operands(rows, depth, columns, dtype, 8, "cuda")
+    w = w.t().contiguous().t()
+    given = (x, w, torch.linspace(-2, 2, columns, device="cuda").to(dtype))
+    kernels = kernel_loader("cuda", torch.cuda.current_device(), "", 0)
+    stream = torch.cuda.current_stream().cuda_stream
+    for is_steady in (True, False):
+        out = torch.full((rows, columns), math.nan, dtype=dtype, device="cuda")
+        site = {"is_early": True, "is_steady": is_steady, "by_columns": True}
+        found = bound(*given, kernels=kernels, stream=stream, op=op, **site)
+        found.writing(refuse)(given, out)
+        assert_as_accurate_as_eager(out, ended(op, *given), ended(op, *wide(*given)))
 
 
 @pytest.mark.gpu

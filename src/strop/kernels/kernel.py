@@ -33,13 +33,15 @@ def mask_dtype(op: str, dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
 @dataclass(frozen=True)
 class Call:
     """This is a call of an operator, whose sizes may be symbolic. ``mask`` is the type of an
-    attention's mask, which may be another than that of the other operands."""
+    attention's mask, which may be another than that of the other operands. ``by_columns``: the
+    weights (N, K) of a linear lie as (K, N), as those of GPT-2 do."""
 
     op: str
     attrs: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[Expr, ...], ...]
     dtype: torch.dtype  # of its result; operands of int8 and int32 have others
     mask: torch.dtype | None = None
+    by_columns: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -47,7 +49,7 @@ class Call:
     @cached_property
     def _hash(self) -> int:
         """Hash once: a choice is looked up by it."""
-        return hash((self.op, self.attrs, self.shapes, self.dtype, self.mask))
+        return hash((self.op, self.attrs, self.shapes, self.dtype, self.mask, self.by_columns))
 
     @staticmethod
     def of(node: Node) -> Call:
@@ -57,8 +59,11 @@ class Call:
 
     def at(self, sizes: Mapping[str, int]) -> Problem:
         """Return the call at these sizes."""
-        shapes = tuple(tuple(size.eval(sizes) for size in shape) for shape in self.shapes)
-        return Problem(self.op, self.attrs, shapes, self.dtype, self.mask)
+        return self.of_shapes(tuple(tuple(n.eval(sizes) for n in shape) for shape in self.shapes))
+
+    def of_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> Problem:
+        """Return the call with operands of these sizes."""
+        return Problem(self.op, self.attrs, shapes, self.dtype, self.mask, self.by_columns)
 
     def known(self, operand: int) -> tuple[int, ...] | None:
         """Return the sizes of an operand, or None where one of them is symbolic or the operand
@@ -80,6 +85,7 @@ class Problem:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     mask: torch.dtype | None = None
+    by_columns: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -87,13 +93,13 @@ class Problem:
     @cached_property
     def _hash(self) -> int:
         """Hash once: a choice is looked up by it."""
-        return hash((self.op, self.attrs, self.shapes, self.dtype, self.mask))
+        return hash((self.op, self.attrs, self.shapes, self.dtype, self.mask, self.by_columns))
 
     @property
     def call(self) -> Call:
         """Return the call of a program that has these sizes alone."""
         shapes = tuple(tuple(map(const, shape)) for shape in self.shapes)
-        return Call(self.op, self.attrs, shapes, self.dtype, self.mask)
+        return Call(self.op, self.attrs, shapes, self.dtype, self.mask, self.by_columns)
 
     def attr(self, name: str) -> Any:
         return dict(self.attrs)[name]

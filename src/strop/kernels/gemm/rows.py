@@ -233,8 +233,9 @@ def supports(call: Call, device: Device) -> str:
     """Say why there are no tiles for this convolution or linear, or nothing."""
     if not device.has_wgmma:
         return f"multiplies by WGMMA, which {device.name} lacks"
-    if call.dtype not in KINDS:
-        return f"computes fp16 and bf16, not {call.dtype}"
+    if call.dtype not in KINDS or call.by_columns:
+        how = " with weights by columns" if call.by_columns else ""
+        return f"computes fp16 and bf16 of weights whose rows are dense, not {call.dtype}{how}"
     factors, end = FACTORS.get(call.op, 2), OPS[call.op]
     wanted, given = factors + MORE[end] + (call.op == NORMED[1]), len(call.shapes)
     if given != wanted and not (end == GATED and given == factors):

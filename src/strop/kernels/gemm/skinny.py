@@ -30,6 +30,7 @@ from strop.kernels.kernel import (
     Lies,
     Operand,
     Problem,
+    Scalar,
     Stride,
 )
 from strop.kernels.tuned import tuned
@@ -60,6 +61,30 @@ def skinny_gemm(POINTERS, s0, s1, s2, s3, COLS: tl.constexpr, DEPTH: tl.constexp
     k = tl.arange(0, CHUNK)
     weights = p1 + col[:, None] * DEPTH + k[None, :]
     there = (col < s1)[:, None]
+"""
+# Weights that lie as (K, N): a program reads a few columns of all rows at once.
+_HEAD_BY_COLUMNS = f"""\
+@triton.jit
+def skinny_gemm(POINTERS, s0, s1, s2, s3, s4, COLS: tl.constexpr, DEPTH: tl.constexpr,
+             CHUNK: tl.constexpr, MORE EARLY: tl.constexpr):
+    if EARLY:
+        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
+            tl.extra.cuda.gdc_launch_dependents()
+            if s3:
+                tl.extra.cuda.gdc_wait()
+    width = s4 * UNIT
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, CHUNK)
+    there = (k < DEPTH)[:, None] & (col < width)[None, :]
+    weights = p1 + k[:, None] * width + col[None, :]
+    w = tl.load(weights, mask=there, other=0.0, eviction_policy="evict_first")
+    if EARLY:
+        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
+            tl.extra.cuda.gdc_wait()
+"""
+_ROW_BY_COLUMNS = """\
+    x{row} = tl.load(p0 + tl.minimum(s0 - 1, {row}) * s2 * UNIT + k, mask=k < DEPTH, other=0.0)
+    sums{row} = w.to(tl.float32) * x{row}.to(tl.float32)[:, None]
 """
 _LOAD = """\
     w{n} = tl.load(weights + {at}, mask=there, other=0.0, eviction_policy="evict_first")
@@ -92,6 +117,9 @@ UNIT, PIECE = FEW_ROWS_UNIT, 8  # numbers: what a row, and its stride, is a mult
 MOST_CHUNK, LANES = 256, 32
 # Of a thread: weights where it has several columns, and registers in all.
 MOST_HALVES, MOST_REGISTERS = 80, 128
+# Of weights by columns: those of a sector of 32 bytes; the depth up to which a program has as many;
+# weights of a thread as far as warps go, and warps.
+SECTOR, DEEP, HALVES_BY_COLUMNS, MOST_WARPS = 16, 2048, 64, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +142,13 @@ PLAIN = SkinnyEnd()
 
 
 def skinny_gemm(
-    rows: int, depth: int, tile: SkinnyTile, dtype: torch.dtype, end: SkinnyEnd = PLAIN
+    rows: int,
+    depth: int,
+    tile: SkinnyTile,
+    dtype: torch.dtype,
+    end: SkinnyEnd = PLAIN,
+    *,
+    by_columns: bool = False,
 ) -> KernelSource:
     """out[m, n] = end(sum of x[m, k] * w[n, k]), for up to ``rows`` m. Sums are fp32, and rounded
     at the end alone.
@@ -122,13 +156,16 @@ def skinny_gemm(
     Params: x (M, K), whose last dim is dense and whose stride is a multiple of 8; weights (N, K),
     a bias (N,) where ``end`` has one, and the result (M, N), dense; addresses are multiples of 16
     bytes. K, which is ``depth``: a multiple of 64. Scalars: M, N, the stride of x in eights, and 1
-    where kernels that may still run write the weights, else 0.
+    where kernels that may still run write the weights, else 0. ``by_columns``: weights are (K, N),
+    and N in eights, of which it is a multiple, is a fifth scalar.
     """
-    constants = {"COLS": tile.cols, "DEPTH": depth, "CHUNK": chunk_of(depth)}
+    chunk = _power_from(depth) if by_columns else chunk_of(depth)
+    constants = {"COLS": tile.cols, "DEPTH": depth, "CHUNK": chunk}
     constants |= {SM_90: 1} if end.gelu else {}
     constants["EARLY"] = 1
     num_tensors = 3 + end.bias
-    text = "".join(_lines(rows, depth, end)).replace("HALF", HALVES[dtype])
+    lines = _lines_by_columns(rows, end) if by_columns else _lines(rows, depth, end)
+    text = "".join(lines).replace("HALF", HALVES[dtype]).replace("UNIT", str(PIECE))
     text = text.replace("POINTERS", ", ".join(f"p{n}" for n in range(num_tensors)))
     text = text.replace("MORE ", f"{SM_90}: tl.constexpr, " if end.gelu else "")
     return KernelSource(
@@ -136,7 +173,7 @@ def skinny_gemm(
         "triton",
         text.replace("OUT", f"p{num_tensors - 1}"),
         (dtype,) * num_tensors,
-        (1,) * 4,
+        (1,) * (5 if by_columns else 4),
         ((symbol("s1") + (tile.cols - 1)) // tile.cols,),
         constants=tuple(constants.items()),
         num_warps=tile.num_warps,
@@ -156,13 +193,26 @@ def _lines(rows: int, depth: int, end: SkinnyEnd) -> Iterator[str]:
     for n in range(depth // chunk):
         yield _WIDEN.format(n=n)
         yield from (_PRODUCT.format(row=row, at=n * chunk) for row in range(rows))
+    yield from _end(rows, end, axis=1)
+
+
+def _lines_by_columns(rows: int, end: SkinnyEnd) -> Iterator[str]:
+    yield _IMPORTS
+    if end.gelu:
+        yield _GELU
+    yield _HEAD_BY_COLUMNS
+    yield from (_ROW_BY_COLUMNS.format(row=row) for row in range(rows))
+    yield from _end(rows, end, axis=0)
+
+
+def _end(rows: int, end: SkinnyEnd, axis: int) -> Iterator[str]:
     if end.bias:
         yield _BIAS
-    yield from (_STORE.format(row=row, result=_result(row, end)) for row in range(rows))
+    yield from (_STORE.format(row=row, result=_result(row, end, axis)) for row in range(rows))
 
 
-def _result(row: int, end: SkinnyEnd) -> str:
-    total = f"tl.sum(sums{row}, axis=1)" + (" + bias" if end.bias else "")
+def _result(row: int, end: SkinnyEnd, axis: int) -> str:
+    total = f"tl.sum(sums{row}, axis={axis})" + (" + bias" if end.bias else "")
     return f"half_gelu_tanh({total}, {SM_90})" if end.gelu else total
 
 
@@ -171,12 +221,25 @@ def chunk_of(depth: int) -> int:
     return min(depth & -depth, MOST_CHUNK)
 
 
+def _power_from(depth: int) -> int:
+    """The least power of two that is not below it."""
+    return 1 << (depth - 1).bit_length()
+
+
 def tile_of(columns: int, depth: int, sms: int) -> SkinnyTile:
     """Choose as many columns as registers hold, in programs enough for all multiprocessors."""
     a_warp = max(min(4, MOST_HALVES * LANES // depth), 1)
     a_warp = 1 << (a_warp.bit_length() - 1)
     warps = next((w for w in (8, 4) if columns >= 2 * sms * w * a_warp), 2)
     return SkinnyTile(warps * a_warp, warps)
+
+
+def tile_by_columns(depth: int) -> SkinnyTile:
+    """Choose columns, and warps enough to ask for all their rows at once. A sector of memory has 16
+    of them; of longer ones than registers hold, two programs share it."""
+    cols = SECTOR if depth <= DEEP else SECTOR // 2
+    warps = _power_from(depth) * cols // (LANES * HALVES_BY_COLUMNS)
+    return SkinnyTile(cols, min(max(warps, 4), MOST_WARPS))
 
 
 def supports(call: Call, device: Device) -> str:
@@ -192,6 +255,8 @@ def supports(call: Call, device: Device) -> str:
         return "wants weights of a known size"
     if not has_few_rows(1, const(weight[1])):
         return f"wants a depth that is a multiple of {UNIT}, up to {FEW_ROWS_DEPTH}"
+    if call.by_columns and weight[0] % PIECE:
+        return f"reads rows of weights in pieces of {PIECE}"
     return ""
 
 
@@ -208,26 +273,33 @@ def cost_us(problem: Problem, device: Device) -> float:
 
 
 def launch(problem: Problem, device: Device) -> Launches | None:
-    rows, (columns, depth) = math.prod(problem.shapes[0][:-1]), problem.shapes[1]
+    rows, columns = math.prod(problem.shapes[0][:-1]), problem.shapes[1][0]
     most = _most_rows(rows)
     if most is None:
         return None
-    end, tile = _end_of(problem), tile_of(columns, depth, device.sms)
-    source = skinny_gemm(most, depth, tile, problem.dtype, end)
-    operands = (
-        Operand(0, Lies.ROWS),
-        *map(Operand, range(1, len(problem.shapes))),
-        Operand(RESULT),
-    )
-    return Launches((Launch(source, operands, (rows, columns, Stride(0, 0, PIECE), Late.WEIGHTS)),))
+    source = _form(most, problem, problem.shapes[1], device)
+    weights = Operand(1, order=(1, 0)) if problem.by_columns else Operand(1)
+    biases = map(Operand, range(2, len(problem.shapes)))
+    operands = (Operand(0, Lies.ROWS), weights, *biases, Operand(RESULT))
+    scalars: tuple[Scalar, ...] = (rows, columns, Stride(0, 0, PIECE), Late.WEIGHTS)
+    if problem.by_columns:
+        scalars = (*scalars, columns // PIECE)
+    return Launches((Launch(source, operands, scalars),))
 
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     weight = call.known(1)
     assert weight is not None
-    columns, depth = weight
-    end, tile = _end_of(call), tile_of(columns, depth, device.sms)
-    return [skinny_gemm(most, depth, tile, call.dtype, end) for most in ROWS]
+    return [_form(most, call, weight, device) for most in ROWS]
+
+
+def _form(
+    rows: int, asked: Call | Problem, weights: tuple[int, ...], device: Device
+) -> KernelSource:
+    columns, depth = weights
+    by_columns = asked.by_columns
+    tile = tile_by_columns(depth) if by_columns else tile_of(columns, depth, device.sms)
+    return skinny_gemm(rows, depth, tile, asked.dtype, _end_of(asked), by_columns=by_columns)
 
 
 def _end_of(asked: Call | Problem) -> SkinnyEnd:

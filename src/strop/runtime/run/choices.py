@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from strop.ir.device import Device
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const
 from strop.ir.program import CallStep, Program, Step
 from strop.ir.source import KernelSource
 from strop.kernels import library
-from strop.kernels.kernel import Call, Problem, mask_dtype
+from strop.kernels.gemm import skinny
+from strop.kernels.kernel import Call, mask_dtype
 from strop.kernels.library import Choice
 from strop.kernels.packed import rows as packed
 from strop.runtime.loop.hoisting import written
 
 BuildOrder = Callable[[Sequence[KernelSource]], dict[KernelSource, float]]
 FACTORS = (1.5, 2, 0.5, 0.75)
+ONE = const(1)
 MAGNITUDES = (1, 4, 16, 64, 0.25)  # of sizes, at which other kernels may be faster
 
 
@@ -27,7 +29,16 @@ def call_of(program: Program, step: CallStep) -> Call:
     dtypes = [program.buffers[ref.buffer].dtype for ref in step.inputs]
     shapes = tuple(ref.shape for ref in step.inputs)
     result = program.buffers[step.outputs[0]].dtype
-    return Call(step.op, step.attrs, shapes, result, mask_dtype(step.op, dtypes))
+    mask = mask_dtype(step.op, dtypes)
+    return Call(step.op, step.attrs, shapes, result, mask, _lies_by_columns(step))
+
+
+def _lies_by_columns(step: CallStep) -> bool:
+    """Tell whether the weights (N, K) of a linear lie as (K, N)."""
+    if step.op not in skinny.ROW.ops:
+        return False
+    weights = step.inputs[1]
+    return weights.strides == (ONE, weights.shape[0])
 
 
 def choices_of(
@@ -43,7 +54,7 @@ def choices_of(
         if isinstance(step, CallStep) and step.op in library.BY_OP:
             call = call_of(program, step)
             shapes = tuple(tuple(sizes(shape)) for shape in call.shapes)
-            problem = Problem(call.op, call.attrs, shapes, call.dtype, call.mask)
+            problem = call.of_shapes(shapes)
             off = program.kernels_off
             if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
                 off = (*off, packed.NAME)
