@@ -42,6 +42,9 @@ KNOWN: dict[str, Made] = {
         (documents(x)[:, :, None] == documents(x)[:, None])
         & (positions(x)[None, None] <= positions(x)[None, :, None])
     ),
+    "up to the last": lambda x: positions(x)[None] <= positions(x)[-1:, None],
+    "behind the last": lambda x: positions(x)[None] > positions(x)[-1:, None],
+    "before the first": lambda x: positions(x)[None] < positions(x)[:1, None],
     "never": lambda x: (positions(x) != positions(x)) & (positions(x) > 1),
     "every second": lambda x: torch.arange(0, 2 * x.shape[1], 2)[1:],
     "looked up": lambda x: positions(x)[None][torch.arange(1)[:, None], positions(x)[None]],

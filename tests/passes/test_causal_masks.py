@@ -33,6 +33,8 @@ MASKS: dict[str, tuple[Mask, bool | None]] = {
     "all": (lambda x: causal(x) == causal(x), None),  # of conditions nothing is known yet
     "everything": (lambda x: places(x)[None] == places(x)[None], False),
     "strictly below": (lambda x: places(x)[None] < places(x)[:, None], None),
+    "up to the last": (lambda x: places(x)[None] <= places(x)[-1:, None], False),
+    "behind the last": (lambda x: places(x)[None] < places(x)[-1:, None], None),
     "a window": (lambda x: causal(x) & (places(x)[None] > places(x)[:, None] - 2), None),
     "the other way": (lambda x: places(x)[None] >= places(x)[:, None], None),
     "of values": (lambda x: causal(x) & (x[0, 0, :, 0] > -9), None),

@@ -74,15 +74,31 @@ class IndexValues:
 
 
 def _settled(found: Known, node: Node) -> Known:
-    """Leave out the steps along dims that have one index."""
+    """Leave out the steps along dims that have one index, and conditions that hold for all indices
+    or for none."""
     if isinstance(found, NotAbove):
         number = _settled(found.number, node)
         assert isinstance(number, Affine)
-        return NotAbove(number)
+        least, most = (_extreme(number, node, sign) for sign in (-1, 1))
+        if most is not None and most <= 0:
+            return _truth(True, node)
+        return _truth(False, node) if least is not None and least > 0 else NotAbove(number)
     if found is None:
         return None
     pairs = zip(found.steps, node.shape, strict=True)
     return replace(found, steps=tuple(ZERO if size == ONE else step for step, size in pairs))
+
+
+def _extreme(number: Affine, node: Node, sign: int) -> int | None:
+    """Return its largest value among all indices of the node (``sign`` 1) or its smallest (-1), if
+    that is known whatever the sizes are."""
+    found = number.start
+    for step, size in zip(number.steps, node.shape, strict=True):
+        if not step.is_const:
+            return None
+        if step.value * sign > 0:
+            found = found + step * (size - ONE)
+    return found.value if found.is_const else None
 
 
 def _more(number: Affine, by: Expr) -> Affine:
