@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strop
@@ -38,14 +39,28 @@ def behind(past_keys: Tensor, past_values: Tensor, made: Tensor) -> tuple[Tensor
 SHAPES = ("b 4 s 16", "b 4 s 16", "b 1 128")
 
 
-def kernels_of_cats(function: Any, **sizes: int) -> list[list[Node]]:
-    graph = trace(function, *SHAPES, **{"b": 2, "s": 9, **sizes}).graph
+def attended(past_keys: Tensor, past_values: Tensor, made: Tensor) -> Tensor:
+    """Attention has as many values as keys, so the lengths of both pieces are one size."""
+    keys, values = cached(past_keys, past_values, made)
+    return F.scaled_dot_product_attention(made[..., :64].view(-1, 4, 1, 16), keys, values)
+
+
+def kernels_of_cats(
+    function: Any, shapes: tuple[str, ...] = SHAPES, **sizes: int
+) -> list[list[Node]]:
+    graph = trace(function, *shapes, **{"b": 2, "s": 9, **sizes}).graph
     found = [[n for n in group.nodes if n.op == "cat"] for group in planner.plan(graph).groups]
     return [cats for cats in found if cats]
 
 
 def test_two_of_one_value_are_one_kernel() -> None:
     assert list(map(len, kernels_of_cats(cached))) == [2]
+
+
+def test_keys_and_values_have_one_length() -> None:
+    shapes = ("b 4 s 16", "b 4 t 16", "b 1 128")
+    assert list(map(len, kernels_of_cats(attended, shapes, t=9))) == [2]
+    assert list(map(len, kernels_of_cats(cached, shapes, t=9))) == [1, 1]
 
 
 def test_two_of_several_values_are_two() -> None:

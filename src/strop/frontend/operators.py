@@ -125,7 +125,7 @@ def _linspace_shape(
 def _attention_shape(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    torch._check(q.shape[-1] == k.shape[-1])
+    torch._check(q.shape[-1] == k.shape[-1] and k.shape[2] == v.shape[2])
     check_types(q, k, v)
     shape = (*q.shape[:-1], v.shape[-1])
     order = sorted(range(q.dim()), key=lambda d: -traced(q.stride(d)))
