@@ -64,6 +64,14 @@ def test_numbers_of_adapters_go_apart() -> None:
     assert copied(given, dtypes) == {"_foreach_copy_": 1, "copy_": 2}
 
 
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_tokens_beside_a_cache_go_apart(place: int) -> None:
+    """Keys and values of a decoder's layers share a launch, wherever its tokens stand."""
+    given = [torch.randn(LARGE + 1).half() for _ in range(6)]
+    given.insert(place, torch.arange(4))
+    assert copied(given, [t.dtype for t in given]) == {"_foreach_copy_": 1, "copy_": 1}
+
+
 def test_results_are_the_callers_own() -> None:
     """One, or several of several types and orders of memory, and what is no tensor."""
     dense = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)

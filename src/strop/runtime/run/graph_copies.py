@@ -29,18 +29,18 @@ class SharedResults:
 
 def copy_all(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copy tensors to their places. torch copies tensors of one type in one launch, of several
-    types one by one: numbers, of which an adapter has one for each layer, go apart."""
-    left = set(range(len(given)))
-    numbers = [n for n, t in enumerate(given) if not t.dim() and t.dtype is torch.float64]
-    if len(numbers) > 1:
-        _copy_together([places[n] for n in numbers], [given[n] for n in numbers])
-        left -= {*numbers}
-    large = {n for n in left if given[n].numel() > LARGE}
-    if len(large) <= MOST_ALONE:
-        for n in sorted(large):
-            places[n].copy_(given[n])
-        left -= large
-    _copy_together([places[n] for n in sorted(left)], [given[n] for n in sorted(left)])
+    types one by one, so each type goes apart: tokens beside a cache of keys and values, and
+    numbers, of which an adapter has one for each layer."""
+    large = [n for n, tensor in enumerate(given) if tensor.numel() > LARGE]
+    alone = {*large} if len(large) <= MOST_ALONE else set()
+    for n in sorted(alone):
+        places[n].copy_(given[n])
+    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
+    for n, (place, tensor) in enumerate(zip(places, given, strict=True)):
+        if n not in alone:
+            alike.setdefault((place.dtype, tensor.dtype, tensor.device), []).append(n)
+    for some in alike.values():
+        _copy_together([places[n] for n in some], [given[n] for n in some])
 
 
 def _copy_together(places: list[Tensor], given: list[Tensor]) -> None:
