@@ -53,7 +53,7 @@ class Pool(GraphPool):
 
     def __init__(self) -> None:
         self.device, self.num_captures, self._graphs = CPU, 0, OrderedDict()
-        self._lock, self._wander = nullcontext(), set()
+        self._lock, self._wander, self._kept = nullcontext(), set(), set()
         self._done = self.done = Done()
         self.num_replays = 0
 
@@ -73,7 +73,7 @@ class Pool(GraphPool):
         return captured.replay(inputs, stamp, moment)
 
     def _capture(
-        self, inputs: Sequence[Tensor], specs: Any, make: MakeBound, repeated: Any
+        self, inputs: Sequence[Tensor], specs: Any, make: MakeBound, repeated: Any, **_: Any
     ) -> CapturedGraph:
         bound = make(workspace_of(CPU, 0), 0)
         in_place = graphs._in_place(bound, inputs, specs, repeated)

@@ -5,7 +5,9 @@ as long as all calls come from one stream they share it with the runs without a 
 that do not fit the byte budget push out the least recently used ones. A graph's inputs are copied
 in and its results copied out: nobody outside ever holds memory of the pool. Large inputs that lie
 where they lay in the call before, such as a cache of keys and values, are read where they are; the
-first call that has them elsewhere captures anew, and has them copied from then on.
+first call that has them elsewhere captures anew, and has them copied from then on. Large results
+are handed out where they are (``handed_results.py``); the first call that comes while somebody
+keeps those of the call before captures anew, and copies from then on.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from strop.runtime.loop.hoisting import Moment, Stamp, written
 from strop.runtime.run import group_shutdowns
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.graph_copies import SharedResults, copies_of, copy_all, shared_by
+from strop.runtime.run.handed_results import HandedResults, ResultPool, handed_of
 from strop.runtime.run.library_workspaces import library_workspaces
 from strop.runtime.run.own_streams import own_stream
+from strop.runtime.run.replay_gain import reason_against
 from strop.runtime.run.workspace import Workspace, workspace_of
 from strop.wording import counted
 
@@ -56,13 +60,14 @@ class CapturedGraph:
     prologue: torch.cuda.CUDAGraph | None  # replayed where what it leaves is not there
     timed: torch.cuda.CUDAGraph | None  # replayed where no table has what it leaves
     inputs: tuple[Tensor | None, ...]  # None for what is read where it lies
-    results: tuple[Any, ...]
+    results: tuple[Any, ...]  # None for what is handed out where it is
     bound: Bound  # owns counters and weights that the graph points to, and its memory
     size_bytes: int
     num_kernels: int  # without the prologue's and those of ``timed``
     num_timed: int = 0  # kernels of ``timed``
     shared: tuple[SharedResults, ...] = ()  # memory of several results
     in_place: Mapping[int, int] = field(default_factory=dict)  # addresses, by place
+    handed: HandedResults | None = None
 
     def replay(
         self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
@@ -92,6 +97,8 @@ class CapturedGraph:
                 count += self.num_timed
         self.graph.replay()
         results = copies_of(self.results, self.shared)
+        if self.handed is not None:
+            results = self.handed.hand_over(results)
         if rows is None:  # for the steps behind this one: the GPU is at work, and the host need not
             bound.make_timetable(moment, self._read(inputs))
         return results, count
@@ -150,6 +157,7 @@ class GraphPool:
         self.num_captures = 0
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._wander = set[Hashable]()  # graphs whose inputs come from elsewhere each time
+        self._kept = set[Hashable]()  # graphs whose results somebody keeps over the next call
         self._renew_pool()
         self._stream = own_stream(self, device)
         self._libraries = library_workspaces(device)
@@ -287,9 +295,15 @@ class GraphPool:
         if captured is not None and not captured.reads(inputs, specs):
             self._wander.add(key)
             captured = None
-        if captured is None or captured.bound.has_moved:
+        if captured is not None and captured.bound.has_moved:
+            captured = None
+        if captured is not None and captured.handed and not captured.handed.are_back():
+            self._kept.add(key)
+            captured = None  # with its memory, before more is taken
+        if captured is None:
             repeated = () if key in self._wander else repeated
-            captured = self._capture(inputs, specs, make, repeated)
+            hands_over = key not in self._kept
+            captured = self._capture(inputs, specs, make, repeated, hands_over=hands_over)
             self._graphs[key] = captured
             self._trim(budget_bytes)
             return captured
@@ -351,16 +365,23 @@ class GraphPool:
         specs: Sequence[TensorSpec],
         make: MakeBound,
         repeated: Collection[int],
+        *,
+        hands_over: bool,
     ) -> CapturedGraph:
         stream, caller = self._stream, torch.cuda.current_stream(self.device)
         assert self._workspace is not None
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
             bound = make(self._workspace, stream.cuda_stream)
-            if bound.against_graph:
+            reason = bound.against_graph
+            if not (reason or hands_over):
+                reason = reason_against(bound.plan, hands_over=False)
+            if reason:
                 caller.wait_stream(stream)
-                raise NoGraphError(bound.against_graph)
+                raise NoGraphError(reason)
             self._hold(bound)
+            with torch.cuda.stream(caller):
+                handed = self._handed(bound) if hands_over else None
             in_place = _in_place(bound, inputs, specs, repeated)
             own = tuple(
                 None if n in in_place else spec.empty(x.shape).copy_(x)
@@ -370,7 +391,8 @@ class GraphPool:
             generator = torch.cuda.default_generators[self.device.index]
             state = generator.get_state()
             with rehearsed():
-                bound.run(static)  # lets libraries choose algorithms outside of the capture
+                # lets libraries choose algorithms outside of the capture
+                bound.run(static, told=handed)
             generator.set_state(state)  # as if it had drawn nothing
             prologue = timed = None
             num_timed = 0
@@ -379,12 +401,17 @@ class GraphPool:
             if bound.timetable.steps:
                 bound.timetable.record = self._replayable
                 timed, _, num_timed = self._recorded(lambda: bound.run_timed(static))
-            graph, results, num_kernels = self._recorded(lambda: tuple(bound.run_rest(static)))
+            graph, results, num_kernels = self._recorded(
+                lambda: tuple(bound.run_rest(static, handed))
+            )
+            if handed is not None:
+                results = handed.let_go(results)
         caller.wait_stream(stream)
         self.num_captures += 1
         group_shutdowns.note_capture(self)
         tensors = [t for t in (*own, *results) if isinstance(t, Tensor)]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
+        size += 0 if handed is None else handed.size_bytes
         return CapturedGraph(
             graph,
             prologue,
@@ -397,7 +424,13 @@ class GraphPool:
             num_timed,
             shared_by(results),
             in_place,
+            handed,
         )
+
+    def _handed(self, bound: Bound) -> HandedResults | None:
+        """Make memory for results on the caller's stream, which is current."""
+        looks = handed_of(bound.plan)
+        return HandedResults(ResultPool(self.device), looks) if looks else None
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
         """Return a graph that is ready to be replayed, what ``run`` gave, and how many kernels the

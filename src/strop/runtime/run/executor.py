@@ -233,10 +233,10 @@ class Bound:
         with self._workspace.lock:
             self._walk(self._begin(inputs), self.timetable.steps)
 
-    def run_rest(self, inputs: Sequence[Tensor]) -> list[Any]:
+    def run_rest(self, inputs: Sequence[Tensor], told: Told | None = None) -> list[Any]:
         """Run what is left, and return the results."""
         with self._workspace.lock:
-            return self._run_late(self._begin(inputs))
+            return self._run_late(self._begin(inputs), told)
 
     def straight(self, structured: Callable[[list[Any]], Any]) -> cpu_runs.Run | None:
         """Return ``run`` without a walk, for a program that is nothing but kernels on a CPU; else

@@ -1,14 +1,17 @@
 """Say where a CUDA graph would cost more than it spares.
 
 A graph reads its own memory and writes to its own, so that arguments are copied in and results out:
-each is there twice, and moved once more. What it spares is the host's time for launches, which
-nobody waits for where the GPU is at work for much longer.
+each is there twice, and moved once more, but for large results that nobody keeps for long
+(``handed_results.py``). What it spares is the host's time for launches, which nobody waits for
+where the GPU is at work for much longer.
 """
 
 from __future__ import annotations
 
 import math
 
+from strop.runtime.run.handed_results import handed_of
+from strop.runtime.run.ready_results import places_of
 from strop.runtime.run.shape_plan import ShapePlan
 
 # Of the host, for a step: 3.0 ms for GPT-2's 110 on a Xeon, the look at the module, results and
@@ -19,11 +22,15 @@ MARGIN = 2.0
 LEAST_BYTES = 32 << 20  # of what is copied: 20 us, and less than what torch's own rounding costs
 
 
-def reason_against(plan: ShapePlan) -> str:
-    """Return why this is to be run step by step, or nothing."""
+def reason_against(plan: ShapePlan, *, hands_over: bool = True) -> str:
+    """Return why this is to be run step by step, or nothing. Unless the graph ``hands_over`` large
+    results it copies them."""
     if plan.program.device != "cuda":
         return ""
-    numbers = [*plan.arguments, *(number for number, _ in plan.results)]
+    handed = handed_of(plan) if hands_over else {}
+    at = places_of(plan)
+    results = [number for number, _ in plan.results if at.get(number) not in handed]
+    numbers = [*plan.arguments, *results]
     copied_bytes = sum(map(plan.sizes.bytes_of, numbers))
     if copied_bytes < LEAST_BYTES:
         return ""
