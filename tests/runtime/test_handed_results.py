@@ -15,7 +15,7 @@ import strop
 from strop.options import Options
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run import handed_results
-from strop.runtime.run.handed_results import LEAST_BYTES, HandedResults, handed_of
+from strop.runtime.run.handed_results import LEAST_SUM_BYTES, HandedResults, handed_of
 from strop.runtime.run.replay_gain import reason_against
 from strop.runtime.run.sizes import Look
 from tests.badinput.nets import optimized
@@ -58,7 +58,8 @@ class Step(nn.Module):
 
 @pytest.fixture
 def _for_small_ones(gpu: Torch, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(handed_results, "LEAST_BYTES", 40 * 8 * 4)
+    monkeypatch.setattr(handed_results, "LEAST_SUM_BYTES", 40 * 8 * 4)
+    monkeypatch.setattr(handed_results, "LEAST_BYTES", 40 * 4)
     monkeypatch.setattr(graphs, "ResultPool", Memory)
 
 
@@ -156,7 +157,18 @@ def test_a_program_that_hands_over_may_have_a_graph() -> None:
     assert handed_of(plan)
     assert f"{(1 << 18) * ROW_BYTES >> 20} MiB of arguments" in reason_against(plan)
     assert f"{(2 << 18) * ROW_BYTES >> 20} MiB" in reason_against(plan, hands_over=False)
-    assert not handed_of(planned(LEAST_BYTES // ROW_BYTES - 1))
+    assert handed_of(planned(LEAST_SUM_BYTES // ROW_BYTES))
+    assert not handed_of(planned(LEAST_SUM_BYTES // ROW_BYTES - 1))
+
+
+@pytest.mark.usefixtures("_for_small_ones")
+def test_small_ones_beside_large_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handed_results, "LEAST_BYTES", 40 * 8 * 4)
+    module = made()
+    for _ in range(4):
+        checked(module, torch.randn(40, 8))
+    (captured,) = graphs.pool_of(CPU)._graphs.values()
+    assert [result is None for result in captured.results] == [True, True, False]
 
 
 class Large(nn.Module):

@@ -21,18 +21,25 @@ from strop.runtime.run.ready_results import places_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
 
-# Of all results of a program: to copy these takes 8 us and more. A caller who keeps the result of
-# a call over the next one costs a second capture, and samplers do so with what a denoiser gives,
+# Of all such results of a program: to copy these takes 8 us and more. A caller who keeps the result
+# of a call over the next one costs a second capture, and samplers do so with what a denoiser gives,
 # which is smaller: 15 MB are the latents of 129 frames of 720p.
-LEAST_BYTES = 16 << 20
+LEAST_SUM_BYTES = 16 << 20
+# Of each: the host takes some 10 us for one before the replay, and smaller ones share one copy.
+LEAST_BYTES = 1 << 20
 
 
 def handed_of(plan: ShapePlan) -> dict[int, Look]:
     """Return the results that are worth it, by place: those that have a buffer for themselves."""
     looks = dict(plan.results)
-    found = {place: looks[number] for number, place in places_of(plan).items()}
-    size = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in found.values())
-    return found if size >= LEAST_BYTES else {}
+    made = {place: looks[number] for number, place in places_of(plan).items()}
+    found = {place: look for place, look in made.items() if _bytes_of(look) >= LEAST_BYTES}
+    return found if sum(map(_bytes_of, found.values())) >= LEAST_SUM_BYTES else {}
+
+
+def _bytes_of(look: Look) -> int:
+    shape, _, dtype = look
+    return math.prod(shape) * dtype.itemsize
 
 
 class ResultPool:
@@ -64,7 +71,7 @@ class HandedResults:
 
     @property
     def size_bytes(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in self._looks.values())
+        return sum(map(_bytes_of, self._looks.values()))
 
     def are_back(self) -> bool:
         """Take the memory again; False where somebody has some of it."""
@@ -86,17 +93,20 @@ class HandedResults:
 
     def let_go(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note how results lie in their memory, and return the others in their places."""
-        for place in self._looks:
+        for place, (shape, strides, _) in self._looks.items():
             found = results[place]
-            self._views[place] = (found.shape, found.stride(), found.storage_offset())
+            view = found.shape, found.stride(), found.storage_offset()
+            if view != (shape, strides, 0):
+                self._views[place] = view
         return tuple(None if n in self._looks else r for n, r in enumerate(results))
 
     def hand_over(self, results: list[Any]) -> list[Any]:
         """Put results in their places, and keep none."""
         given, self._given = self._given, None
         assert given is not None
-        for place, view in self._views.items():
-            results[place] = given[place].as_strided(*view)
+        for place, tensor in given.items():
+            view = self._views.get(place)
+            results[place] = tensor if view is None else tensor.as_strided(*view)
         return results
 
 
