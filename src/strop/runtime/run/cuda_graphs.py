@@ -369,17 +369,9 @@ class GraphPool:
         hands_over: bool,
     ) -> CapturedGraph:
         stream, caller = self._stream, torch.cuda.current_stream(self.device)
-        assert self._workspace is not None
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
-            bound = make(self._workspace, stream.cuda_stream)
-            reason = bound.against_graph
-            if not (reason or hands_over):
-                reason = reason_against(bound.plan, hands_over=False)
-            if reason:
-                caller.wait_stream(stream)
-                raise NoGraphError(reason)
-            self._hold(bound)
+            bound = self._bound(make, caller, hands_over=hands_over)
             with torch.cuda.stream(caller):
                 handed = self._handed(bound) if hands_over else None
             in_place = _in_place(bound, inputs, specs, repeated)
@@ -388,12 +380,7 @@ class GraphPool:
                 for n, (x, spec) in enumerate(zip(inputs, specs, strict=True))
             )
             static = [x if mine is None else mine for x, mine in zip(inputs, own, strict=True)]
-            generator = torch.cuda.default_generators[self.device.index]
-            state = generator.get_state()
-            with rehearsed():
-                # lets libraries choose algorithms outside of the capture
-                bound.run(static, told=handed)
-            generator.set_state(state)  # as if it had drawn nothing
+            self._rehearse(bound, static, handed)
             prologue = timed = None
             num_timed = 0
             if bound.hoisted.steps:
@@ -426,6 +413,30 @@ class GraphPool:
             in_place,
             handed,
         )
+
+    def _bound(self, make: MakeBound, caller: torch.cuda.Stream, *, hands_over: bool) -> Bound:
+        """Bind a program on the stream of captures, which is current. Raises NoGraphError where no
+        graph is to run it."""
+        assert self._workspace is not None
+        bound = make(self._workspace, self._stream.cuda_stream)
+        reason = bound.against_graph
+        if not (reason or hands_over):
+            reason = reason_against(bound.plan, hands_over=False)
+        if reason:
+            caller.wait_stream(self._stream)
+            raise NoGraphError(reason)
+        self._hold(bound)
+        return bound
+
+    def _rehearse(
+        self, bound: Bound, static: Sequence[Tensor], handed: HandedResults | None
+    ) -> None:
+        """Let libraries choose algorithms outside of the capture, as if nothing had been drawn."""
+        generator = torch.cuda.default_generators[self.device.index]
+        state = generator.get_state()
+        with rehearsed():
+            bound.run(static, told=handed)
+        generator.set_state(state)
 
     def _handed(self, bound: Bound) -> HandedResults | None:
         """Make memory for results on the caller's stream, which is current."""
