@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import strop
 from strop.api import dispatchers_of
-from strop.bench import environment
+from strop.bench import environment, zoo_times
 from strop.bench.zoo_inputs import Inputs, Shape
 from strop.bench.zoo_model import ZooModel
 from strop.errors import StropError
@@ -305,6 +305,15 @@ def run(
     }
 
 
+def add_times(
+    result: dict[str, Any], plan: zoo_times.TimesPlan, times: Mapping[str, zoo_times.Found]
+) -> None:
+    """Put times of models beside what was judged of them."""
+    result["times"] = {key: getattr(plan, key) for key in ("batches", "peers", "samples", "jobs")}
+    for model in result["models"]:
+        model["times"] = times[model["name"]]
+
+
 def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     """Return overloads that torch runs: calls over the zoo, models, and one place each."""
     calls: Counter[str] = Counter()
@@ -324,7 +333,10 @@ def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the table of all models: a header, then a row for each."""
     rows: list[tuple[str, ...]] = [
-        ("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict", "why not")
+        (
+            *("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict"),
+            *(*zoo_times.header(result), "why not"),
+        )
     ]
     for m in result["models"]:
         rows.append(
@@ -336,6 +348,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 str(m["num_recompiles"]),
                 f"{m['kernel_share']:.0%}" if m["num_graphs"] else "",
                 "yes" if m["is_strict"] else "no",
+                *zoo_times.cells(result, m),
                 m["complaint"],
             )
         )
@@ -363,6 +376,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f" {found['diffusers']}, {found.get('gpu', 'CPU')}.",
         "",
     ]
+    if "times" in result:
+        head += [*zoo_times.about(result), ""]
     missing = [("overload", "models", "calls", "for example")]
     missing += [
         (m["overload"], str(len(m["models"])), str(m["calls"]), m["place"])

@@ -1,0 +1,248 @@
+"""Time models of the zoo in turns with their peers (``strop bench models --times``).
+
+On a CPU each runs on one thread, by the time of the processor, beside eager. On a GPU it runs
+beside eager, and beside eager and Inductor in CUDA graphs made by hand; Inductor compiles each
+batch for itself, which is its fastest mode. Widths are tiny, so a call is mostly what it costs to
+begin kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import strop
+from strop.bench import cpu_turns, timer, turns
+from strop.bench.kernel import own_code
+from strop.bench.zoo_inputs import Inputs
+from strop.bench.zoo_model import ZooModel
+from strop.errors import OptionError
+from strop.wording import counted
+
+BATCHES = (1, 4, 16)
+SAMPLES, WARM_UPS = 11, 3
+INNER = 20  # calls a sample on a GPU
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("eager",),
+    "cuda": ("eager", "eager-graph", "inductor-graph"),
+}
+MOST_GRAPHS = 1000  # of torch's in one process: each batch of each model is one
+Call = Callable[[], Any]
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TimesPlan:
+    """Say how to time: ``jobs`` models are prepared at the same time, each in a process of its
+    own, and timed one after another; one job stays in this process."""
+
+    device: str
+    options: strop.Options
+    batches: tuple[int, ...] = BATCHES
+    peers: tuple[str, ...] = ("eager",)
+    samples: int = SAMPLES
+    jobs: int = 1
+    budget_s: float = 3600.0
+
+
+def peers_on(device: str, asked: Sequence[str]) -> tuple[str, ...]:
+    """Return the peers of a device that are asked for. Raises OptionError where there is none."""
+    found = tuple(peer for peer in PEERS[device] if peer in asked)
+    if not found:
+        raise OptionError(f"peers of --times are {', '.join(PEERS[device])} on this device")
+    return found
+
+
+def run(
+    models: Sequence[ZooModel], plan: TimesPlan, each: Callable[[str], None] = lambda _: None
+) -> dict[str, Found]:
+    """Return times by model, which ``each`` hears of. What the budget has no time for, and what a
+    peer raises, says so."""
+    began, found = time.perf_counter(), dict[str, Found]()
+    names = [model.name for model in models]
+    for first in range(0, len(names), plan.jobs):
+        wave = names[first : first + plan.jobs]
+        if time.perf_counter() - began > plan.budget_s:
+            over = f"the budget of {plan.budget_s:.0f} s is over"
+            return found | {name: {"skipped": over} for name in names[first:]}
+        for name, times in zip(wave, _wave(wave, plan), strict=True):
+            found[name] = times
+            each(name)
+    return found
+
+
+def _wave(names: Sequence[str], plan: TimesPlan) -> Iterator[Found]:
+    works = [partial(work, name, plan) for name in names]
+    if plan.jobs > 1:
+        yield from turns.in_turns(works)
+        return
+    for each in works:
+        steps = each()
+        next(steps)
+        yield next(steps)
+
+
+def work(name: str, plan: TimesPlan) -> Iterator[Any]:
+    """Yield None as soon as all is compiled, and then, by batch, milliseconds of Strop (median) and
+    how many times as long each peer takes: percentiles over the turns."""
+    from strop.bench.zoo import ZOO
+
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
+    model = next(model for model in ZOO if model.name == name)
+    device = torch.device(plan.device)
+    ours, eager = (model.made().to(device) for _ in range(2))
+    strop.optimize(ours, options=plan.options)
+    with torch.no_grad(), _one_thread(device):
+        ready = {batch: _calls(model, ours, eager, batch, plan) for batch in plan.batches}
+        yield None
+        yield {str(batch): _timed(*calls, device, plan.samples) for batch, calls in ready.items()}
+
+
+def given_to(model: ZooModel, batch: int, device: torch.device) -> Inputs:
+    """Return inputs of the model's first shape, but for so many pictures, texts or the like."""
+    given = model.given((batch, *model.sizes.first[0][1:]))
+    moved: Inputs = pytree.tree_map_only(Tensor, lambda t: t.to(device), given)
+    return moved
+
+
+def _calls(
+    model: ZooModel, ours: nn.Module, eager: nn.Module, batch: int, plan: TimesPlan
+) -> tuple[dict[str, Call], Found]:
+    """Return what can be timed, warm, and what peers have raised."""
+    given = given_to(model, batch, torch.device(plan.device))
+    calls, failed = {"strop": _called(ours, given)}, dict[str, Any]()
+    _warm(calls["strop"])
+    for peer in plan.peers:
+        try:
+            calls[peer] = _peer(peer, eager, given)
+            _warm(calls[peer])
+        except Exception as error:
+            calls.pop(peer, None)
+            failed[peer] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    return calls, failed
+
+
+def _called(forward: Callable[..., Any], given: Inputs) -> Call:
+    return lambda: forward(**given)
+
+
+def _warm(call: Call) -> None:
+    for _ in range(WARM_UPS):
+        call()
+
+
+def _peer(name: str, module: nn.Module, given: Inputs) -> Call:
+    if name == "eager":
+        return _called(module, given)
+    forward: Callable[..., Any] = module
+    if name == "inductor-graph":
+        forward = torch.compile(own_code(module), dynamic=False)
+    return timer.captured(_called(forward, given))
+
+
+def _timed(calls: Mapping[str, Call], failed: Found, device: torch.device, samples: int) -> Found:
+    times = _gpu_ms(calls, device, samples) if device.type == "cuda" else _cpu_ms(calls, samples)
+    found: Found = {"strop_ms": round(statistics.median(times["strop"]), 4)}
+    for name in [*calls][1:]:
+        of = timer.timing_of([a / b for a, b in zip(times[name], times["strop"], strict=True)])
+        found[name] = {key: round(getattr(of, f"{key}_ms"), 2) for key in ("p20", "p50", "p80")}
+    return {**found, **failed}
+
+
+def _cpu_ms(calls: Mapping[str, Call], samples: int) -> cpu_turns.Times:
+    return cpu_turns.in_turns(calls, samples)
+
+
+def _gpu_ms(calls: Mapping[str, Call], device: torch.device, samples: int) -> cpu_turns.Times:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(samples):
+        for name, call in calls.items():
+            times[name].append(timer.elapsed_ms(call, device, INNER))
+    return times
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def header(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the titles of the columns, of which there are none without times."""
+    told = result.get("times") or {"peers": (), "batches": ()}
+    batches = ", ".join(map(str, told["batches"]))
+    return tuple(f"of {peer}'s speed at {batches}" for peer in told["peers"])
+
+
+def cells(result: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, ...]:
+    told, times = result.get("times") or {"peers": ()}, model.get("times") or {}
+    return tuple(_cell(peer, times) for peer in told["peers"])
+
+
+def _cell(peer: str, times: Found) -> str:
+    found = [row.get(peer, {}).get("p50") for row in times.values() if isinstance(row, dict)]
+    return ", ".join("-" if each is None else f"{each:.2f}" for each in found)
+
+
+def slower(result: Mapping[str, Any], peer: str) -> list[str]:
+    """Return models and batches at which the peer is faster, by the median."""
+    return [
+        f"{model['name']} at {batch} ({row[peer]['p50']:.2f})"
+        for model in result["models"]
+        for batch, row in (model.get("times") or {}).items()
+        if isinstance(row, dict) and row.get(peer, {}).get("p50", 1.0) < 1.0
+    ]
+
+
+def verdict(result: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each peer."""
+    found = []
+    for peer in result["times"]["peers"]:
+        rows = [
+            row[peer]["p50"]
+            for model in result["models"]
+            for row in (model.get("times") or {}).values()
+            if isinstance(row, dict) and "p50" in row.get(peer, {})
+        ]
+        if not rows:
+            found.append(f"Nothing was timed beside {peer}.")
+            continue
+        less = slower(result, peer)
+        found.append(
+            f"Beside {peer}, {counted(len(rows), 'row')}: median {statistics.median(rows):.2f}"
+            f" times as fast, least {min(rows):.2f}. Slower: {', '.join(less) or 'none'}."
+        )
+    return found
+
+
+def about(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines above the table that say what was timed, and who is faster."""
+    where = "on one thread, by the time of the processor,"
+    if "gpu" in result["environment"]:
+        where = "in fp32"
+    batches = ", ".join(map(str, result["times"]["batches"]))
+    return [
+        f"Times as fast as peers at batches {batches}, {where}",
+        f"medians of {result['times']['samples']} turns (`--times`). Widths are tiny, so that a",
+        "call is mostly what it costs to begin kernels.",
+        "",
+        *verdict(result),
+    ]
