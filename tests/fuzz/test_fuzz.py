@@ -108,13 +108,14 @@ def test_random_programs_compiled(folder: str) -> None:
 
 
 def test_random_programs_in_triton(folder: str) -> None:
-    """Its interpreter cuts bf16 where GPUs round, and numpy has no ~ of uint8."""
+    """Its interpreter cuts bf16 where GPUs round, and numpy has no ~ of uint8. A GPU leaves bags to
+    torch."""
     pytest.importorskip("triton")
 
     @settings(FUZZ, max_examples=NUM_INTERPRETED, phases=[Phase.generate])
     @given(program=programs(kinds=("f32", "f32", "f16", "i64", "bool")))
     def check(program: Program) -> None:
-        assume("bf16" not in program.source)
+        assume("bf16" not in program.source and "embedding_bag" not in program.source)
         try:
             with interpreted(triton=True):
                 judge(program, optimized(program, folder, record=True), slack=4.0)
