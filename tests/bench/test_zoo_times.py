@@ -99,8 +99,8 @@ def test_the_columns_and_who_is_slower() -> None:
     }
     result = result_of({"one": one, "two": {"skipped": "the budget of 1 s is over"}})
     assert zoo_times.header(result) == (
-        "of eager's speed at 1, 4",
-        "of inductor-graph's speed at 1, 4",
+        "times eager's speed at 1, 4",
+        "times inductor-graph's speed at 1, 4",
     )
     assert zoo_times.cells(result, result["models"][0]) == ("2.00, 0.90", "-, 2.00")
     assert zoo_times.cells(result, result["models"][1]) == ("", "")
@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["bench", "models", "--times", "--only", "dlrm", "--shapes", "1", "--device", "cpu"]
     done = CliRunner().invoke(app, [*asked, "--batches", "1,2", "--page", str(page)])
     assert done.exit_code == 0, done.output
-    assert "| strict | of eager's speed at 1, 2 | why not |" in page.read_text()
+    assert "| strict | times eager's speed at 1, 2 | why not |" in page.read_text()
     assert "Beside eager, 2 rows" in page.read_text()
     assert "Beside eager, 2 rows" in done.output
     wrong = CliRunner().invoke(app, [*asked, "--batches", "0"])

@@ -189,7 +189,7 @@ def header(result: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the titles of the columns, of which there are none without times."""
     told = result.get("times") or {"peers": (), "batches": ()}
     batches = ", ".join(map(str, told["batches"]))
-    return tuple(f"of {peer}'s speed at {batches}" for peer in told["peers"])
+    return tuple(f"times {peer}'s speed at {batches}" for peer in told["peers"])
 
 
 def cells(result: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, ...]:
@@ -235,14 +235,14 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
 
 def about(result: Mapping[str, Any]) -> list[str]:
     """Return the lines above the table that say what was timed, and who is faster."""
-    where = "on one thread, by the time of the processor,"
+    where = "on one thread, by the time of the processor"
     if "gpu" in result["environment"]:
-        where = "in fp32"
+        where = "by the events of the GPU"
     batches = ", ".join(map(str, result["times"]["batches"]))
     return [
-        f"Times as fast as peers at batches {batches}, {where}",
-        f"medians of {result['times']['samples']} turns (`--times`). Widths are tiny, so that a",
-        "call is mostly what it costs to begin kernels.",
+        f"`--times` tells how many times as fast as a peer a model is at batches {batches}, in fp32",
+        f"{where}: medians of {result['times']['samples']} turns. Widths are tiny, so that a call is",
+        "mostly what it costs to begin kernels.",
         "",
         *verdict(result),
     ]
