@@ -240,9 +240,9 @@ def about(result: Mapping[str, Any]) -> list[str]:
         where = "by the events of the GPU"
     batches = ", ".join(map(str, result["times"]["batches"]))
     return [
-        f"`--times` tells how many times as fast as a peer a model is at batches {batches}, in fp32",
-        f"{where}: medians of {result['times']['samples']} turns. Widths are tiny, so that a call is",
-        "mostly what it costs to begin kernels.",
+        f"`--times` tells how many times as fast as a peer a model is at batches {batches},",
+        f"in fp32 {where}: medians of {result['times']['samples']} turns. Widths are tiny, so that",
+        "a call is mostly what it costs to begin kernels.",
         "",
         *verdict(result),
     ]
