@@ -226,7 +226,7 @@ def _counts(module: nn.Module) -> dict[str, Any]:
         "num_recompiles": told.num_recompiles,
         "num_kernels": told.num_kernels,
         "kernel_share": round(compiled / max(compiled + others, 1), 4),
-        "parts": _parts(dispatcher.variants.all),
+        "parts": _parts(dispatcher.variants.all) if told.num_graphs != 1 else "",
         "fallbacks": {_short(why): n for c in told.components for why, n in c.fallbacks.items()},
         "opaque": dict(Counter(target for target, _ in opaque)),
         "origins": dict(reversed(opaque)),  # the first place of each
@@ -301,7 +301,7 @@ def run(
         "num_models": len(rows),
         "num_good": sum(v.is_good for v in rows),
         "missing": _missing(rows),
-        "models": [{**asdict(v), "is_good": v.is_good, "complaint": v.complaint} for v in rows],
+        "models": [_kept(verdict) for verdict in rows],
     }
 
 
@@ -312,6 +312,12 @@ def add_times(
     result["times"] = {key: getattr(plan, key) for key in ("batches", "peers", "samples", "jobs")}
     for model in result["models"]:
         model["times"] = times[model["name"]]
+
+
+def _kept(verdict: Verdict) -> dict[str, Any]:
+    """Return what a file keeps of a verdict: not what is empty."""
+    found = {key: value for key, value in asdict(verdict).items() if value not in ("", {})}
+    return {**found, "is_good": verdict.is_good, "complaint": verdict.complaint}
 
 
 def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:

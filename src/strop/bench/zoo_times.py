@@ -92,8 +92,9 @@ def _wave(names: Sequence[str], plan: TimesPlan) -> Iterator[Found]:
 
 
 def work(name: str, plan: TimesPlan) -> Iterator[Any]:
-    """Yield None as soon as all is compiled, and then, by batch, milliseconds of Strop (median) and
-    how many times as long each peer takes: percentiles over the turns."""
+    """Yield None as soon as all is compiled, and then, with a number for each batch, milliseconds
+    of Strop (median) and how many times as long each peer takes: percentiles over the turns, or
+    what it has raised."""
     from strop.bench.zoo import ZOO
 
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
@@ -105,7 +106,7 @@ def work(name: str, plan: TimesPlan) -> Iterator[Any]:
     with torch.no_grad(), _one_thread(device):
         ready = {batch: _calls(model, ours, eager, batch, plan) for batch in plan.batches}
         yield None
-        yield {str(batch): _timed(*calls, device, plan.samples) for batch, calls in ready.items()}
+        yield _packed([_timed(*calls, device, plan.samples) for calls in ready.values()], plan)
 
 
 def given_to(model: ZooModel, batch: int, device: torch.device) -> Inputs:
@@ -171,6 +172,15 @@ def _gpu_ms(calls: Mapping[str, Call], device: torch.device, samples: int) -> cp
     return times
 
 
+def _packed(rows: Sequence[Found], plan: TimesPlan) -> Found:
+    found: Found = {"strop_ms": [row["strop_ms"] for row in rows]}
+    for peer in plan.peers:
+        failed = [row[peer]["failed"] for row in rows if "failed" in row[peer]]
+        each = {key: [row[peer].get(key) for row in rows] for key in ("p20", "p50", "p80")}
+        found[peer] = {**each, **({"failed": failed[0]} if failed else {})}
+    return found
+
+
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -193,42 +203,37 @@ def header(result: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def cells(result: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, ...]:
-    told, times = result.get("times") or {"peers": ()}, model.get("times") or {}
-    return tuple(_cell(peer, times) for peer in told["peers"])
+    told = result.get("times") or {"peers": ()}
+    return tuple(
+        ", ".join("-" if each is None else f"{each:.2f}" for each in _medians(model, peer))
+        for peer in told["peers"]
+    )
 
 
-def _cell(peer: str, times: Found) -> str:
-    found = [row.get(peer, {}).get("p50") for row in times.values() if isinstance(row, dict)]
-    return ", ".join("-" if each is None else f"{each:.2f}" for each in found)
-
-
-def slower(result: Mapping[str, Any], peer: str) -> list[str]:
-    """Return models and batches at which the peer is faster, by the median."""
-    return [
-        f"{model['name']} at {batch} ({row[peer]['p50']:.2f})"
-        for model in result["models"]
-        for batch, row in (model.get("times") or {}).items()
-        if isinstance(row, dict) and row.get(peer, {}).get("p50", 1.0) < 1.0
-    ]
+def _medians(model: Mapping[str, Any], peer: str) -> Sequence[float | None]:
+    """Return a number for each batch, or nothing where the model was not timed."""
+    found: Sequence[float | None] = model["times"].get(peer, {}).get("p50", ())
+    return found
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each peer."""
-    found = []
+    """Return a sentence for each peer, which names where it is faster."""
+    batches, found = result["times"]["batches"], []
     for peer in result["times"]["peers"]:
         rows = [
-            row[peer]["p50"]
+            (f"{model['name']} at {batch} ({median:.2f})", median)
             for model in result["models"]
-            for row in (model.get("times") or {}).values()
-            if isinstance(row, dict) and "p50" in row.get(peer, {})
+            for batch, median in zip(batches, _medians(model, peer), strict=False)
+            if median is not None
         ]
         if not rows:
             found.append(f"Nothing was timed beside {peer}.")
             continue
-        less = slower(result, peer)
+        medians = [median for _, median in rows]
+        less = ", ".join(name for name, median in rows if median < 1.0) or "none"
         found.append(
-            f"Beside {peer}, {counted(len(rows), 'row')}: median {statistics.median(rows):.2f}"
-            f" times as fast, least {min(rows):.2f}. Slower: {', '.join(less) or 'none'}."
+            f"Beside {peer}, {counted(len(rows), 'row')}: median {statistics.median(medians):.2f}"
+            f" times as fast, least {min(medians):.2f}. Slower: {less}."
         )
     return found
 
