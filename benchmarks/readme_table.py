@@ -1,4 +1,4 @@
-"""Write the README's table of results from the JSON files: python benchmarks/readme_table.py"""
+"""Write the README's tables of results from the JSON files: python benchmarks/readme_table.py"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.bench import infer_report, train_report
+from strop.bench import cpu_report, infer_report, train_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,6 +39,15 @@ TRAIN = {
     "P11x": "fine-tune SDXL, 1024x1024, batch 4, cached latents",
 }
 
+# Rows of ``strop bench cpu``: what the README calls them, the type, and our fastest by default.
+CPU = {
+    "unet-16x24": ("a step of the built-in UNet, 16x24 latents, bf16", "bf16", "strop bf16"),
+    "bert-8x64": ("BERT-mini, 8 texts of 64 tokens, int8", "int8", "strop int8, static"),
+    "bert-1x32": ("the same, 1 text of 32 tokens, int8", "int8", "strop int8, static"),
+    "dlrm-256": ("DLRM with bags of ids, batch 256, fp32", "fp32", "strop fp32"),
+}
+CPU_PEERS = {"inductor": "`torch.compile`", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
+
 
 def table(results: Path = RESULTS) -> str:
     """Return the table in Markdown: a line for each row, with the newest results of ``results``."""
@@ -64,6 +73,23 @@ def table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def cpu_table(results: Path = RESULTS) -> str:
+    """Return how many times as fast as eager in fp32 each is, on one core of a CPU."""
+    found = {result["row"]: result for result in cpu_report.load(results)}
+    machine = found["unet-16x24"]["environment"]
+    told = f"One core of {machine['cpu']}, PyTorch {machine['torch']}; times eager's speed in fp32:"
+    lines = [told, "", _line(["", "Strop", *CPU_PEERS.values()]), _line(["---"] * 5)]
+    for row, (title, dtype, ours) in CPU.items():
+        names = (ours, *(f"{peer} {dtype}" for peer in CPU_PEERS))
+        texts = [_times(found[row]["contenders"].get(name, {})) for name in names]
+        lines.append(_line([title, f"**{texts[0]}**", *texts[1:]]))
+    return "\n".join(lines)
+
+
+def _times(contender: Found) -> str:
+    return f"{contender['over_eager']:.2f}" if contender.get("over_eager") else "-"
+
+
 def _number(result: Found, found: Found) -> str:
     if result["measures"] == "memory":
         return f"{found['peak_bytes'] / 2**30:.2f} GiB" if found.get("peak_bytes") else "-"
@@ -83,14 +109,16 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the table into the README; ``--check`` only tells whether it is there."""
+    """Write the tables into the README; ``--check`` only tells whether they are there."""
     page = ROOT / "README.md"
     if "--check" in arguments:
-        if table() in page.read_text(encoding="utf-8"):
+        text = page.read_text(encoding="utf-8")
+        if table() in text and cpu_table() in text:
             return 0
-        print("README.md has another table: run python benchmarks/readme_table.py")
+        print("README.md has other tables: run python benchmarks/readme_table.py")
         return 1
     infer_report.write_into(page, table(), "results")
+    infer_report.write_into(page, cpu_table(), "cpu")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 
 from strop.codegen.triton import emit
 from strop.codegen.triton_interpreter import interpret
+from strop.errors import CodegenError
 from strop.ir import interpret as judge
-from strop.ir.dims import symbol
-from strop.ir.loops import LoopKernel, Schedule
+from strop.ir.dims import const, symbol
+from strop.ir.loops import Bag, Load, LoopKernel, Schedule
 from strop.ir.ops import OPS, POINTWISE, Operands, Types
 from strop.ir.source import Emitted, KernelForm
 from tests.codegen import kernels, triton_samples
@@ -245,3 +247,12 @@ def _scalars(emitted):
 
 def test_text_depends_on_nothing_but_the_kernel():
     assert emit(SAMPLES["softmax"](F16).kernel) == emit(SAMPLES["softmax"](F16).kernel)
+
+
+def test_bags_of_rows_are_refused():
+    """A load of one row in place of all would be wrong without a word."""
+    kernel = SAMPLES["silu_flat"](F32).kernel
+    bag = Bag("sum", 0, const(0), symbol("n"), const(1), symbol("n"))
+    body = tuple(replace(s, bag=bag) if isinstance(s, Load) else s for s in kernel.body)
+    with pytest.raises(CodegenError, match="silu_flat: kernels of a CPU alone add up bags of rows"):
+        emit(replace(kernel, body=body))

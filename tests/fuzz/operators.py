@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from strop.ir.dims import const
+from strop.ir.dims import const, product
 from tests.fuzz.placing import (
     cat,
     diagonal,
@@ -32,7 +32,7 @@ from tests.fuzz.placing import (
 )
 from tests.fuzz.programs import ONE
 from tests.fuzz.rotating import regrouped, rotation, windows
-from tests.fuzz.values import Draft, Value, broadcast, is_width, widest
+from tests.fuzz.values import LARGEST, Draft, Value, broadcast, is_width, widest
 from tests.fuzz.writing import complex_rotation, strided_write
 
 # Python text -> the bound of the result from that of the operand
@@ -120,7 +120,7 @@ CHOICES = ("torch.maximum({0}, {1})", "torch.minimum({0}, {1})")
 COMPARISONS = ("{0} < {1}", "{0} >= {1}", "{0} == {1}", "{0} != {1}")
 LOGIC = ("{0} & {1}", "{0} | {1}", "{0} ^ {1}")
 PROMOTED = {("f16", "bf16"): "f32", ("bf16", "f16"): "f32"}
-ORDER = ("bool", "u8", "i32", "i64", "f16", "bf16", "f32", "f64")
+ORDER = ("bool", "u8", "i8", "i32", "i64", "f16", "bf16", "f32", "f64")
 
 
 def is_float(v: Value) -> bool:
@@ -191,7 +191,10 @@ def choice(d: Draft) -> None:
 
 def whole_pair(d: Draft) -> None:
     x = d.pick(lambda v: v.is_integer)
-    y, text = d.partner(x, lambda v: v.is_integer), d.one_of(("{0} + {1}", "{0} * {1}", *LOGIC))
+    # u8 and i8 make int16, which no value has
+    both = {"u8": "i8", "i8": "u8"}
+    y = d.partner(x, lambda v: v.is_integer and v.dtype != both.get(x.dtype))
+    text = d.one_of(("{0} + {1}", "{0} * {1}", *LOGIC))
     shape = broadcast(x.shape, y.shape)
     assert shape is not None
     bound = max(x.bound * y.bound, x.bound + y.bound, 8)
@@ -352,6 +355,48 @@ def linear(d: Draft) -> None:
     )
 
 
+def code_linear(d: Draft) -> None:
+    """A product of int8 codes, of rows with a scale each, as quantised linears make it."""
+    x = d.pick(lambda v: v.rank == 2 and v.is_float and v.is_exact and is_width(v.shape[-1]))
+    inner, outer = x.shape[-1].value, d.one_of((5, 3, 1))
+    codes = d.like(x, f"({x.name} * 8).round().clamp(-128, 127).to(i8)", dtype="i8", bound=128)
+    weight = f"({d.weight((outer, inner))} * 8).to(i8)"
+    shape = [x.shape[0], const(outer)]
+    bound = 128 * 8 * inner
+    text = f"torch._int_mm({codes.name}, {weight}.t())"
+    sums = d.add(text, "i32", shape, bound, is_exact=True)
+    scale = d.one_of(("0.0078125", f"({x.name}.abs().amax(-1, keepdim=True) + 1)"))
+    d.add(
+        f"{sums.name} * {scale}.to(f32)" if "(" in scale else f"{sums.name}.to(f32) * {scale}",
+        "f32",
+        shape,
+        bound * (x.bound + 1),
+        is_exact=False,
+    )
+
+
+def ragged_bag(d: Draft) -> None:
+    """Bags of rows of a table, whose lengths are values; some have no row."""
+    lengths = d.pick(lambda v: v.rank > 0 and v.dtype == "i64" and v.is_exact)
+    ids = d.pick(lambda v: v.dtype == "i64" and v.is_exact)
+    table, mode = d.weight((5, 3)), d.one_of(("sum", "mean", "max"))
+    # torch does not survive a call without ids
+    each, flat = (f"F.pad({v.name}.flatten().clamp(0, 4), (0, 1))" for v in (lengths, ids))
+    begins = f"({each}.cumsum(0) - {each}).clamp(max={ids.name}.numel() + 1)"
+    bags = [product(lengths.shape) + ONE, const(3)]
+    text = f"F.embedding_bag({flat}, {table}, {begins}, mode='{mode}')"
+    d.add(text, "f32", bags, LARGEST, is_exact=False)
+
+
+def segments(d: Draft) -> None:
+    """Sums of the elements that fall into each of a few segments, which values name."""
+    x = d.pick(lambda v: v.rank > 0 and v.dtype == "f32" and v.is_exact)
+    how = d.one_of(("index_add", "scatter_add"))
+    where = f"{x.name}.flatten().to(i64).clamp(0, 3)"
+    text = f"{x.name}.new_zeros(4).{how}(0, {where}, {x.name}.flatten())"
+    d.add(text, "f32", [const(4)], x.bound * prod(map(widest, x.shape)), is_exact=False)
+
+
 def matmul(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 1 and v.dtype == "f32")
     y = d.pick(
@@ -487,6 +532,11 @@ MOVES: tuple[Move, ...] = (
     products_of_cats,
     conv,
     lookup,
+    code_linear,
+    code_linear,
+    ragged_bag,
+    ragged_bag,
+    segments,
     in_place,
     in_place_pair,
     strided_write,
@@ -530,4 +580,26 @@ STITCHED: tuple[Move, ...] = (
     rotation,
     windows,
     regrouped,
+)
+# what quantised and recommendation models are made of
+CODED: tuple[Move, ...] = (
+    nothing,
+    code_linear,
+    code_linear,
+    ragged_bag,
+    ragged_bag,
+    segments,
+    lookup,
+    linear,
+    norm,
+    whole_pair,
+    cast,
+    pair,
+    smooth,
+    reduce,
+    step,
+    where,
+    comparison,
+    choice,
+    cat,
 )

@@ -26,6 +26,7 @@ DTYPES = {
     "i64": torch.int64,
     "i32": torch.int32,
     "u8": torch.uint8,
+    "i8": torch.int8,
     "bool": torch.bool,
 }
 FLOATS = ("f16", "bf16", "f32", "f64")

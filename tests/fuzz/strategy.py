@@ -26,7 +26,7 @@ SHAPES = (
     ("4",),
     ("2", "3", "4"),
 )
-KINDS = ("f32", "f32", "f32", "f16", "bf16", "i64", "bool", "u8")
+KINDS = ("f32", "f32", "f32", "f16", "bf16", "i64", "bool", "u8", "i8")
 LAYOUTS = ("dense", "dense", "transposed", "every_second", "offset", "expanded")
 OTHERS = (
     ({"b": 2, "s": 6}, {"b": 5, "s": 3}),

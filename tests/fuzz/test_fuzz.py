@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from tests.fuzz.compiled import check_compiled
 from tests.fuzz.interpreted import interpreted
 from tests.fuzz.judge import judge, optimized
-from tests.fuzz.operators import STITCHED
+from tests.fuzz.operators import CODED, STITCHED
 from tests.fuzz.programs import Program
 from tests.fuzz.strategy import programs
 
@@ -63,11 +63,42 @@ def test_random_programs(program: Program, folder: str) -> None:
         raise
 
 
+CODED_PROGRAMS = programs(
+    kinds=("f32", "f32", "f16", "bf16", "i8", "i8", "i64"), moves=CODED, most_lines=8
+)
+
+
+@settings(FUZZ, max_examples=EXAMPLES // 4 or 100)
+@given(program=CODED_PROGRAMS)
+def test_random_programs_with_codes_and_bags(program: Program, folder: str) -> None:
+    try:
+        with interpreted():
+            judge(program, optimized(program, folder, record=True))
+    except Exception:
+        note(program.script)
+        raise
+
+
+def test_codes_and_bags_are_drawn() -> None:
+    texts: list[str] = []
+
+    @settings(FUZZ, max_examples=150, phases=[Phase.generate])
+    @given(program=CODED_PROGRAMS)
+    def collect(program: Program) -> None:
+        kinds = {each.dtype for each in program.arguments}
+        texts.append(f"{program.source} {sorted(kinds)}")
+
+    collect()
+    wanted = ("'i8'", "'bf16'", "_int_mm", "embedding_bag", "_add(0")
+    counts = {text: sum(text in each for each in texts) for text in wanted}
+    assert min(counts.values()) >= 3, counts
+
+
 def test_random_programs_compiled(folder: str) -> None:
     drawn: list[Program] = []
 
     @settings(FUZZ, max_examples=NUM_COMPILED, phases=[Phase.generate])
-    @given(program=programs())
+    @given(program=programs() | programs() | CODED_PROGRAMS)
     def collect(program: Program) -> None:
         drawn.append(program)
 
@@ -77,13 +108,14 @@ def test_random_programs_compiled(folder: str) -> None:
 
 
 def test_random_programs_in_triton(folder: str) -> None:
-    """Its interpreter cuts bf16 where GPUs round, and numpy has no ~ of uint8."""
+    """Its interpreter cuts bf16 where GPUs round, and numpy has no ~ of uint8. A GPU leaves bags to
+    torch."""
     pytest.importorskip("triton")
 
     @settings(FUZZ, max_examples=NUM_INTERPRETED, phases=[Phase.generate])
     @given(program=programs(kinds=("f32", "f32", "f16", "i64", "bool")))
     def check(program: Program) -> None:
-        assume("bf16" not in program.source)
+        assume("bf16" not in program.source and "embedding_bag" not in program.source)
         try:
             with interpreted(triton=True):
                 judge(program, optimized(program, folder, record=True), slack=4.0)

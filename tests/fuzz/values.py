@@ -21,6 +21,7 @@ MOST = {
     "i64": 1e6,
     "i32": 1e6,
     "u8": 1e9,
+    "i8": 1e9,
     "bool": 1.0,
 }
 
@@ -51,7 +52,7 @@ class Value:
 
     @property
     def is_integer(self) -> bool:
-        return self.dtype in ("i64", "i32", "u8")
+        return self.dtype in ("i64", "i32", "u8", "i8")
 
 
 @dataclass

@@ -13,6 +13,7 @@ import strop
 from strop.errors import OutOfRangeError
 from strop.options import Options
 from strop.runtime.build.processors import processor
+from strop.runtime.run import free_sizes as module_of_sizes
 from strop.runtime.run.free_sizes import free_sizes
 
 ROWS = 40
@@ -189,3 +190,25 @@ def test_what_looks_otherwise_takes_no_short_way(tmp_path: Any) -> None:
         module.table.weight = nn.Parameter(torch.randn(ROWS, 13))
         assert not takes_short(module, (ids, starts))
         torch.testing.assert_close(module(ids, starts), module.forward.eager(ids, starts))
+
+
+def test_steps_are_not_walked_for_a_size_that_two_arguments_have(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a batch, which the first call at each further size would pay for."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+            return x * factors[:, None]
+
+    walked: list[Any] = []
+    asked = module_of_sizes._asked
+    monkeypatch.setattr(module_of_sizes, "_asked", lambda p: walked.append(p) or asked(p))
+    options = Options(cache_dir=str(tmp_path), strict=True)
+    scaled: Any = strop.optimize(Scaled().eval(), options=options)
+    for batch in (3, 5):
+        x, factors = torch.randn(batch, 4), torch.randn(batch)
+        assert torch.equal(scaled(x, factors), x * factors[:, None])
+    assert not walked
+    (variant,) = scaled.forward.variants.all
+    assert not free_sizes(variant.program)

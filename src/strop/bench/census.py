@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import strop
 from strop.api import dispatchers_of
-from strop.bench import environment
+from strop.bench import environment, zoo_times
 from strop.bench.zoo_inputs import Inputs, Shape
 from strop.bench.zoo_model import ZooModel
 from strop.errors import StropError
@@ -226,7 +226,7 @@ def _counts(module: nn.Module) -> dict[str, Any]:
         "num_recompiles": told.num_recompiles,
         "num_kernels": told.num_kernels,
         "kernel_share": round(compiled / max(compiled + others, 1), 4),
-        "parts": _parts(dispatcher.variants.all),
+        "parts": _parts(dispatcher.variants.all) if told.num_graphs != 1 else "",
         "fallbacks": {_short(why): n for c in told.components for why, n in c.fallbacks.items()},
         "opaque": dict(Counter(target for target, _ in opaque)),
         "origins": dict(reversed(opaque)),  # the first place of each
@@ -301,8 +301,23 @@ def run(
         "num_models": len(rows),
         "num_good": sum(v.is_good for v in rows),
         "missing": _missing(rows),
-        "models": [{**asdict(v), "is_good": v.is_good, "complaint": v.complaint} for v in rows],
+        "models": [_kept(verdict) for verdict in rows],
     }
+
+
+def add_times(
+    result: dict[str, Any], plan: zoo_times.TimesPlan, times: Mapping[str, zoo_times.Found]
+) -> None:
+    """Put times of models beside what was judged of them."""
+    result["times"] = {key: getattr(plan, key) for key in ("batches", "peers", "samples", "jobs")}
+    for model in result["models"]:
+        model["times"] = times[model["name"]]
+
+
+def _kept(verdict: Verdict) -> dict[str, Any]:
+    """Return what a file keeps of a verdict: not what is empty."""
+    found = {key: value for key, value in asdict(verdict).items() if value not in ("", {})}
+    return {**found, "is_good": verdict.is_good, "complaint": verdict.complaint}
 
 
 def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -324,7 +339,10 @@ def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the table of all models: a header, then a row for each."""
     rows: list[tuple[str, ...]] = [
-        ("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict", "why not")
+        (
+            *("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict"),
+            *(*zoo_times.header(result), "why not"),
+        )
     ]
     for m in result["models"]:
         rows.append(
@@ -336,6 +354,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 str(m["num_recompiles"]),
                 f"{m['kernel_share']:.0%}" if m["num_graphs"] else "",
                 "yes" if m["is_strict"] else "no",
+                *zoo_times.cells(result, m),
                 m["complaint"],
             )
         )
@@ -363,6 +382,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f" {found['diffusers']}, {found.get('gpu', 'CPU')}.",
         "",
     ]
+    if "times" in result:
+        head += [*zoo_times.about(result), ""]
     missing = [("overload", "models", "calls", "for example")]
     missing += [
         (m["overload"], str(len(m["models"])), str(m["calls"]), m["place"])

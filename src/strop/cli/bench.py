@@ -19,10 +19,11 @@ from strop.cli import (
     bench_speed,
     bench_train,
     bench_worst,
+    bench_zoo,
 )
 from strop.cli.arguments import ArchOption, DeviceName, DeviceOption
 from strop.cli.bench_infer import BudgetOption, TinyOption
-from strop.cli.bench_speed import BatchesOption, JobsOption, SpeedPeersOption
+from strop.cli.bench_speed import BatchesOption, JobsOption, SpeedPeersOption, TimesOption
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show
@@ -30,7 +31,6 @@ from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
-    from strop.bench.zoo_model import ZooModel
 
 COMPILE_EXAMPLES = """[bold]Examples[/]
 $ strop bench compile tiny-unet --device cpu
@@ -40,6 +40,7 @@ $ strop bench compile sd15-pipe --shapes 3 -o benchmarks/results
 MODELS_EXAMPLES = """[bold]Examples[/]
 $ strop bench models --only bert,gpt2-decode --device cpu
 $ strop bench models -o zoo.json --page zoo.md
+$ strop bench models --times --device cpu -o zoo.json --page zoo.md
 $ strop bench models --speed --only bert-base,vit-l --batches 8 -o speed.json
 $ strop bench models --speed --tiny --only bert-base --device cpu   # tries the code, not the speed
 """
@@ -180,6 +181,7 @@ def models(
             "--speed", help="Time networks at full size instead, beside Inductor in a CUDA graph."
         ),
     ] = False,
+    times: TimesOption = False,
     batches: BatchesOption = "",
     peers: SpeedPeersOption = "eager,eager-graph,inductor-graph",
     budget: BudgetOption = 3600.0,
@@ -192,10 +194,10 @@ def models(
     """Compile each architecture of the zoo at tiny widths, and judge the result.
 
     A model passes if one graph serves all its shapes without a fallback, if nearly all of it runs
-    in generated kernels, and if its results are as accurate as eager's. With --speed, encoders of
-    texts and pictures and GPT-2 are timed at full size; rows that --out has are not measured again,
-    so a run that was cut off goes on where it was. Compilers take most of its time, one core each:
-    --jobs has several networks prepared at a time.
+    in generated kernels, and if its results are as accurate as eager's. With --times, each is timed
+    as well. With --speed, encoders of texts and pictures and GPT-2 are timed at full size; rows
+    that --out has are not measured again, so a run that was cut off goes on where it was. Compilers
+    take most of its time, one core each: --jobs has several prepared at a time.
     """
     require_diffusion()
     for file in (out, page):
@@ -205,18 +207,9 @@ def models(
             only, batches, peers, device, out, page, budget, again=again, tiny=tiny, jobs=jobs
         )
         return
-    from strop.bench.zoo import ZOO
-
-    wanted = [name for name in only.split(",") if name]
-    unknown = sorted(set(wanted) - {m.name for m in ZOO})
-    if unknown:
-        raise typer.BadParameter(
-            f"no model {', '.join(unknown)}; there are {', '.join(m.name for m in ZOO)}",
-            param_hint="'--only'",
-        )
-    chosen = [m for m in ZOO if not wanted or m.name in wanted]
-    result = _census(chosen, arguments.chosen_device(device), shapes)
-    _write_census(result, out, page)
+    chosen, where = bench_zoo.chosen(only), arguments.chosen_device(device)
+    plan = bench_zoo.times_plan(where, batches, peers, budget, jobs) if times else None
+    bench_zoo.write(bench_zoo.census(chosen, where, shapes, plan), out, page)
 
 
 @app.command("kernel", epilog=KERNEL_EXAMPLES)
@@ -433,40 +426,6 @@ def _show_kernels(result: dict[str, Any]) -> None:
     show(header, found, result)
     if result["skipped"]:
         print(f"not measured, --limit is over: {counted(len(result['skipped']), 'case')}")
-
-
-def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[str, Any]:
-    """Run the census under a progress bar, which also keeps the compiler's warnings off the
-    table."""
-    import torch
-
-    from strop.bench import census
-    from strop.cli.models import quieten
-    from strop.cli.stages import only_errors, progress_bar
-    from strop.options import Options
-
-    quieten()
-    with only_errors(), progress_bar() as bar:
-        task = bar.add_task("models", total=len(chosen), note="")
-
-        def step(verdict: census.Verdict) -> None:
-            bar.update(task, advance=1, note=verdict.name)
-
-        return census.run(
-            chosen, torch.device(device), Options.from_environment(), step, num_shapes
-        )
-
-
-def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -> None:
-    from strop.bench import census, report
-
-    if out is not None:
-        result["file"] = str(report.write_json(result, out))
-    if page is not None:
-        page.write_text(census.markdown(result), encoding="utf-8")
-    header, *rows = census.rows_of(result)
-    show(header, rows, result)
-    print(f"passed: {result['num_good']} of {counted(result['num_models'], 'model')}")
 
 
 @app.command("select", epilog=SELECT_EXAMPLES)

@@ -14,8 +14,8 @@ from strop.cli.tables import show, wrong
 BatchesOption = Annotated[
     str,
     typer.Option(
-        help="With --speed, time these batches only; put commas between them. "
-        "[dim]\\[default: 1,8,32][/]",
+        help="With --speed or --times, time these batches only; put commas between them. "
+        "[dim]\\[default: 1,8,32; with --times 1,4,16][/]",
         show_default=False,
     ),
 ]
@@ -23,11 +23,19 @@ JobsOption = Annotated[
     int,
     typer.Option(
         min=1,
-        help="With --speed, prepare so many networks at the same time. Each is timed alone.",
+        help="With --speed or --times, prepare so many at the same time. Each is timed alone.",
+    ),
+]
+TimesOption = Annotated[
+    bool,
+    typer.Option(
+        "--times",
+        help="Time each model as well: on a CPU on one thread, beside eager; on a GPU also beside "
+        "Inductor in a CUDA graph.",
     ),
 ]
 SpeedPeersOption = Annotated[
-    str, typer.Option(help="With --speed, measure these peers; put commas between them.")
+    str, typer.Option(help="With --speed or --times, measure these peers; put commas between them.")
 ]
 
 

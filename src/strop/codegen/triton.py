@@ -23,9 +23,10 @@ from strop.codegen import (
 )
 from strop.codegen.effort import effort_of
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
+from strop.errors import CodegenError
 from strop.ir.dims import Expr
 from strop.ir.functions import EARLY, FUNCTIONS, SM_90
-from strop.ir.loops import LoopKernel, Reduce, Schedule, has_places
+from strop.ir.loops import Load, LoopKernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     BOUNDS_CHECK,
     Effort,
@@ -38,7 +39,13 @@ from strop.ir.source import (
 
 
 def emit(kernel: LoopKernel) -> Emitted:
-    """Print the Triton source of ``kernel``, and list the sizes that it takes."""
+    """Print the Triton source of ``kernel``, and list the sizes that it takes. Raises CodegenError
+    for bags of rows, which have no text in Triton."""
+    if any(isinstance(stmt, Load) and stmt.bag is not None for stmt in kernel.body):
+        raise CodegenError(
+            f"{kernel.name}: kernels of a CPU alone add up bags of rows; a graph for a GPU leaves"
+            " them to torch (strop.frontend.lookups)"
+        )
     return replace(_printed(kernel), variants=tuple(map(_variant, _forms(kernel))))
 
 

@@ -77,9 +77,12 @@ def free_sizes(program: Program) -> FreeSizes:
             (name,) = shape[0].roots
             if shape[0] == symbol(name):
                 roots.setdefault(name, place)
-    asked = _asked(program)
     shared = Counter(name for spec in program.inputs for name in _roots(spec.shape))
-    roots = {n: place for n, place in roots.items() if n not in asked and shared[n] == 1}
+    roots = {name: place for name, place in roots.items() if shared[name] == 1}
+    if not roots:  # of most programs, and the walk over all steps takes long
+        return NONE
+    asked = _asked(program)
+    roots = {name: place for name, place in roots.items() if name not in asked}
     long = tuple(
         (n, name)
         for n, buffer in enumerate(program.buffers)

@@ -56,16 +56,17 @@ def _placed(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[i
     total = 0
     for index in order:
         value = intervals[index]
-        size = aligned(value.size_bytes)
+        start, stop, size = value.first, value.last, aligned(value.size_bytes)
         offset = 0
         for begin, end, first, last in placed:  # kept sorted by offset
-            if last < value.first or value.last < first:
+            if last < start or stop < first:
                 continue
             if offset + size <= begin:
                 break
-            offset = max(offset, end)
+            if end > offset:
+                offset = end
         offsets[index] = offset
-        insort(placed, (offset, offset + size, value.first, value.last))
+        insort(placed, (offset, offset + size, start, stop))
         total = max(total, offset + size)
     return offsets, total
 

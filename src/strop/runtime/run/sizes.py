@@ -14,23 +14,33 @@ from strop.ir.program import KernelStep, Program, TensorRef
 Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
+class _Known(dict[Expr, int]):
+    """Numbers by size; one that is asked for is worked out first."""
+
+    def __init__(self, env: Mapping[str, int]) -> None:
+        super().__init__()
+        self._env = env
+
+    def __missing__(self, size: Expr) -> int:
+        found = self[size] = size.eval(self._env)
+        return found
+
+
 class Sizes:
     """``shapes`` and ``strides``, in elements, are those of the program's buffers, by number."""
 
     def __init__(self, program: Program, env: Mapping[str, int]) -> None:
         self.env = env
-        self._known: dict[Expr, int] = {}
+        self._known = _Known(env)
         self.shapes = [self.all(b.shape) for b in program.buffers]
         self.strides = [self.all(b.strides) for b in program.buffers]
         self.dtypes = [b.dtype for b in program.buffers]
 
     def of(self, size: Expr) -> int:
-        if size not in self._known:
-            self._known[size] = size.eval(self.env)
         return self._known[size]
 
     def all(self, sizes: Sequence[Expr]) -> tuple[int, ...]:
-        return tuple(self.of(size) for size in sizes)
+        return tuple(map(self._known.__getitem__, sizes))
 
     def concrete(self, value: Any) -> Any:
         """Return an attribute of a call with numbers in the place of its sizes."""

@@ -1,0 +1,253 @@
+"""Time models of the zoo in turns with their peers (``strop bench models --times``).
+
+On a CPU each runs on one thread, by the time of the processor, beside eager. On a GPU it runs
+beside eager, and beside eager and Inductor in CUDA graphs made by hand; Inductor compiles each
+batch for itself, which is its fastest mode. Widths are tiny, so a call is mostly what it costs to
+begin kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import strop
+from strop.bench import cpu_turns, timer, turns
+from strop.bench.kernel import own_code
+from strop.bench.zoo_inputs import Inputs
+from strop.bench.zoo_model import ZooModel
+from strop.errors import OptionError
+from strop.wording import counted
+
+BATCHES = (1, 4, 16)
+SAMPLES, WARM_UPS = 11, 3
+INNER = 20  # calls a sample on a GPU
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("eager",),
+    "cuda": ("eager", "eager-graph", "inductor-graph"),
+}
+MOST_GRAPHS = 1000  # of torch's in one process: each batch of each model is one
+Call = Callable[[], Any]
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TimesPlan:
+    """Say how to time: ``jobs`` models are prepared at the same time, each in a process of its
+    own, and timed one after another; one job stays in this process."""
+
+    device: str
+    options: strop.Options
+    batches: tuple[int, ...] = BATCHES
+    peers: tuple[str, ...] = ("eager",)
+    samples: int = SAMPLES
+    jobs: int = 1
+    budget_s: float = 3600.0
+
+
+def peers_on(device: str, asked: Sequence[str]) -> tuple[str, ...]:
+    """Return the peers of a device that are asked for. Raises OptionError where there is none."""
+    found = tuple(peer for peer in PEERS[device] if peer in asked)
+    if not found:
+        raise OptionError(f"peers of --times are {', '.join(PEERS[device])} on this device")
+    return found
+
+
+def run(
+    models: Sequence[ZooModel], plan: TimesPlan, each: Callable[[str], None] = lambda _: None
+) -> dict[str, Found]:
+    """Return times by model, which ``each`` hears of. What the budget has no time for, and what a
+    peer raises, says so."""
+    began, found = time.perf_counter(), dict[str, Found]()
+    names = [model.name for model in models]
+    for first in range(0, len(names), plan.jobs):
+        wave = names[first : first + plan.jobs]
+        if time.perf_counter() - began > plan.budget_s:
+            over = f"the budget of {plan.budget_s:.0f} s is over"
+            return found | {name: {"skipped": over} for name in names[first:]}
+        for name, times in zip(wave, _wave(wave, plan), strict=True):
+            found[name] = times
+            each(name)
+    return found
+
+
+def _wave(names: Sequence[str], plan: TimesPlan) -> Iterator[Found]:
+    works = [partial(work, name, plan) for name in names]
+    if plan.jobs > 1:
+        yield from turns.in_turns(works)
+        return
+    for each in works:
+        steps = each()
+        next(steps)
+        yield next(steps)
+
+
+def work(name: str, plan: TimesPlan) -> Iterator[Any]:
+    """Yield None as soon as all is compiled, and then, with a number for each batch, milliseconds
+    of Strop (median) and how many times as long each peer takes: percentiles over the turns, or
+    what it has raised."""
+    from strop.bench.zoo import ZOO
+
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
+    model = next(model for model in ZOO if model.name == name)
+    device = torch.device(plan.device)
+    ours, eager = (model.made().to(device) for _ in range(2))
+    strop.optimize(ours, options=plan.options)
+    with torch.no_grad(), _one_thread(device):
+        ready = {batch: _calls(model, ours, eager, batch, plan) for batch in plan.batches}
+        yield None
+        yield _packed([_timed(*calls, device, plan.samples) for calls in ready.values()], plan)
+
+
+def given_to(model: ZooModel, batch: int, device: torch.device) -> Inputs:
+    """Return inputs of the model's first shape, but for so many pictures, texts or the like."""
+    given = model.given((batch, *model.sizes.first[0][1:]))
+    moved: Inputs = pytree.tree_map_only(Tensor, lambda t: t.to(device), given)
+    return moved
+
+
+def _calls(
+    model: ZooModel, ours: nn.Module, eager: nn.Module, batch: int, plan: TimesPlan
+) -> tuple[dict[str, Call], Found]:
+    """Return what can be timed, warm, and what peers have raised."""
+    given = given_to(model, batch, torch.device(plan.device))
+    calls, failed = {"strop": _called(ours, given)}, dict[str, Any]()
+    _warm(calls["strop"])
+    for peer in plan.peers:
+        try:
+            calls[peer] = _peer(peer, eager, given)
+            _warm(calls[peer])
+        except Exception as error:
+            calls.pop(peer, None)
+            failed[peer] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    return calls, failed
+
+
+def _called(forward: Callable[..., Any], given: Inputs) -> Call:
+    return lambda: forward(**given)
+
+
+def _warm(call: Call) -> None:
+    for _ in range(WARM_UPS):
+        call()
+
+
+def _peer(name: str, module: nn.Module, given: Inputs) -> Call:
+    if name == "eager":
+        return _called(module, given)
+    forward: Callable[..., Any] = module
+    if name == "inductor-graph":
+        forward = torch.compile(own_code(module), dynamic=False)
+    return timer.captured(_called(forward, given))
+
+
+def _timed(calls: Mapping[str, Call], failed: Found, device: torch.device, samples: int) -> Found:
+    times = _gpu_ms(calls, device, samples) if device.type == "cuda" else _cpu_ms(calls, samples)
+    found: Found = {"strop_ms": round(statistics.median(times["strop"]), 4)}
+    for name in [*calls][1:]:
+        of = timer.timing_of([a / b for a, b in zip(times[name], times["strop"], strict=True)])
+        found[name] = {key: round(getattr(of, f"{key}_ms"), 2) for key in ("p20", "p50", "p80")}
+    return {**found, **failed}
+
+
+def _cpu_ms(calls: Mapping[str, Call], samples: int) -> cpu_turns.Times:
+    return cpu_turns.in_turns(calls, samples)
+
+
+def _gpu_ms(calls: Mapping[str, Call], device: torch.device, samples: int) -> cpu_turns.Times:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(samples):
+        for name, call in calls.items():
+            times[name].append(timer.elapsed_ms(call, device, INNER))
+    return times
+
+
+def _packed(rows: Sequence[Found], plan: TimesPlan) -> Found:
+    found: Found = {"strop_ms": [row["strop_ms"] for row in rows]}
+    for peer in plan.peers:
+        failed = [row[peer]["failed"] for row in rows if "failed" in row[peer]]
+        each = {key: [row[peer].get(key) for row in rows] for key in ("p20", "p50", "p80")}
+        found[peer] = {**each, **({"failed": failed[0]} if failed else {})}
+    return found
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def header(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the titles of the columns, of which there are none without times."""
+    told = result.get("times") or {"peers": (), "batches": ()}
+    batches = ", ".join(map(str, told["batches"]))
+    return tuple(f"times {peer}'s speed at {batches}" for peer in told["peers"])
+
+
+def cells(result: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, ...]:
+    told = result.get("times") or {"peers": ()}
+    return tuple(
+        ", ".join("-" if each is None else f"{each:.2f}" for each in _medians(model, peer))
+        for peer in told["peers"]
+    )
+
+
+def _medians(model: Mapping[str, Any], peer: str) -> Sequence[float | None]:
+    """Return a number for each batch, or nothing where the model was not timed."""
+    found: Sequence[float | None] = model["times"].get(peer, {}).get("p50", ())
+    return found
+
+
+def verdict(result: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each peer, which names where it is faster."""
+    batches, found = result["times"]["batches"], []
+    for peer in result["times"]["peers"]:
+        rows = [
+            (f"{model['name']} at {batch} ({median:.2f})", median)
+            for model in result["models"]
+            for batch, median in zip(batches, _medians(model, peer), strict=False)
+            if median is not None
+        ]
+        if not rows:
+            found.append(f"Nothing was timed beside {peer}.")
+            continue
+        medians = [median for _, median in rows]
+        less = ", ".join(name for name, median in rows if median < 1.0) or "none"
+        found.append(
+            f"Beside {peer}, {counted(len(rows), 'row')}: median {statistics.median(medians):.2f}"
+            f" times as fast, least {min(medians):.2f}. Slower: {less}."
+        )
+    return found
+
+
+def about(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines above the table that say what was timed, and who is faster."""
+    where = "on one thread, by the time of the processor"
+    if "gpu" in result["environment"]:
+        where = "by the events of the GPU"
+    batches = ", ".join(map(str, result["times"]["batches"]))
+    return [
+        f"`--times` tells how many times as fast as a peer a model is at batches {batches},",
+        f"in fp32 {where}: medians of {result['times']['samples']} turns. Widths are tiny, so that",
+        "a call is mostly what it costs to begin kernels.",
+        "",
+        *verdict(result),
+    ]

@@ -1,0 +1,128 @@
+"""``strop bench models --times``: models of the zoo beside their peers, and the table of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from strop.bench import census, zoo_times
+from strop.bench.zoo import ZOO
+from strop.bench.zoo_times import TimesPlan
+from strop.cli import app
+from strop.errors import OptionError
+from strop.options import Options
+
+DLRM = [model for model in ZOO if model.name == "dlrm"]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> TimesPlan:
+    return TimesPlan("cpu", Options(cache_dir=str(tmp_path)), (1, 3), samples=3)
+
+
+def test_a_model_is_timed_at_each_batch(plan: TimesPlan) -> None:
+    threads, heard = torch.get_num_threads(), list[str]()
+    found = zoo_times.run(DLRM, plan, heard.append)
+    assert heard == [*found] == ["dlrm"]
+    times = found["dlrm"]
+    assert len(times["strop_ms"]) == 2
+    assert min(times["strop_ms"]) > 0
+    for low, middle, high in zip(
+        *(times["eager"][key] for key in ("p20", "p50", "p80")), strict=True
+    ):
+        assert 0 < low <= middle <= high
+    assert torch.get_num_threads() == threads
+
+
+def test_every_model_takes_batches_of_one_and_sixteen() -> None:
+    for model in ZOO:
+        for batch in (1, 16):
+            given = zoo_times.given_to(model, batch, torch.device("cpu"))
+            leaves = torch.utils._pytree.tree_leaves(given)
+            assert any(batch in x.shape for x in leaves if isinstance(x, torch.Tensor)), model.name
+
+
+def test_what_the_budget_has_no_time_for_is_named(plan: TimesPlan) -> None:
+    found = zoo_times.run(DLRM, replace(plan, budget_s=0.0))
+    assert found == {"dlrm": {"skipped": "the budget of 0 s is over"}}
+
+
+def test_a_peer_that_raises_says_so(plan: TimesPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("it reads a number\nof the GPU")
+
+    monkeypatch.setattr(zoo_times, "_peer", refuse)
+    found = zoo_times.run(DLRM, plan)["dlrm"]
+    assert min(found["strop_ms"]) > 0
+    assert found["eager"]["failed"] == "ValueError: it reads a number"
+    assert found["eager"]["p50"] == [None, None]
+    assert zoo_times.verdict(result_of({"one": found}))[0] == "Nothing was timed beside eager."
+
+
+@pytest.mark.nightly
+def test_models_are_prepared_at_the_same_time(plan: TimesPlan) -> None:
+    models = [model for model in ZOO if model.name in ("dlrm", "mlp-mixer")]
+    found = zoo_times.run(models, replace(plan, jobs=2))
+    assert [*found] == ["mlp-mixer", "dlrm"]
+    assert all(min(times["eager"]["p50"]) > 0 for times in found.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_has_peers_in_graphs(plan: TimesPlan) -> None:
+    found = zoo_times.run(DLRM, replace(plan, device="cuda", peers=zoo_times.PEERS["cuda"]))
+    assert all(min(found["dlrm"][peer]["p50"]) > 0 for peer in zoo_times.PEERS["cuda"])
+
+
+def test_peers_of_another_device_are_refused() -> None:
+    asked = ("eager", "inductor-graph")
+    assert zoo_times.peers_on("cpu", asked) == ("eager",)
+    assert zoo_times.peers_on("cuda", asked) == asked
+    with pytest.raises(OptionError, match="peers of --times are eager on this device"):
+        zoo_times.peers_on("cpu", ("inductor-graph",))
+
+
+def result_of(times: dict[str, zoo_times.Found]) -> dict[str, Any]:
+    told = {"batches": [1, 4], "peers": ["eager", "inductor-graph"], "samples": 3}
+    models = [{"name": name, "times": found} for name, found in times.items()]
+    return {"times": told, "models": models, "environment": {}}
+
+
+def test_the_columns_and_who_is_slower() -> None:
+    one = {
+        "strop_ms": [1.0, 1.0],
+        "eager": {"p20": [1.9, 0.8], "p50": [2.0, 0.9], "p80": [2.1, 1.0]},
+        "inductor-graph": {"p20": [None, 1.9], "p50": [None, 2.0], "p80": [None, 2.1]},
+    }
+    result = result_of({"one": one, "two": {"skipped": "the budget of 1 s is over"}})
+    assert zoo_times.header(result) == (
+        "times eager's speed at 1, 4",
+        "times inductor-graph's speed at 1, 4",
+    )
+    assert zoo_times.cells(result, result["models"][0]) == ("2.00, 0.90", "-, 2.00")
+    assert zoo_times.cells(result, result["models"][1]) == ("", "")
+    assert zoo_times.verdict(result) == [
+        "Beside eager, 2 rows: median 1.45 times as fast, least 0.90. Slower: one at 4 (0.90).",
+        "Beside inductor-graph, 1 row: median 2.00 times as fast, least 2.00. Slower: none.",
+    ]
+    bare = {"models": [{"name": "one"}]}
+    assert zoo_times.header(bare) == zoo_times.cells(bare, bare["models"][0]) == ()
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE_DIR", str(tmp_path / "cache"))
+    page = tmp_path / "zoo.md"
+    asked = ["bench", "models", "--times", "--only", "dlrm", "--shapes", "1", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*asked, "--batches", "1,2", "--page", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "| strict | times eager's speed at 1, 2 | why not |" in page.read_text()
+    assert "Beside eager, 2 rows" in page.read_text()
+    assert "Beside eager, 2 rows" in done.output
+    wrong = CliRunner().invoke(app, [*asked, "--batches", "0"])
+    assert wrong.exit_code == 2
+    assert census.rows_of({"models": []})[0][-2:] == ("strict", "why not")
