@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.debug.reference import evaluate, input_values
 from strop.ir.graph import Graph
 from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.passes import run as run_passes
+from tests.badinput.nets import optimized
 from tests.frontend.tracing import trace, trace_specs
 
 Mask = Callable[[Tensor], Tensor]
@@ -77,6 +79,40 @@ def test_values_are_those_under_the_mask(name: str) -> None:
 def test_what_is_causal_already_stays() -> None:
     (attention,) = (n for n in graph_of(causal, is_causal=True).nodes if n.op == "attention")
     assert attention.attrs["causal"]
+
+
+class Remembers(nn.Module):
+    """Attends to a cache by a mask that is made for another one, or for queries."""
+
+    def __init__(self, *, is_of_queries: bool) -> None:
+        super().__init__()
+        self.layer, self.is_of_queries = nn.Linear(16, 16), is_of_queries
+
+    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        q = self.layer(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        rows, length = q.shape[2], first.shape[2]
+        keys = torch.arange(length + (0 if self.is_of_queries else rows))
+        begin = 0 if self.is_of_queries else length
+        mask = (keys[None] <= begin + torch.arange(rows)[:, None])[None, None]
+        own = second if self.is_of_queries else torch.cat([second, q], 2)
+        return F.scaled_dot_product_attention(q, own, own, mask)
+
+
+@pytest.mark.parametrize("is_of_queries", [True, False])
+def test_a_mask_that_is_not_read_has_the_sizes_of_scores(is_of_queries: bool) -> None:
+    """Eager raises where it has others, and so does a program that does without the mask."""
+    module: Any = optimized(Remembers(is_of_queries=is_of_queries))
+    for rows, first, second in ((1, 6, 6), (1, 7, 7), (1, 7, 9), (1, 6, 5), (1, 8, 8)):
+        rows = first if is_of_queries else rows
+        given = [torch.randn(2, rows, 16), *(torch.randn(2, 2, n, 8) for n in (first, second))]
+        if first == second:
+            wanted = Remembers.forward(module, *given)
+            torch.testing.assert_close(module(*given), wanted)
+        else:
+            with pytest.raises(RuntimeError, match="must match"):
+                module(*given)
+    steps = [step for variant in module.forward.variants.all for step in variant.program.call_steps]
+    assert {len(step.inputs) for step in steps if step.op == "attention"} == {3}
 
 
 def test_gpt2_hands_no_mask_to_attention() -> None:

@@ -25,7 +25,7 @@ from strop.frontend.formats import pictures, pictures_on_cpu, traced
 from strop.frontend.layouts import LAYOUTS, as_pictures, call_contiguous, call_reshape
 from strop.frontend.opened import twins
 from strop.frontend.resizing import call_interpolate
-from strop.frontend.whole import CALLS, call_mirrored_pad, check_types, shaping
+from strop.frontend.whole import CALLS, call_mirrored_pad, check_attention, check_types, shaping
 
 # torch's own, whatever a user has put in its place in torch.nn.functional
 torchs_attention = torch._C._nn.scaled_dot_product_attention
@@ -125,8 +125,7 @@ def _linspace_shape(
 def _attention_shape(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    torch._check(q.shape[-1] == k.shape[-1] and k.shape[2] == v.shape[2])
-    check_types(q, k, v)
+    check_attention(q, k, v, mask)
     shape = (*q.shape[:-1], v.shape[-1])
     order = sorted(range(q.dim()), key=lambda d: -traced(q.stride(d)))
     is_whole = q.shape[-1] == v.shape[-1] and order[-1] == q.dim() - 1

@@ -47,6 +47,17 @@ def check_types(*tensors: Tensor | None) -> None:
     torch._check(len(kinds) == 1, lambda: f"operands of several types or devices: {kinds}")
 
 
+def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Check sizes as torch does when it computes: what is known of a mask may have attention do
+    without, and then nobody else would find that it has other sizes than scores (B, H, S, K)."""
+    torch._check(q.shape[-1] == k.shape[-1] and k.shape[2] == v.shape[2])
+    check_types(q, k, v)
+    sizes = () if mask is None else tuple(reversed(mask.shape))
+    for size, full in zip(sizes, (k.shape[2], *reversed(q.shape[:-1])), strict=False):
+        if type(size) is not int or size != 1:  # a symbol beside 1 would be fixed as another
+            torch._check(size == full or size == 1)
+
+
 def shaping(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Return the operands whose memory format the result of a convolution takes. On a GPU Strop
     itself lays out the weights. That of a video's depends on the library: contiguous here."""
