@@ -45,7 +45,7 @@ def _addmm(
     im: Importer, fx: FxNode, bias: Any, x: Any, w: Any, *, beta: float = 1, alpha: float = 1
 ) -> Node:
     nodes = im.node(x), im.builder.permute(im.node(w), (1, 0)), im.node(bias)
-    if beta != 1 or alpha != 1 or len(nodes[2].shape) != 1:
+    if beta != 1 or alpha != 1 or nodes[2].shape != im.shape(fx)[1:]:
         return _added(im, fx, bias, _mm(im, fx, x, w), beta, alpha)
     return im.builder.make("linear", nodes, im.shape(fx), nodes[0].dtype)
 

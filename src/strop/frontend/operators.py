@@ -17,7 +17,7 @@ from torch import SymFloat, SymInt, Tensor
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from strop.frontend import joint
+from strop.frontend import joint, whole
 from strop.frontend.autocast import as_autocast
 from strop.frontend.differentiated import LEVELS, asks_for_gradients, define
 from strop.frontend.draws import DRAWS
@@ -25,7 +25,7 @@ from strop.frontend.formats import pictures, pictures_on_cpu, traced
 from strop.frontend.layouts import LAYOUTS, as_pictures, call_contiguous, call_reshape
 from strop.frontend.opened import twins
 from strop.frontend.resizing import call_interpolate
-from strop.frontend.whole import CALLS, call_mirrored_pad, check_attention, check_types, shaping
+from strop.frontend.whole import CALLS, call_mirrored_pad, check_types, shaping
 
 # torch's own, whatever a user has put in its place in torch.nn.functional
 torchs_attention = torch._C._nn.scaled_dot_product_attention
@@ -74,8 +74,7 @@ def _linspace(
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    torch._check(x.shape[-1] == weight.shape[-1])
-    check_types(x, weight, bias)
+    whole.check_linear(x, weight, bias)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -106,6 +105,7 @@ def _conv2d_shape(
     groups: int,
 ) -> Tensor:
     torch._check(x.shape[1] == weight.shape[1] * groups)
+    torch._check(bias is None or bias.shape == weight.shape[:1])
     check_types(x, weight, bias)
     spatial = [
         (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
@@ -125,7 +125,7 @@ def _linspace_shape(
 def _attention_shape(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    check_attention(q, k, v, mask)
+    whole.check_attention(q, k, v, mask)
     shape = (*q.shape[:-1], v.shape[-1])
     order = sorted(range(q.dim()), key=lambda d: -traced(q.stride(d)))
     is_whole = q.shape[-1] == v.shape[-1] and order[-1] == q.dim() - 1
@@ -250,11 +250,6 @@ def _call_dropout(
     return input if not training or p == 0 else F.dropout(input, p, training, inplace)
 
 
-def _call_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = torch.ops.strop.linear(input, weight, bias)
-    return result
-
-
 def _call_attention(
     query: Tensor,
     key: Tensor,
@@ -271,6 +266,7 @@ def _call_attention(
         )
     if enable_gqa:
         key, value = (_repeated_heads(x, query.shape[1] // x.shape[1]) for x in (key, value))
+    query, key, value = whole.spread_alike(query, key, value)
     scale = 1 / math.sqrt(int(query.shape[-1])) if scale is None else scale  # fixes the width
     result: Tensor = torch.ops.strop.attention(query, key, value, attn_mask, is_causal, scale)
     return result
@@ -555,7 +551,7 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **COMPOSITES,
-    F.linear: as_autocast("linear", _call_linear),
+    F.linear: as_autocast("linear", whole.call_linear),
     F.conv2d: as_autocast("conv2d", _call_conv2d),
     torch.conv2d: as_autocast("conv2d", _call_conv2d),
     F.conv1d: as_autocast("conv1d", _call_conv1d),

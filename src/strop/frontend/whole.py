@@ -47,10 +47,37 @@ def check_types(*tensors: Tensor | None) -> None:
     torch._check(len(kinds) == 1, lambda: f"operands of several types or devices: {kinds}")
 
 
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    torch._check(x.shape[-1] == weight.shape[-1])
+    torch._check(bias is None or bias.shape[0] == weight.shape[0])
+    check_types(x, weight, bias)
+
+
+def call_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Call a linear whose bias has a number for each column, or one for all. torch adds others."""
+    if bias is not None and bias.dim() > 1:
+        return torch._C._nn.linear(input, weight, bias)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        bias = bias.expand(weight.shape[0]).clone()
+    result: Tensor = torch.ops.strop.linear(input, weight, bias)
+    return result
+
+
+def spread_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Repeat pictures and heads of operands that have one where others have several, as torch does
+    without a library. Any others are an error."""
+    lead = [q.shape[:2], k.shape[:2], v.shape[:2]]
+    if lead[0] == lead[1] == lead[2]:
+        return q, k, v
+    together = torch.broadcast_shapes(*lead)
+    return tuple(x.expand(*together, *x.shape[2:]) for x in (q, k, v))
+
+
 def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     """Check sizes as torch does when it computes: what is known of a mask may have attention do
     without, and then nobody else would find that it has other sizes than scores (B, H, S, K)."""
     torch._check(q.shape[-1] == k.shape[-1] and k.shape[2] == v.shape[2])
+    torch._check(q.shape[:2] == k.shape[:2] and q.shape[:2] == v.shape[:2])
     check_types(q, k, v)
     sizes = () if mask is None else tuple(reversed(mask.shape))
     for size, full in zip(sizes, (k.shape[2], *reversed(q.shape[:-1])), strict=False):
@@ -82,12 +109,14 @@ def _convolution_shape(
     )
     torch._check(x.shape[1] == weight.shape[0 if transposed else 1] * (1 if transposed else groups))
     check_types(x, weight, bias)
+    outs = weight.shape[1] * groups if transposed else weight.shape[0]
+    torch._check(bias is None or bias.shape == (outs,))
     if transposed:
         sides = [
             (size - 1) * step - 2 * pad + gap * (kernel - 1) + more + 1
             for size, kernel, step, pad, gap, more in rows
         ]
-        return _convolved(x, weight, (x.shape[0], weight.shape[1] * groups, *sides))
+        return _convolved(x, weight, (x.shape[0], outs, *sides))
     sides = [
         (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
         for size, kernel, step, pad, gap, _ in rows

@@ -111,7 +111,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
         return None
     (batch, ins, *sides), (outs, _, *window) = problem.shapes[:2]
     pairs = [problem.attr(name) for name in ("stride", "padding", "dilation")]
-    biases = [Operand(BIAS, Lies.UNALIGNED)] * (len(problem.shapes) > BIAS)
+    biases = [Operand(BIAS, Lies.RUNS)] * (len(problem.shapes) > BIAS)
     pixels = (Operand(X, Lies.PIXELS), Operand(RESULT, Lies.PIXELS))
     operands = (pixels[0], Operand(WEIGHT, Lies.UNALIGNED), pixels[1], *biases)
     scalars = (

@@ -109,7 +109,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     (*rows, depth), (columns, _) = problem.shapes[:2]
     if not math.prod(rows) * depth * columns or len(rows) != 1:
         return None
-    biases = [Operand(BIAS, Lies.UNALIGNED)] * (len(problem.shapes) > BIAS)
+    biases = [Operand(BIAS, Lies.RUNS)] * (len(problem.shapes) > BIAS)
     weight = Operand(WEIGHT, Lies.UNALIGNED)
     rows_lie = Lies.LINES if problem.dtype is torch.bfloat16 else Lies.RUNS  # pairs of bf16
     operands = (Operand(X, rows_lie), weight, Operand(RESULT, Lies.RUNS), *biases)

@@ -218,8 +218,9 @@ def _lies(operand: Operand, tensor: Tensor) -> bool:
 
 def has_lines(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:
     """Tell whether the last dim is dense, and rows begin at multiples of ``unit`` elements."""
-    *rows, last = [step if size > 1 else 0 for size, step in zip(shape, strides, strict=True)]
-    return last in (0, 1) and not any(step % unit for step in rows)
+    *rows, _ = [step if size > 1 else 0 for size, step in zip(shape, strides, strict=True)]
+    is_dense = shape[-1] <= 1 or strides[-1] == 1  # a number for all is no row of numbers
+    return is_dense and not any(step % unit for step in rows)
 
 
 def has_pixels(shape: Sequence[int], strides: Sequence[int]) -> bool:
