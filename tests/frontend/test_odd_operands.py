@@ -138,3 +138,41 @@ def test_one_number_for_all_is_no_row() -> None:
     assert not has_lines((4, 8), (8, 0), 1)
     assert not has_lines((8,), (0,), 1)
     assert not has_lines((8,), (2,), 1)
+
+
+ROLLS: dict[str, Call] = {
+    "forth": lambda x: torch.roll(x, 2, 1),
+    "back": lambda x: torch.roll(x, -3, 1),
+    "along two": lambda x: torch.roll(x, (2, -1), (1, 2)),
+    "twice along one": lambda x: torch.roll(x, (1, 2), (1, 1)),
+    "as a row": lambda x: torch.roll(x, 5),
+}
+
+
+@pytest.mark.parametrize("name", ROLLS)
+def test_a_roll_may_be_longer_than_what_it_moves(name: str) -> None:
+    """A program that was traced with many rows is asked whether it serves one."""
+    module: Any = optimized(Calls(ROLLS[name]))
+    for shape in ((4, 7, 8), (4, 1, 8), (4, 2, 8), (4, 3, 8), (4, 7, 1), (1, 1, 2), (1, 2, 3)):
+        x = torch.randn(shape)
+        assert torch.equal(module(x), ROLLS[name](x)), shape
+    assert module.forward.counters.eager_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "good", "bad"),
+    [
+        (lambda x: F.pad(x, (1, 2), mode="reflect"), ((2, 3, 5),), ((2, 3, 2),)),
+        (lambda x: F.pad(x, (0, 0, 2, 1), mode="reflect"), ((2, 3, 5, 4),), ((2, 3, 1, 4),)),
+        (torch.addmm, ((5, 16), (5, 8), (8, 16)), ((5, 16), (1, 8), (8, 16))),
+        (torch.addmm, ((5, 16), (5, 8), (8, 16)), ((5, 16), (5, 8), (8, 1))),
+        (torch.baddbmm, ((2, 5, 6), (2, 5, 8), (2, 8, 6)), ((2, 5, 6), (2, 1, 8), (2, 8, 6))),
+    ],
+)
+def test_what_eager_refuses_is_refused(call: Call, good: Any, bad: Any) -> None:
+    module: Any = optimized(Calls(call))
+    given = [torch.randn(shape) for shape in good]
+    torch.testing.assert_close(module(*given), call(*given), rtol=1e-5, atol=1e-5)
+    for each in (call, module):
+        with pytest.raises(RuntimeError):
+            each(*map(torch.randn, bad))

@@ -321,10 +321,14 @@ class Steps:
             halves[0].prime(device)
         forward, backward = (half.program(device, self.log) for half in halves)
 
+        asked = dict.fromkeys((*captured.sizes.guards, *halves[0].guards, *halves[1].guards))
+
         def compiled(part: GraphModule) -> tuple[AotProgram, tuple[BackwardArgument, ...]]:
             library.warm_up()
             try:
                 half = _Half("backward", part, joint, captured, self.options.in_training, library)
+                if more := [guard for guard in half.guards if guard not in asked]:
+                    raise UnsupportedError(f"a part of its backward asks whether {more[0]}")
                 return half.program(device, self.log), _arguments(captured, graphs[0], part)
             finally:
                 library.cool_down()
@@ -333,7 +337,7 @@ class Steps:
             forward,
             backward,
             captured.sizes.specs,
-            captured.sizes.guards,
+            tuple(asked),
             captured.leaves,
             captured.out_spec,
             captured.differentiable,
@@ -377,7 +381,7 @@ class _Half:
             orders={} if is_forward else joint.orders,
         )
         self.built = library.counts[0]
-        self.constants = imported.constants
+        self.constants, self.guards = imported.constants, imported.guards
         device = next(
             t.meta["val"].device.type
             for t in gm.graph.find_nodes(op="placeholder")

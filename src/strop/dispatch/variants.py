@@ -457,7 +457,8 @@ class VariantStore:
         )
         if imported.constants:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
-        signature = Signature(imported.returned, captured.guards)
+        guards = (*captured.guards, *imported.guards)
+        signature = Signature(imported.returned, tuple(dict.fromkeys(guards)))
         compiled = compile_captured(
             captured.gm, imported.graph, signature, device.type, options, self.name, library
         )

@@ -43,15 +43,20 @@ def _mixed_product(im: Importer, fx: FxNode, *given: Any) -> Node:
 
 def _addmm(
     im: Importer, fx: FxNode, bias: Any, x: Any, w: Any, *, beta: float = 1, alpha: float = 1
-) -> Node:
+) -> Node | None:
     nodes = im.node(x), im.builder.permute(im.node(w), (1, 0)), im.node(bias)
     if beta != 1 or alpha != 1 or nodes[2].shape != im.shape(fx)[1:]:
         return _added(im, fx, bias, _mm(im, fx, x, w), beta, alpha)
     return im.builder.make("linear", nodes, im.shape(fx), nodes[0].dtype)
 
 
-def _added(im: Importer, fx: FxNode, added: Any, total: Node, beta: float, alpha: float) -> Node:
-    """Compute beta * added + alpha * total; an added tensor counts for nothing at 0, NaN or not."""
+def _added(
+    im: Importer, fx: FxNode, added: Any, total: Node, beta: float, alpha: float
+) -> Node | None:
+    """Compute beta * added + alpha * total; an added tensor counts for nothing at 0, NaN or not. It
+    has no more rows than the total, which torch says when it runs, and not when it is traced."""
+    if im.has_other_sizes(fx, total):
+        return None
     b, dtype = im.builder, fx.meta["val"].dtype
     wide = compute_dtype(dtype)
     total = _scaled(b, total, alpha, wide)
@@ -62,8 +67,9 @@ def _added(im: Importer, fx: FxNode, added: Any, total: Node, beta: float, alpha
 
 
 def _mm(im: Importer, fx: FxNode, x: Any, w: Any) -> Node:
-    weight = im.builder.permute(im.node(w), (1, 0))
-    return im.builder.make("linear", (im.node(x), weight), im.shape(fx), weight.dtype)
+    x, weight = im.node(x), im.builder.permute(im.node(w), (1, 0))
+    shape = (*x.shape[:-1], weight.shape[0])
+    return im.builder.make("linear", (x, weight), shape, weight.dtype)
 
 
 def _mv(im: Importer, fx: FxNode, matrix: Any, vector: Any) -> Node | None:
@@ -83,7 +89,8 @@ def _dot(im: Importer, fx: FxNode, x: Any, y: Any) -> Node | None:
 
 
 def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
-    return im.builder.make("matmul", (im.node(x), im.node(y)), im.shape(fx), im.node(x).dtype)
+    x, y = im.node(x), im.node(y)
+    return im.builder.make("matmul", (x, y), (*x.shape[:-1], y.shape[-1]), x.dtype)
 
 
 def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
@@ -100,7 +107,7 @@ def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 
 def _baddbmm(
     im: Importer, fx: FxNode, added: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1
-) -> Node:
+) -> Node | None:
     return _added(im, fx, added, _bmm(im, fx, x, y), beta, alpha)
 
 

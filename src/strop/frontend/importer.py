@@ -65,6 +65,7 @@ from strop.ir.ops import (
     is_foreign,
     rows_for,
 )
+from strop.ir.program import Guard
 
 log = logging.getLogger("strop")
 
@@ -97,6 +98,7 @@ class Importer:
     sizes."""
 
     symbols: Symbols
+    hints: Mapping[str, int] = field(default_factory=dict)  # of the sizes
     builder: Builder = field(default_factory=Builder)
     values: dict[FxNode, Value] = field(default_factory=dict)
     constants: list[torch.Tensor] = field(default_factory=list)
@@ -131,6 +133,14 @@ class Importer:
             return tuple(self.literal(v) for v in value)
         return value
 
+    def has_other_sizes(self, fx: FxNode, value: Node) -> bool:
+        """Tell whether a rule has made of operands what torch would not: a sum may be spread over
+        more dims than a result has."""
+        traced, shapes = fx.meta["val"], {value.shape}
+        if isinstance(traced, torch.Tensor) and not traced.is_complex():
+            shapes.add(self.shape(fx))
+        return len(shapes) > 1 and len({tuple(n.eval(self.hints) for n in s) for s in shapes}) > 1
+
     def size(self, value: Any) -> Expr:
         return self.symbols.size(value.meta["val"] if isinstance(value, FxNode) else value)
 
@@ -154,11 +164,12 @@ class Importer:
 class Imported:
     """Hold what an import gives. ``returned``: what the graph gives back, each item an index into
     ``graph.outputs`` wrapped in Ref, an Expr, or a plain value. ``constants``: tensors made while
-    tracing, the last inputs."""
+    tracing, the last inputs. ``guards``: what the import has asked of sizes, beyond the trace."""
 
     graph: Graph
     returned: list[Any]
     constants: list[torch.Tensor]
+    guards: tuple[Guard, ...] = ()
 
 
 def import_graph(
@@ -180,10 +191,12 @@ def import_graph(
     results that are tensors are for a backward graph; ``orders`` says how those that a forward
     graph has left lie in memory, by placeholder.
     """
-    importer = Importer(symbols, orders=orders)
+    importer = Importer(symbols, hints=hints, orders=orders)
     inputs: list[Node] = []
     traced, origins = without_complex(gm, origins)
     nodes = list(traced.nodes)
+    asked = _asked(nodes)
+    num_asked = len(asked)
     importer.devices, importer.reads_bytes = _devices(nodes), bits_read(nodes)
     num_placeholders = sum(fx.op == "placeholder" for fx in nodes)
     for fx in nodes:
@@ -214,7 +227,18 @@ def import_graph(
     saved = set(tensors[first_saved:])
     result = [give(importer, item, outputs, is_saved=item in saved) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
-    return Imported(graph, result, importer.constants)
+    guards = symbols.guards(guard.expr for guard in asked[num_asked:])
+    return Imported(graph, result, importer.constants, guards)
+
+
+def _asked(nodes: Iterable[FxNode]) -> Sequence[Any]:
+    """Return the list in which torch notes what is asked of the sizes of these nodes."""
+    for value in pytree.tree_leaves([fx.meta.get("val") for fx in nodes]):
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                found: Sequence[Any] = size.node.shape_env.guards
+                return found
+    return ()
 
 
 def _attribute(importer: Importer, fx: FxNode, given: Any) -> bool:
@@ -294,6 +318,8 @@ def _call(importer: Importer, fx: FxNode) -> Value:
     except ShapeError as error:  # sizes that are equal, but not as polynomials
         log.debug("%s runs in torch: %s", fx.target, error)
         return opaque_call(importer, fx, why=str(error))
+    if isinstance(value, Node) and importer.has_other_sizes(fx, value):
+        return opaque_call(importer, fx, why="its operands do not fit, which torch says")
     return opaque_call(importer, fx) if value is None else value
 
 

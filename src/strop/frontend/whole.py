@@ -269,6 +269,8 @@ def call_mirrored_pad(x: Tensor, pad: Sequence[int], mode: str) -> Tensor:
     rank = len(pad) // 2
     if (mode, rank) not in _PADDINGS or x.dim() != rank + 2:
         return F.pad(x, pad, mode)
+    for n, width in enumerate(pad if mode == "reflect" else ()):
+        torch._check(width < x.shape[-1 - n // 2])  # there is only so much to reflect
     result: Tensor = getattr(torch.ops.strop, _PADDINGS[mode, rank])(x, pad)
     return result
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from strop.errors import CaptureError, UnsupportedError
 from strop.frontend.capture import Captured, capture
-from strop.frontend.importer import import_graph
+from strop.frontend.importer import Imported, import_graph
 from strop.ir.dims import const
 from strop.ir.graph import Graph, Node, Ref, Shape
 from strop.ir.tensor_spec import TensorSpec
@@ -58,7 +58,7 @@ def traced(
     with tracing(None), _disable_current_modes():  # torch.compile may be tracing something else
         captured = capture(module, lambda *tensors: module(*tensors, **attributes), specs, known)
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins)
-    _refuse_conditions(captured, specs, imported.graph)
+    _refuse_conditions(captured, specs, imported)
     if imported.constants:
         raise UnsupportedError("it makes tensors of its own: give them as arguments")
     places = list(range(len(imported.returned)))
@@ -75,7 +75,7 @@ def _roots(shapes: Iterable[Shape]) -> list[str]:
     return sorted({root for shape in shapes for size in shape for root in size.roots})
 
 
-def _refuse_conditions(captured: Captured, specs: Sequence[TensorSpec], graph: Graph) -> None:
+def _refuse_conditions(captured: Captured, specs: Sequence[TensorSpec], imported: Imported) -> None:
     for spec, own in zip(specs, captured.input_specs, strict=True):
         if spec.sizes != own.sizes:
             raise CaptureError(
@@ -83,10 +83,10 @@ def _refuse_conditions(captured: Captured, specs: Sequence[TensorSpec], graph: G
                 f" not ({', '.join(spec.shape)})"
             )
     # that no size is negative is a condition of the module too, which has the same nodes
-    known = {size for node in graph.nodes for size in node.shape}
+    known = {size for node in imported.graph.nodes for size in node.shape}
     asked = [
         g
-        for g in captured.guards
+        for g in (*captured.guards, *imported.guards)
         if not (g.left in known and (g.relation, g.right) == (">=", const(0)))
     ]
     if asked:
