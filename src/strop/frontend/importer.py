@@ -48,11 +48,11 @@ from strop.frontend.resize import RESIZING
 from strop.frontend.results import give, lay_out, order_or_contiguous, refuse_retyped
 from strop.frontend.scalars import node_of, of_sizes
 from strop.frontend.searching import SEARCHING
-from strop.frontend.symbols import OutsideLanguage, Symbols
+from strop.frontend.symbols import OutsideLanguage, Symbols, always_holds
 from strop.frontend.views import COPYING, OF_MEMORY, VIEWS, refuse_shared_memory
 from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import strided
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const
 from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, GeneratorRef, Graph, Node, Ref, finish
 from strop.ir.ops import (
@@ -105,6 +105,7 @@ class Importer:
     devices: frozenset[str] = frozenset()  # of all values
     reads_bytes: bool = False  # of weights in floats of 8 bits
     shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
+    needed: dict[Guard, None] = field(default_factory=dict)  # what nodes want of sizes
     copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
     given: dict[FxNode, int] = field(default_factory=dict)  # results, by place among the outputs
     orders: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)  # import_graph's
@@ -132,6 +133,13 @@ class Importer:
         if isinstance(value, list | tuple):
             return tuple(self.literal(v) for v in value)
         return value
+
+    def needs_place(self, place: Expr, size: Expr) -> None:
+        """Have a guard that a place lies within a dim of this size. torch asks nothing of symbols
+        where it treats all as sizes that depend on data, as in a trace of ours."""
+        for guard in (Guard(size - place, ">", const(0)), Guard(place, ">=", const(0))):
+            if not always_holds(guard):
+                self.needed[guard] = None
 
     def has_other_sizes(self, fx: FxNode, value: Node) -> bool:
         """Tell whether a rule has made of operands what torch would not: a sum may be spread over
@@ -227,7 +235,7 @@ def import_graph(
     saved = set(tensors[first_saved:])
     result = [give(importer, item, outputs, is_saved=item in saved) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
-    guards = symbols.guards(guard.expr for guard in asked[num_asked:])
+    guards = (*symbols.guards(guard.expr for guard in asked[num_asked:]), *importer.needed)
     return Imported(graph, result, importer.constants, guards)
 
 

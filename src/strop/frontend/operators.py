@@ -309,15 +309,16 @@ def _call_affine_grid(
     """Compute the grid from places: torch's gradient of it knows no symbolic sizes."""
     sides = list(size)[2:]
     rank, dtype = len(sides), joint.wide(theta)
-    if rank not in (2, 3) or theta.dim() != 3 or theta.shape[1:] != (rank, rank + 1):
+    whole = (size[0], rank, rank + 1)
+    if rank not in (2, 3) or theta.dim() != 3 or theta.shape != whole:
         return F.affine_grid(theta, list(size), align_corners)  # its own error
     ones = [1] * rank
     columns = [c.reshape(-1, *ones, rank) for c in theta.to(dtype).unbind(-1)]
     grid = columns[-1]
     for after, (count, column) in enumerate(zip(reversed(sides), columns, strict=False)):
         doubled = torch.arange(1 - count, count, 2, dtype=dtype, device=theta.device)
-        whole = torch.sym_max(count - 1, 1) if align_corners else count
-        grid = grid + (doubled / whole).reshape(-1, *ones[:after], 1) * column
+        width = torch.sym_max(count - 1, 1) if align_corners else count
+        grid = grid + (doubled / width).reshape(-1, *ones[:after], 1) * column
     kind, is_wide = theta.device.type, theta.dtype == torch.float64
     is_cast = torch.is_autocast_enabled(kind) and not is_wide  # it is a product of matrices
     return grid.to(torch.get_autocast_dtype(kind) if is_cast else theta.dtype)

@@ -160,6 +160,7 @@ def _select_scatter(im: Importer, fx: FxNode, x: Any, part: Any, dim: int, index
     place = im.size(index)
     if place.is_const and place.value < 0:
         place = place + node.shape[dim]
+    im.needs_place(place, node.shape[dim])
     one = [const(1) if d == dim else s for d, s in enumerate(node.shape)]
     return put(b, node, b.reshape(im.node(part), one), dim, place)
 

@@ -140,6 +140,8 @@ def call_interpolate(
     sizes = _each(size, rank) or [
         _scaled(n, factor) for n, factor in zip(input.shape[2:], factors, strict=True)
     ]
+    for length, scale in zip(input.shape[2:], factors, strict=False):
+        torch._check(length >= math.ceil(1 / scale))  # torch refuses to make no pixels
     scales = [] if recompute_scale_factor else factors
     resized: Tensor = torch.ops.strop.resize(input, sizes, mode, bool(align_corners), scales)
     return resized

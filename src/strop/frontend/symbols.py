@@ -193,7 +193,7 @@ class Symbols:
                 self.decide(sympy.Eq(same[0], bottom))
 
     def _assume(self, guard: Guard) -> None:
-        if not _always_holds(guard):
+        if not always_holds(guard):
             self.assumed[str(guard)] = guard
 
     def _multiplied(self, factors: Iterable[Any]) -> Expr:
@@ -449,7 +449,7 @@ class Symbols:
         kept: dict[str, Guard] = {}
         for e in _parts(expressions):
             for guard in self._checks(e):
-                if not _always_holds(guard):
+                if not always_holds(guard):
                     kept[str(guard)] = guard
         return tuple(kept[text] for text in sorted(kept))
 
@@ -546,7 +546,7 @@ def _parts(guards: Iterable[Any]) -> Iterator[Any]:
             yield guard
 
 
-def _always_holds(guard: Guard) -> bool:
+def always_holds(guard: Guard) -> bool:
     """Tell whether all sizes satisfy it: roots are positive (``capture`` and ``Variant.fits`` see
     to that), differences and quotients of them need not be."""
     sides, relation = (guard.left, guard.right), guard.relation

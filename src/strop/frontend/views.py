@@ -89,6 +89,7 @@ def _one(im: Importer, node: Node, dim: int, index: Any) -> Node:
     place = im.size(index)
     if place.is_const and place.value < 0:
         place = place + node.shape[dim]
+    im.needs_place(place, node.shape[dim])
     return im.builder.slice(node, dim, place, 1)
 
 
