@@ -63,6 +63,41 @@ def test_the_plan_is_a_function_of_the_intervals(intervals: list[Interval]):
     assert plan_arena(intervals) == plan_arena(list(intervals))
 
 
+def placed_one_by_one(intervals: list[Interval], order: list[int]) -> tuple[list[int], int]:
+    """Place each beside all before it, in the plain way."""
+    spans: dict[int, tuple[int, int]] = {}
+    for index in order:
+        value, offset = intervals[index], 0
+        others = [
+            span
+            for n, span in spans.items()
+            if intervals[n].first <= value.last and value.first <= intervals[n].last
+        ]
+        for begin, end in sorted(others):
+            if offset + aligned(value.size_bytes) <= begin:
+                break
+            offset = max(offset, end)
+        spans[index] = offset, offset + aligned(value.size_bytes)
+    total = max((end for _, end in spans.values()), default=0)
+    return [spans[index][0] for index in range(len(intervals))], total
+
+
+@given(INTERVALS)
+def test_a_plan_is_that_of_looking_at_all_that_is_placed(intervals: list[Interval]):
+    def size(n: int) -> int:
+        return -intervals[n].size_bytes
+
+    def life(n: int) -> int:
+        return intervals[n].first - intervals[n].last
+
+    numbers = range(len(intervals))
+    wanted = placed_one_by_one(intervals, sorted(numbers, key=lambda n: (size(n), n)))
+    if wanted[1] > bound(intervals):
+        by_life = sorted(numbers, key=lambda n: (size(n), life(n), n))
+        wanted = min(wanted, placed_one_by_one(intervals, by_life), key=lambda plan: plan[1])
+    assert plan_arena(intervals) == wanted
+
+
 def test_memory_is_used_again():
     chain = [Interval(i, i + 1, 1000) for i in range(20)]
     assert plan_arena(chain)[1] == 2 * aligned(1000)

@@ -153,17 +153,22 @@ def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) 
             weight = resources.state[buffer.index]
             slots[number] = weight if weight is None else read_as(weight, buffer.dtype)
     for offsets, flat in ((plan.memory.buffers, memory), (plan.memory.kept, kept)):
-        for number, offset in offsets.items():
-            slots[number] = _view(plan, number, flat[offset:])
+        _put_views(plan, slots, offsets, flat)
     for number, tensor in resources.lent.items():
         slots[number] = tensor
     return slots
 
 
-def _view(plan: ShapePlan, number: int, memory: Tensor) -> Tensor:
-    """Return the buffer that begins where these bytes do."""
-    shape, strides, dtype = plan.sizes.look(number)
-    return memory[: plan.sizes.bytes_of(number)].view(dtype).as_strided(shape, strides)
+def _put_views(plan: ShapePlan, slots: Slots, offsets: Mapping[int, int], flat: Tensor) -> None:
+    """Put buffers at their offsets, in bytes, among these bytes."""
+    seen = dict[torch.dtype, Tensor]()  # one view of it all by type: each buffer is a piece of one
+    for number, offset in offsets.items():
+        shape, strides, dtype = plan.sizes.look(number)
+        if (whole := seen.get(dtype)) is None:
+            whole_bytes = flat.numel() // dtype.itemsize * dtype.itemsize
+            whole = seen[dtype] = flat[:whole_bytes].view(dtype)
+        begin = whole.storage_offset() + offset // dtype.itemsize
+        slots[number] = whole.as_strided(shape, strides, begin)
 
 
 # steps
@@ -216,11 +221,11 @@ def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
 
 def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a library call, or a kernel that does one, which writes where it is told."""
-    getters = _getters(at, step)
-    packed = _packed_call(at, position, step, getters)
     (number,), slots = step.outputs, at.slots
     if number not in at.plan.handed_on and (native := _native_call(at, position, step)):
         return native
+    getters = _getters(at, step)
+    packed = _packed_call(at, position, step, getters)
     shape = at.plan.sizes.shapes[number]
     if step.op in OF_ROWS:
         shape = (math.prod(shape[:-1]), shape[-1])
