@@ -9,7 +9,7 @@ import torch
 
 from strop.ir.source import KernelSource
 from strop.kernels.kernel import RESULT, Late, Launch, Launches, Lies, Operand, Stride, Torch, View
-from strop.runtime.run.native_calls import OperandPlace, only_launch, scalars_at
+from strop.runtime.run.native_calls import OperandPlace, scalars_at
 
 SOURCE = KernelSource("f", "cpp", "", (torch.float32,) * 2, scalars=(1, 16))
 LOOSE = (Operand(0, Lies.LINES), Operand(RESULT, Lies.UNALIGNED))
@@ -18,17 +18,17 @@ AT = OperandPlace((2, 16), (32, 1), 4)  # at an odd address
 
 
 def test_only_one_kernel_over_whole_operands() -> None:
-    assert only_launch(Launches((LAUNCH,))) is LAUNCH
-    assert only_launch(Launches((LAUNCH, LAUNCH))) is None
-    assert only_launch(Launches((Torch("copy", LOOSE),))) is None
-    assert only_launch(Launches((replace(LAUNCH, scalars=(3, Late.WEIGHTS)),))) is None
+    assert Launches((LAUNCH,)).only is LAUNCH
+    assert Launches((LAUNCH, LAUNCH)).only is None
+    assert Launches((Torch("copy", LOOSE),)).only is None
+    assert Launches((replace(LAUNCH, scalars=(3, Late.WEIGHTS)),)).only is None
     for piece in (
         Operand(0, piece=((0, 1),)),
         Operand(0, order=(1, 0)),
         Operand(0, shape=(4,)),
         Operand(0, view=View()),
     ):
-        assert only_launch(Launches((replace(LAUNCH, operands=(piece,)),))) is None
+        assert Launches((replace(LAUNCH, operands=(piece,)),)).only is None
 
 
 def test_scalars() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from strop.ir.device import Device
 from strop.ir.dims import Expr, const
@@ -41,6 +42,34 @@ def _lies_by_columns(step: CallStep) -> bool:
     return weights.strides == (ONE, weights.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class AskedCall:
+    """The library is asked this about a step: what runs the call, without the rows that are
+    ``off``."""
+
+    call: Call
+    off: tuple[str, ...]
+
+    def choice(
+        self, sizes: Callable[[tuple[Expr, ...]], Sequence[int]], device: Device
+    ) -> Choice | None:
+        """Return the answer at some sizes, None where torch's own call runs it."""
+        problem = self.call.of_shapes(tuple(tuple(sizes(shape)) for shape in self.call.shapes))
+        choice = library.select(self.call, problem, device, self.off)
+        is_own = choice is library.TORCH or choice.kernel == packed.PLAIN_NAME
+        return None if is_own else choice
+
+
+def asked_by(program: Program, step: Step | None, steady: Collection[int]) -> AskedCall | None:
+    """Return what is asked about a step of which the library has rows, else None."""
+    if not isinstance(step, CallStep) or step.op not in library.BY_OP:
+        return None
+    off = program.kernels_off
+    if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
+        off = (*off, packed.NAME)
+    return AskedCall(call_of(program, step), off)
+
+
 def choices_of(
     program: Program,
     steps: Sequence[Step | None],
@@ -49,18 +78,24 @@ def choices_of(
 ) -> dict[int, Choice]:
     """Return what runs each call that the library has rows for on this device, by its position
     among ``steps``."""
-    found, steady = {}, steady_weights(program)
-    for position, step in enumerate(steps if device.has_library else ()):
-        if isinstance(step, CallStep) and step.op in library.BY_OP:
-            call = call_of(program, step)
-            shapes = tuple(tuple(sizes(shape)) for shape in call.shapes)
-            problem = call.of_shapes(shapes)
-            off = program.kernels_off
-            if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
-                off = (*off, packed.NAME)
-            choice = library.select(call, problem, device, off)
-            if choice is not library.TORCH and choice.kernel != packed.PLAIN_NAME:
-                found[position] = choice
+    steady = steady_weights(program)
+    return answers([asked_by(program, step, steady) for step in steps], sizes, device)
+
+
+def answers(
+    asked: Sequence[AskedCall | None],
+    sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
+    device: Device,
+) -> dict[int, Choice]:
+    """Return what runs each call of which something is asked, by its place."""
+    found, chosen = dict[int, Choice](), dict[AskedCall, Choice | None]()
+    for position, each in enumerate(asked if device.has_library else ()):
+        if each is None:
+            continue
+        if each not in chosen:  # a model has many equal calls
+            chosen[each] = each.choice(sizes, device)
+        if (choice := chosen[each]) is not None:
+            found[position] = choice
     return found
 
 

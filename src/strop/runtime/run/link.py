@@ -30,7 +30,6 @@ from strop.runtime.derived.packed_weights import (
     has_no_gaps,
 )
 from strop.runtime.run.bounds_checks import BoundsChecks
-from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
     SMALL_FLOPS,
     LibraryCall,
@@ -56,7 +55,6 @@ from strop.runtime.run.native_calls import (
     NativeCall,
     OperandPlace,
     fetch_ahead,
-    only_launch,
     scalars_at,
 )
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
@@ -134,8 +132,7 @@ def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) ->
     """Link a plan to memory. ``memory`` is the arena; in ``kept`` lie results that outlive a run.
     Both are bytes."""
     slots = _slots(plan, resources, memory, kept)
-    steady = steady_weights(plan.program)
-    at = Linking(plan, resources, memory, slots, defaultdict(list), steady)
+    at = Linking(plan, resources, memory, slots, defaultdict(list), plan.outline.steady)
     steps = [_step(at, position) for position in range(len(plan.order.steps))]
     fetch_ahead(at.native[n] for part in plan.order.parts for n in part if n in at.native)
     returned = [_returned(at, place) for place in range(len(plan.program.returned))]
@@ -311,7 +308,7 @@ def _native_call(
     choice, kernels = at.plan.choices.get(position), at.resources.kernels
     if choice is None or choice.launches is None or kernels.device.arch:
         return None
-    if (launch := only_launch(choice.launches)) is None:
+    if (launch := choice.launches.only) is None:
         return None
     memory = at.scratch(position, 0).data_ptr() if choice.launches.working else 0
     working, begin, kept = [], memory, iter(_kept(at, position, step, choice.launches))
@@ -331,7 +328,6 @@ def _native_call(
     ]
     if (scalars := scalars_at(launch, places)) is None:
         return None
-    kernels.build([launch.source])
     pointers = [place.pointer for place in places]
     kernel = kernels.bind(launch.source, pointers, scalars, at.resources.stream)
     if not isinstance(kernel, BoundNativeKernel):
@@ -345,8 +341,8 @@ def _native_call(
 
 def _place(at: Linking, ref: TensorRef) -> OperandPlace:
     """Return where a piece of a buffer lies."""
-    (shape, strides, dtype), fixed = _look(at, ref), at.slots[ref.buffer]
-    move = at.plan.sizes.of(ref.offset) * dtype.itemsize
+    ((shape, strides, dtype), offset), fixed = _look_and_offset(at, ref), at.slots[ref.buffer]
+    move = offset * dtype.itemsize
     pointer = 0 if fixed is None else fixed.data_ptr() + move
     return OperandPlace(shape, strides, pointer, ref.buffer, move)
 
@@ -527,11 +523,16 @@ def _on_cpu(
 def _look(at: Linking, ref: TensorRef) -> Look:
     """Return how a library call sees a piece of a buffer. A weight may lie in memory in another
     order than it was traced."""
+    return _look_and_offset(at, ref)[0]
+
+
+def _look_and_offset(at: Linking, ref: TensorRef) -> tuple[Look, int]:
+    """Return how a piece of a buffer looks, and where it begins, in elements."""
     sizes, fixed = at.plan.sizes, at.slots[ref.buffer]
-    dtype = sizes.dtypes[ref.buffer]
-    if fixed is not None and sizes.is_whole(ref):
-        return tuple(fixed.shape), fixed.stride(), dtype
-    return sizes.all(ref.shape), sizes.all(ref.strides), dtype
+    shape, strides, offset, is_whole = sizes.piece(ref)
+    if fixed is not None and is_whole:
+        shape, strides = tuple(fixed.shape), fixed.stride()
+    return (shape, strides, sizes.dtypes[ref.buffer]), offset
 
 
 def _row_look(at: Linking, step: CallStep) -> Look:
@@ -564,9 +565,9 @@ def _getters(at: Linking, step: CallStep) -> list[Getter]:
 def _getter(at: Linking, ref: TensorRef) -> Getter:
     """Return how a library call gets at a piece of a buffer: ready-made where memory stands
     still."""
-    sizes, slots, number = at.plan.sizes, at.slots, ref.buffer
-    shape, strides, offset = sizes.all(ref.shape), sizes.all(ref.strides), sizes.of(ref.offset)
-    is_whole, fixed = sizes.is_whole(ref), slots[number]
+    slots, number = at.slots, ref.buffer
+    shape, strides, offset, is_whole = at.plan.sizes.piece(ref)
+    fixed = slots[number]
     if fixed is not None:
         view = fixed  # a weight may lie in memory in another order than it was traced
         if not is_whole or at.plan.program.buffers[number].kind != "input":
