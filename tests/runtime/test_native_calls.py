@@ -33,7 +33,7 @@ def test_only_one_kernel_over_whole_operands() -> None:
 
 def test_scalars() -> None:
     assert scalars_at(LAUNCH, (AT, AT)) == [3, 32]
-    assert scalars_at(LAUNCH, (replace(AT, strides=(40, 1)), AT)) is None  # no multiple of 16
+    assert scalars_at(LAUNCH, (AT._replace(strides=(40, 1)), AT)) is None  # no multiple of 16
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_others_are_dense_at_known_addresses() -> None:
     dense = Launch(SOURCE, (Operand(0), Operand(RESULT, Lies.UNALIGNED)), (3, 16))
     whole = OperandPlace((2, 16), (16, 1), 64)
     assert scalars_at(dense, (whole, AT)) == [3, 16]
-    for other in (replace(whole, pointer=0), replace(whole, pointer=72), AT):
+    for other in (whole._replace(pointer=0), whole._replace(pointer=72), AT):
         assert scalars_at(dense, (other, AT)) is None
     rows = Launch(SOURCE, (Operand(0, Lies.ROWS), Operand(RESULT, Lies.UNALIGNED)), (3, 16))
     assert scalars_at(rows, (whole, AT)) is None

@@ -225,7 +225,7 @@ class CallStep:
     @property
     def touched(self) -> tuple[int, ...]:
         """Return the buffers that it reads or writes."""
-        return (*(ref.buffer for ref in self.inputs), *(n for n in self.outputs if n >= 0))
+        return (*[ref.buffer for ref in self.inputs], *[n for n in self.outputs if n >= 0])
 
 
 Step = KernelStep | CallStep

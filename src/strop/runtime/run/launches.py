@@ -50,10 +50,10 @@ def _launch(program: Program, step: KernelStep, sizes: Sizes, splits: Splits) ->
     if source.split is not None:
         names["splits"] = splits(source.split, names)
         scalars = (*scalars, names["splits"])
-    moves = tuple(
-        sizes.of(offset) * sizes.dtypes[number].itemsize
-        for number, offset in zip(step.buffers, step.offsets, strict=True)
-    )
+    moves = sizes.all(step.offsets)
+    if any(moves):  # of few kernels
+        units = (sizes.dtypes[number].itemsize for number in step.buffers)
+        moves = tuple(offset * unit for offset, unit in zip(moves, units, strict=True))
     numels = tuple(scratch.numel.eval(names) for scratch in source.scratch)
     if program.device == "cuda":
         elements = [sizes.numel(number) for number in step.buffers]

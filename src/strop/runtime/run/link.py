@@ -52,10 +52,10 @@ from strop.runtime.run.library_calls import (
 )
 from strop.runtime.run.memory import aligned
 from strop.runtime.run.native_calls import (
+    KnownScalars,
     NativeCall,
     OperandPlace,
     fetch_ahead,
-    scalars_at,
 )
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
@@ -122,6 +122,7 @@ class Linking:
     calls: list[LibraryCall | None] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
     native: dict[int, NativeCall] = field(default_factory=dict)  # by step
+    scalars: KnownScalars = field(default_factory=KnownScalars)
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Return the bytes of the arena from where this scratch begins."""
@@ -200,19 +201,19 @@ def _nothing(at: Linking, position: int, step: object) -> Run:
 
 def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
     launch, slots = at.plan.launches[position], at.slots
-    pointers = [
-        _pointer(slots[number]) + move
-        for number, move in zip(step.buffers, launch.moves, strict=True)
-    ]
+    pointers, yet_to_come = list[int](), list[tuple[int, int, int]]()
+    for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
+        if (tensor := slots[number]) is None:
+            yet_to_come.append((place, number, move))
+        pointers.append(move if tensor is None else tensor.data_ptr() + move)
     pointers += _scratch_pointers(at, position, launch)
     kernels, stream = at.resources.kernels, at.resources.stream
     is_early = position in at.plan.early
     kernel = kernels.bind(launch.source, pointers, launch.scalars, stream, early=is_early)
     if isinstance(kernel, BoundNativeKernel) and at.plan.free:
         at.told.extend((kernel, place, size) for place, size in at.plan.free.scalars(step))
-    for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
-        if slots[number] is None:
-            at.patches[number].append((kernel, place, move))
+    for place, number, move in yet_to_come:
+        at.patches[number].append((kernel, place, move))
     return kernel
 
 
@@ -326,7 +327,7 @@ def _native_call(
         else working[RESULT - 1 - operand.number]
         for operand in launch.operands
     ]
-    if (scalars := scalars_at(launch, places)) is None:
+    if (scalars := at.scalars.at(launch, places)) is None:
         return None
     pointers = [place.pointer for place in places]
     kernel = kernels.bind(launch.source, pointers, scalars, at.resources.stream)

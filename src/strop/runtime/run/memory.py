@@ -11,13 +11,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 ALIGNMENT_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A value is alive from step ``first`` to step ``last``, both included."""
 
     first: int
@@ -68,17 +67,16 @@ def _placed(
     intervals: Sequence[Interval], beside: Sequence[Sequence[int]], order: Sequence[int]
 ) -> tuple[list[int], int]:
     """Put each in turn at the lowest place that is free while it lives."""
-    offsets, ends = [0] * len(intervals), [0] * len(intervals)  # an end is 0 before its turn
+    spans: list[tuple[int, int]] = [(0, 0)] * len(intervals)  # empty before their turn
     for index in order:
         size, offset = aligned(intervals[index].size_bytes), 0
-        taken = [(offsets[other], ends[other]) for other in beside[index] if ends[other]]
-        for begin, end in sorted(taken):
+        for begin, end in sorted([spans[other] for other in beside[index]]):
             if offset + size <= begin:
                 break
             if end > offset:
                 offset = end
-        offsets[index], ends[index] = offset, offset + size
-    return offsets, max(ends, default=0)
+        spans[index] = offset, offset + size
+    return [begin for begin, _ in spans], max((end for _, end in spans), default=0)
 
 
 def shared(
@@ -95,7 +93,7 @@ def shared(
         root = host.get(old, old)
         value, place = found[new], found[root]
         if alive[old].last == value.first and place.size_bytes == value.size_bytes:
-            host[new], found[root] = root, replace(place, last=value.last)
+            host[new], found[root] = root, place._replace(last=value.last)
             del found[new]
             taken.add(old)
     return found, host

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,8 +28,7 @@ from strop.runtime.run.launched_calls import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OperandPlace:
+class OperandPlace(NamedTuple):
     """Say where an operand lies: ``number`` is its buffer, None for working memory, and ``move``
     how many bytes it begins behind that. ``pointer`` is where it lies now, 0 for a buffer that is
     yet to come."""
@@ -52,6 +52,22 @@ def scalars_at(launch: Launch, places: Sequence[OperandPlace]) -> list[int] | No
     found = [each if isinstance(each, int) else _stride(each, places) for each in launch.scalars]
     wide = (x for x, unit in zip(found, launch.source.scalars, strict=True) if unit == WIDE)
     return None if any(x % WIDE for x in wide) else found
+
+
+class KnownScalars:
+    """Remember the scalars of the launches of one plan: a model has many equal calls, whose
+    operands lie alike."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, list[int] | None] = {}
+
+    def at(self, launch: Launch, places: Sequence[OperandPlace]) -> list[int] | None:
+        """Return what ``scalars_at`` does."""
+        looks = [(p.shape, p.strides, p.pointer and not p.pointer % ALIGNMENT) for p in places]
+        key = (id(launch), *looks)  # the plan keeps the launch alive
+        if key not in self._found:
+            self._found[key] = scalars_at(launch, places)
+        return self._found[key]
 
 
 def _stride(scalar: Stride | Late, places: Sequence[OperandPlace]) -> int:

@@ -69,10 +69,10 @@ class Sizes:
 
     def writes_any(self, step: KernelStep) -> bool:
         """Tell whether a kernel has an element to write."""
+        if any(self.of(size) for _, size in step.parts):
+            return True
         of_parts = {number for number, _ in step.parts}
-        return any(self.of(size) for _, size in step.parts) or any(
-            self.numel(number) for number in step.writes if number not in of_parts
-        )
+        return any(0 not in self.shapes[n] for n in step.writes if n not in of_parts)
 
     def bytes_of(self, number: int) -> int:
         return self.numel(number) * self.dtypes[number].itemsize
