@@ -67,16 +67,19 @@ def _placed(
     intervals: Sequence[Interval], beside: Sequence[Sequence[int]], order: Sequence[int]
 ) -> tuple[list[int], int]:
     """Put each in turn at the lowest place that is free while it lives."""
-    spans: list[tuple[int, int]] = [(0, 0)] * len(intervals)  # empty before their turn
+    offsets, spans = [0] * len(intervals), list[tuple[int, int] | None]([None]) * len(intervals)
+    total = 0
     for index in order:
         size, offset = aligned(intervals[index].size_bytes), 0
-        for begin, end in sorted([spans[other] for other in beside[index]]):
+        taken = [span for other in beside[index] if (span := spans[other])]
+        for begin, end in sorted(taken):
             if offset + size <= begin:
                 break
             if end > offset:
                 offset = end
-        spans[index] = offset, offset + size
-    return [begin for begin, _ in spans], max((end for _, end in spans), default=0)
+        offsets[index], spans[index] = offset, (offset, offset + size)
+        total = max(total, offset + size)
+    return offsets, total
 
 
 def shared(

@@ -83,11 +83,12 @@ class Sizes:
     def piece(self, ref: TensorRef) -> tuple[tuple[int, ...], tuple[int, ...], int, bool]:
         """Return the shape, the strides and the offset of a piece of a buffer, and whether that is
         all of it, in the same order."""
-        buffer, whole = self._buffers[ref.buffer], self.look(ref.buffer)[:2]
-        # most pieces are: their sizes need no evaluation
-        is_plain = ref.shape == buffer.shape and ref.strides == buffer.strides
-        shape, strides = whole if is_plain else (self.all(ref.shape), self.all(ref.strides))
-        offset = self.of(ref.offset)
+        number, buffer = ref.buffer, self._buffers[ref.buffer]
+        whole = self.shapes[number], self.strides[number]
+        offset = self.of(ref.offset) if ref.offset.terms else 0
+        if ref.shape == buffer.shape and ref.strides == buffer.strides:
+            return *whole, offset, not offset  # of most: their sizes need no evaluation
+        shape, strides = self.all(ref.shape), self.all(ref.strides)
         return shape, strides, offset, (shape, strides) == whole and not offset
 
     def is_whole(self, ref: TensorRef) -> bool:
