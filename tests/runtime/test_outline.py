@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -21,58 +19,41 @@ from tests.runtime.test_choices import CPU, Kernels
 FACTORS = (1, 2, 0.5, 3)
 
 
-@cache
-def program(name: str, device: str) -> Program:
-    return replace(planned(name).program, device=device)
-
-
-def sizes(name: str) -> list[dict[str, int]]:
-    hints = dict(planned(name).program.hints)
-    return [{n: max(int(size * factor), 1) for n, size in hints.items()} for factor in FACTORS]
-
-
-def plan(given: Program, env: dict[str, int], device: Device, outline: Outline | None) -> ShapePlan:
+def plan(given: Program, factor: float, device: Device, outline: Outline | None) -> ShapePlan:
     kernels: Any = Kernels(device)
+    env = {name: max(int(size * factor), 1) for name, size in given.hints}
     return plan_shape(given, env, kernels, None, None, shares=True, has_free=True, outline=outline)
 
 
-def facts(found: ShapePlan) -> Sequence[object]:
-    return (
-        *(found.sizes.shapes, found.sizes.strides, found.order, found.launches, found.choices),
-        *(found.early, found.memory, found.arguments, found.results, found.released),
-        *(found.handed_on, found.taken_in, found.free, found.sources),
-    )
+def facts(found: ShapePlan) -> list[object]:
+    names = [field.name for field in fields(found) if field.name not in ("sizes", "outline")]
+    return [found.sizes.shapes, found.sizes.strides, *(getattr(found, name) for name in names)]
 
 
 @pytest.mark.parametrize("name", ["flux", "sd35", "vit"])
 @pytest.mark.parametrize("device", [CPU, H100], ids=["cpu", "cuda"])
 def test_a_plan_is_the_same_whatever_was_planned_before(name: str, device: Device) -> None:
-    given = program(name, "cuda" if device.arch else "cpu")
+    given = replace(planned(name).program, device="cuda" if device.arch else "cpu")
     shared = Outline(given)
-    for env in sizes(name):
-        assert facts(plan(given, env, device, shared)) == facts(plan(given, env, device, None))
+    for factor in FACTORS:
+        assert facts(plan(given, factor, device, shared)) == facts(
+            plan(given, factor, device, None)
+        )
 
 
 def test_steps_that_sizes_change_are_asked_about_as_they_run() -> None:
-    given = program("sd35", "cuda")
-    outline = Outline(given)
-    place, step = next((n, s) for n, s in enumerate(given.steps) if isinstance(s, CallStep))
-    found = outline.asked_at(given.steps)
+    outline = Outline(planned("sd35").program)
+    steps = outline.program.steps
+    step = next(step for step in steps if isinstance(step, CallStep))
     other = replace(step, inputs=tuple(replace(ref, shape=ref.shape[:1]) for ref in step.inputs))
-    steps = [None if n != place else other for n in range(len(given.steps))]
-    asked = outline.asked_at(steps)
-    assert [n for n, each in enumerate(asked) if each is not None] == [place]
-    assert asked[place] != found[place]
+    before, after = (
+        outline.asked_at([each if of is step else None for of in steps]) for each in (step, other)
+    )
+    assert before != after
 
 
 def test_equal_calls_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    select = library.select
-
-    def counted(*question: Any) -> library.Choice:
-        asked.append(question)
-        return select(*question)
-
-    monkeypatch.setattr(library, "select", counted)
-    found = plan(program("sd35", "cuda"), sizes("sd35")[0], H100, None)
+    asked, select = [], library.select
+    monkeypatch.setattr(library, "select", lambda *its: asked.append(its) or select(*its))
+    found = plan(planned("sd35").program, 1, H100, None)
     assert len(asked) == len(set(asked)) < len(found.choices)

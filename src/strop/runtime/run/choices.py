@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from strop.ir.device import Device
 from strop.ir.dims import Expr, const
@@ -22,6 +21,7 @@ from strop.runtime.loop.hoisting import written
 BuildOrder = Callable[[Sequence[KernelSource]], dict[KernelSource, float]]
 FACTORS = (1.5, 2, 0.5, 0.75)
 ONE = const(1)
+AskedCall = tuple[Call, tuple[str, ...]]  # with the rows that may not run it
 MAGNITUDES = (1, 4, 16, 64, 0.25)  # of sizes, at which other kernels may be faster
 
 
@@ -42,24 +42,6 @@ def _lies_by_columns(step: CallStep) -> bool:
     return weights.strides == (ONE, weights.shape[0])
 
 
-@dataclass(frozen=True, slots=True)
-class AskedCall:
-    """The library is asked this about a step: what runs the call, without the rows that are
-    ``off``."""
-
-    call: Call
-    off: tuple[str, ...]
-
-    def choice(
-        self, sizes: Callable[[tuple[Expr, ...]], Sequence[int]], device: Device
-    ) -> Choice | None:
-        """Return the answer at some sizes, None where torch's own call runs it."""
-        problem = self.call.of_shapes(tuple(tuple(sizes(shape)) for shape in self.call.shapes))
-        choice = library.select(self.call, problem, device, self.off)
-        is_own = choice is library.TORCH or choice.kernel == packed.PLAIN_NAME
-        return None if is_own else choice
-
-
 def asked_by(program: Program, step: Step | None, steady: Collection[int]) -> AskedCall | None:
     """Return what is asked about a step of which the library has rows, else None."""
     if not isinstance(step, CallStep) or step.op not in library.BY_OP:
@@ -67,7 +49,7 @@ def asked_by(program: Program, step: Step | None, steady: Collection[int]) -> As
     off = program.kernels_off
     if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
         off = (*off, packed.NAME)
-    return AskedCall(call_of(program, step), off)
+    return call_of(program, step), off
 
 
 def choices_of(
@@ -88,13 +70,16 @@ def answers(
     device: Device,
 ) -> dict[int, Choice]:
     """Return what runs each call of which something is asked, by its place."""
-    found, chosen = dict[int, Choice](), dict[AskedCall, Choice | None]()
+    found, chosen = dict[int, Choice](), dict[AskedCall, Choice]()
     for position, each in enumerate(asked if device.has_library else ()):
         if each is None:
             continue
         if each not in chosen:  # a model has many equal calls
-            chosen[each] = each.choice(sizes, device)
-        if (choice := chosen[each]) is not None:
+            call, off = each
+            problem = call.of_shapes(tuple(tuple(sizes(shape)) for shape in call.shapes))
+            chosen[each] = library.select(call, problem, device, off)
+        choice = chosen[each]
+        if choice is not library.TORCH and choice.kernel != packed.PLAIN_NAME:
             found[position] = choice
     return found
 

@@ -31,12 +31,12 @@ def plan_arena(intervals: Sequence[Interval]) -> tuple[list[int], int]:
     numbers, beside = range(len(intervals)), alive_beside(intervals)
     largest_first = [-value.size_bytes for value in intervals]
     by_size = sorted(numbers, key=largest_first.__getitem__)
-    found = _placed(intervals, beside, by_size)
+    found = placed(intervals, beside, by_size)
     if found[1] <= most_alive(intervals):
         return found
     life = [value.last - value.first for value in intervals]
     by_life = sorted(numbers, key=lambda i: (largest_first[i], -life[i]))
-    return min(found, _placed(intervals, beside, by_life), key=lambda plan: plan[1])
+    return min(found, placed(intervals, beside, by_life), key=lambda plan: plan[1])
 
 
 def most_alive(intervals: Sequence[Interval]) -> int:
@@ -63,7 +63,7 @@ def alive_beside(intervals: Sequence[Interval]) -> list[list[int]]:
     return found
 
 
-def _placed(
+def placed(
     intervals: Sequence[Interval], beside: Sequence[Sequence[int]], order: Sequence[int]
 ) -> tuple[list[int], int]:
     """Put each in turn at the lowest place that is free while it lives."""
