@@ -23,7 +23,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,24 +208,28 @@ class _Kernels:
 # ---- the sprites UNet --------------------------------------------------------------------------
 
 
-def unet(dtype: torch.dtype, off: tuple[str, ...] | None) -> Callable[[int, int], object]:
-    """Return a call of two pictures at a size of latents. ``off`` are kernels to do without; None
-    leaves the UNet to eager."""
+def unet(
+    dtype: torch.dtype, off: tuple[str, ...] | None
+) -> Callable[[int, int], Callable[[], object]]:
+    """Return what makes the arguments of a call of two pictures at a size of latents, and gives the
+    call. ``off`` are kernels to do without; None leaves the UNet to eager."""
     module: Any = sprites.load().unet.to(dtype).eval()
     width = int(module.config.cross_attention_dim)
     if off is not None:
         strop.optimize(module, options=Options(kernels_off=off))
-    given: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
-    def call(height: int, side: int) -> object:
-        if (height, side) not in given:
-            torch.manual_seed(0)
-            latents, text = torch.randn(2, 4, height, side), torch.randn(2, 77, width)
-            given[height, side] = latents.to(dtype), torch.tensor(500), text.to(dtype)
-        with torch.no_grad():
-            return module(*given[height, side], return_dict=False)
+    def at(height: int, side: int) -> Callable[[], object]:
+        torch.manual_seed(0)
+        latents, text = torch.randn(2, 4, height, side), torch.randn(2, 77, width)
+        given = latents.to(dtype), torch.tensor(500), text.to(dtype)
 
-    return call
+        def call() -> object:
+            with torch.no_grad():
+                return module(*given, return_dict=False)
+
+        return call
+
+    return at
 
 
 def unet_rows(samples: int) -> Iterator[dict[str, Any]]:
@@ -240,7 +243,7 @@ def unet_rows(samples: int) -> Iterator[dict[str, Any]]:
         "bf16": unet(torch.bfloat16, ()),
     }
     for size in ((16, 24), (64, 64)):
-        calls = {name: partial(call, *size) for name, call in modules.items()}
+        calls = {name: at(*size) for name, at in modules.items()}
         times = in_turns(calls, samples)
         base = times["eager fp32"]
         yield {
@@ -265,11 +268,13 @@ def first_rows() -> Iterator[dict[str, Any]]:
         ("bf16, weights as they lie", torch.bfloat16, OFF),
         ("bf16", torch.bfloat16, ()),
     ):
-        call = unet(dtype, off)
+        at = unet(dtype, off)
+        known = at(16, 24)
         for _ in range(3):
-            call(16, 24)
+            known()
         for size in NEW_SIZES:
-            times = [1e3 * seconds(partial(call, *size), 1) for _ in range(4)]
+            call = at(*size)
+            times = [1e3 * seconds(call, 1) for _ in range(4)]
             yield {
                 "what": name,
                 "latents": [2, 4, *size],

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from strop import backend
 from strop.codegen.assemble import Signature
 from strop.options import Options
-from strop.runtime.run.memory import ALIGNMENT_BYTES, Interval, most_alive, plan_arena
+from strop.runtime.run.memory import (
+    ALIGNMENT_BYTES,
+    Interval,
+    alive_beside,
+    most_alive,
+    placed,
+    plan_arena,
+)
 from tests.e2e import tiny
 from tests.frontend.tracing import trace_specs
 
@@ -61,6 +68,23 @@ def test_values_alive_together_never_overlap(intervals: list[Interval]):
 @given(INTERVALS)
 def test_the_plan_is_a_function_of_the_intervals(intervals: list[Interval]):
     assert plan_arena(intervals) == plan_arena(list(intervals))
+
+
+@given(INTERVALS)
+def test_places_are_those_of_looking_at_all_that_is_placed(intervals: list[Interval]):
+    order = sorted(range(len(intervals)), key=lambda n: -intervals[n].size_bytes)
+    spans: dict[int, tuple[int, int]] = {}
+    for index in order:
+        (first, last, size), offset = intervals[index], 0
+        for other, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+            if intervals[other].first <= last and first <= intervals[other].last:
+                if offset + aligned(size) <= begin:
+                    break
+                offset = max(offset, end)
+        spans[index] = offset, offset + aligned(size)
+    offsets, total = placed(intervals, alive_beside(intervals), order)
+    assert [*enumerate(offsets)] == sorted((n, begin) for n, (begin, _) in spans.items())
+    assert total == max((end for _, end in spans.values()), default=0)
 
 
 def test_memory_is_used_again():

@@ -72,7 +72,8 @@ class EntryMaker:
         for cause in variant.program.foreign_causes:
             self._fallbacks.note(f"{cause}: torch runs it")
         steady = self._steady(call)
-        free = self.free.note(call, variant.program, is_kept=bool(steady))
+        sizes = variant.plans.outline(variant.program).free
+        free = self.free.note(call, sizes, is_kept=bool(steady))
         entry = Entry(
             next(_NUMBERS),
             variant,

@@ -7,8 +7,7 @@ from typing import Any
 
 from strop.dispatch.signature import memory_order
 from strop.dispatch.varying_numbers import GivenCall
-from strop.ir.program import Program
-from strop.runtime.run.free_sizes import free_sizes
+from strop.runtime.run.free_sizes import FreeSizes
 from strop.runtime.run.limits import INDEX_LIMIT
 
 _FREE = "of any length"  # stands for a shape in the key of a call
@@ -33,10 +32,11 @@ class FreePlaces:
                 return fewer
         return looks
 
-    def note(self, call: GivenCall, program: Program, *, is_kept: bool) -> frozenset[int]:
-        """Learn from the program that an entry for a call runs, and return the places of arguments
-        that it serves at any length. ``is_kept``: what comes of it outlives a run."""
-        free = NOWHERE if is_kept else frozenset(free_sizes(program).roots.values())
+    def note(self, call: GivenCall, sizes: FreeSizes, *, is_kept: bool) -> frozenset[int]:
+        """Learn from the free ``sizes`` of the program that an entry for a call runs, and return
+        the places of arguments that it serves at any length. ``is_kept``: what comes of it outlives
+        a run."""
+        free = NOWHERE if is_kept else frozenset(sizes.roots.values())
         looks = _looks(call)
         kind = _kind(looks)
         most = self._most.get(kind, NOWHERE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import repeat
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -332,7 +332,12 @@ class ModuleState:
     def remember(self, program: Program, placed: Sequence[Tensor | None]) -> None:
         """Take the present pointers as known. ``placed`` is as ``place`` gives it for a program;
         what is one piece there stays so from one binding to the next."""
-        self._memory = KnownMemory(self.tensors)
+        memory = self._memory
+        is_known = len(memory.tensors) == len(self.tensors) and all(
+            map(is_, memory.tensors, self.tensors)
+        )
+        if not is_known or memory.differs():
+            self._memory = KnownMemory(self.tensors)
         merged, padded = pieces_of(program.inputs, placed)
         self.merged.add(merged)
         self.padded.add(padded)

@@ -115,13 +115,13 @@ def place(
     Each piece is there beside the weights that it is made of, and no longer: nothing here holds
     what a Parameter has left, so that there is never more than the weights and one piece.
     """
-    read = _read_by_place(program)
-    for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
-        if index in read:
-            _lay_out(tensor, spec, is_fixed=index in fixed)
+    read = program.read_by_place
+    for index, strides in read.items():
+        if index < len(tensors):
+            _lay_out(tensors[index], program.inputs[index], strides, is_fixed=index in fixed)
     pieces = _pieces(program, tensors)
     if program.device == "cuda":
-        for index in _convolution_weights(program) - read - fixed:
+        for index in _convolution_weights(program) - read.keys() - fixed:
             weight = tensors[index]
             if not weight.is_contiguous(memory_format=torch.channels_last):
                 _GIVEN.setdefault(weight, weight.stride())
@@ -142,10 +142,11 @@ def give_back_order(tensors: Sequence[Tensor]) -> None:
         lie_in(tensor, given.copy_(tensor.detach()))
 
 
-def _lay_out(tensor: Tensor, spec: InputSpec, *, is_fixed: bool) -> None:
+def _lay_out(tensor: Tensor, spec: InputSpec, strides: tuple[int, ...], *, is_fixed: bool) -> None:
     """Have a weight lie at the strides that it was traced at. Raises UnsupportedError for one that
     cannot be moved."""
-    strides = tuple(stride.value for stride in spec.strides)
+    if tensor.dtype == spec.dtype and tensor.stride() == strides:  # as nearly all do
+        return
     seen = read_as(tensor.detach(), spec.dtype)
     if _steps_like(seen, strides):
         return
@@ -172,21 +173,6 @@ def _pieces(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         else:
             found.append(_merged(parts, _rows(spec, parts), left) if parts else None)
     return found
-
-
-def _read_by_place(program: Program) -> set[int]:
-    """Return the state that somebody reads at strides known since the trace: kernels, and calls on
-    pieces."""
-    numbers = {n for step in program.kernel_steps for n in step.buffers}
-    refs = [ref for step in program.call_steps for ref in step.inputs]
-    refs += [item.tensor for item in program.returned if item.tensor is not None]
-    for ref in refs:
-        buffer = program.buffers[ref.buffer]
-        if ref.shape != buffer.shape or ref.strides != buffer.strides:
-            numbers.add(ref.buffer)
-    buffers = [program.buffers[n] for n in numbers]
-    found = {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
-    return {index for index in found if not program.inputs[index].merged}
 
 
 def _steps_like(tensor: Tensor, strides: Sequence[int]) -> bool:

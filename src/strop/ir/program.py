@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -224,7 +225,7 @@ class CallStep:
     @property
     def touched(self) -> tuple[int, ...]:
         """Return the buffers that it reads or writes."""
-        return (*(ref.buffer for ref in self.inputs), *(n for n in self.outputs if n >= 0))
+        return (*[ref.buffer for ref in self.inputs], *[n for n in self.outputs if n >= 0])
 
 
 Step = KernelStep | CallStep
@@ -242,7 +243,7 @@ class Returned:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """Hold everything needed to run, for every shape that satisfies ``guards``."""
 
@@ -277,7 +278,7 @@ class Program:
         numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if isinstance(s, KernelStep))
         return tuple(self.sources[number] for number in numbers)
 
-    @property
+    @cached_property
     def kernel_steps(self) -> tuple[KernelStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, KernelStep))
 
@@ -296,13 +297,13 @@ class Program:
         refs = [item.tensor for item in self.returned]
         return tuple((n, refs.index(i.tensor)) for n, i in enumerate(self.returned) if i.again)
 
-    @property
+    @cached_property
     def foreign_calls(self) -> tuple[str, ...]:
         """Return operators that run in torch although nobody decided so: fallbacks."""
         targets = {dict(s.attrs)["target"] for s in self.call_steps if s.op == "aten"}
         return tuple(sorted(t for t in targets if is_foreign(t)))
 
-    @property
+    @cached_property
     def foreign_causes(self) -> tuple[str, ...]:
         """Return for each of them why: it has no row, or what its rule has met."""
         calls = [dict(s.attrs) for s in self.call_steps if s.op == "aten"]
@@ -314,7 +315,7 @@ class Program:
             for t in self.foreign_calls
         )
 
-    @property
+    @cached_property
     def written_arguments(self) -> tuple[int, ...]:
         """Return inputs that a run writes into, by kernels or by copies."""
         numbers = {n for step in self.kernel_steps for n in step.writes}
@@ -322,7 +323,7 @@ class Program:
         buffers = [self.buffers[n] for n in sorted(numbers)]
         return tuple(b.index for b in buffers if b.kind == "input")
 
-    @property
+    @cached_property
     def is_pure(self) -> bool:
         """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers, tells other processes or is code that nobody here knows."""
@@ -330,11 +331,31 @@ class Program:
         is_known = all(dict(step.attrs).get("target") in PURE_CALLS for step in calls)
         return is_known and not (self.written_arguments or self.has_exchanges)
 
-    @property
+    @cached_property
     def has_exchanges(self) -> bool:
         """Tell whether other processes have to make the same run at the same time."""
         return any(step.op == "exchange" for step in self.call_steps)
 
-    @property
+    @cached_property
+    def read_by_place(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the state, by number of the input, that somebody reads at strides known since the
+        trace, with these: kernels, and calls on pieces."""
+        numbers = {n for step in self.kernel_steps for n in step.buffers}
+        refs = [ref for step in self.call_steps for ref in step.inputs]
+        refs += [item.tensor for item in self.returned if item.tensor is not None]
+        for ref in refs:
+            buffer = self.buffers[ref.buffer]
+            if ref.shape != buffer.shape or ref.strides != buffer.strides:
+                numbers.add(ref.buffer)
+        buffers = [self.buffers[n] for n in numbers]
+        found = sorted({b.index for b in buffers if b.kind == "input"})
+        specs = {n: self.inputs[n] for n in found if self.inputs[n].is_state}
+        return {
+            n: tuple(stride.value for stride in spec.strides)
+            for n, spec in specs.items()
+            if not spec.merged
+        }
+
+    @cached_property
     def call_steps(self) -> tuple[CallStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, CallStep))

@@ -147,6 +147,11 @@ class Operand:
     shape: tuple[int, ...] = ()
     view: View | None = None
 
+    @property
+    def is_a_piece(self) -> bool:
+        """Tell whether the kernel sees anything but the tensor as it is."""
+        return bool(self.piece or self.order or self.shape or self.view)
+
 
 RESULT = -1
 
@@ -232,7 +237,7 @@ class PartScratch:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Launches:
     """A kernel runs all of this for one call, in order.
 
@@ -245,7 +250,16 @@ class Launches:
     result: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
-    @property
+    @cached_property
+    def only(self) -> Launch | None:
+        """Return the launch of a call that is nothing but one kernel over whole operands, whose
+        scalars are known or strides."""
+        (part, *more) = self.parts
+        if more or not isinstance(part, Launch) or any(each.is_a_piece for each in part.operands):
+            return None
+        return part if all(isinstance(each, int | Stride) for each in part.scalars) else None
+
+    @cached_property
     def working(self) -> tuple[PartScratch, ...]:
         """Return the memory of which nothing is kept from one call to the next."""
         return tuple(each for each in self.scratch if each.packs < 0)

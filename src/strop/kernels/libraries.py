@@ -13,13 +13,12 @@ from strop.ir.contractions import AMONG_COLUMNS, NORMED, PAIRED
 from strop.ir.device import Device
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cases import measured_us, speaks_of, unmeasured
-from strop.kernels.attention.cpu_cases import times_us
+from strop.kernels.attention.cpu import times_on_cpu
 from strop.kernels.gemm import skinny
 from strop.kernels.gemm.rows import CONVOLUTIONS, MOST_NARROW, OPS, picture_of
 from strop.kernels.gemm.tile import GATED, PLAIN, SUM
 from strop.kernels.kernel import NEVER, Call, Kernel, Problem
 from strop.kernels.tuned import tuned
-from strop.kernels.tuned.attention_cpu import CASES as ON_CPUS
 
 # The share of the dense rate that a library's attention reaches, where nothing was measured.
 ATTENTION_SHARE = 0.5
@@ -185,7 +184,7 @@ def halved_conv_us(problem: Problem, device: Device) -> float:
 def attention_us(problem: Problem, device: Device) -> float:
     """Return what was measured, or a share of the device's rate, or 0 where neither is known."""
     if not device.arch:
-        return times_us(problem, device.isa, ON_CPUS)[1]
+        return times_on_cpu(problem, device.isa)[1]
     nearby = measured_us(problem, SDPA_NAME, tuned(device).cases)
     if nearby is not None and math.isfinite(nearby):
         return nearby

@@ -70,8 +70,14 @@ def supports(call: Call, device: Device) -> str:
     return ""
 
 
+@lru_cache(maxsize=4096)
+def times_on_cpu(problem: Problem, isa: str) -> tuple[float, float]:
+    """Return the microseconds that ours and torch's take. Both rows ask, one after the other."""
+    return times_us(problem, isa, CASES)
+
+
 def cost_us(problem: Problem, device: Device) -> float:
-    return times_us(problem, device.isa, CASES)[0] if _is_whole(problem) else NEVER
+    return times_on_cpu(problem, device.isa)[0] if _is_whole(problem) else NEVER
 
 
 def _is_whole(problem: Problem) -> bool:

@@ -4,7 +4,6 @@ measured on one thread, and the nearest of them to a call."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,16 +57,19 @@ def times_us(problem: Problem, isa: str, cases: CpuCases) -> tuple[float, float]
 
 def _nearest(problem: Problem, isa: str, cases: CpuCases) -> tuple[CpuCase, Sizes] | None:
     isa = MEASURED_AS.get(isa, isa)
-    rows = [row for row in cases if (row.isa, row.dtype) == (isa, problem.dtype)]
+    rows = [row for row in cases if row.isa == isa and row.dtype == problem.dtype]
     if not rows or any(len(shape) < 2 or 0 in shape for shape in problem.shapes):
         return None
     *batches, queries, head = problem.shapes[0]
     sizes = math.prod(batches), queries, problem.shapes[1][-2], head
     is_masked = problem.attr("causal") or len(problem.shapes) > 3
-    return min(rows, key=lambda row: _doublings(row, sizes, is_masked=is_masked)), sizes
+    return min(rows, key=lambda row: _doublings(row, *sizes, is_masked=is_masked)), sizes
 
 
-def _doublings(row: CpuCase, sizes: Sequence[int], *, is_masked: bool) -> float:
-    of_row = (row.heads, row.queries, row.keys, row.head)
-    heads, *others = (abs(math.log2(a / b)) for a, b in zip(of_row, sizes, strict=True))
-    return OF_HEADS * heads + sum(others) + OF_MASKING * (is_masked != row.is_masked)
+def _doublings(
+    row: CpuCase, heads: int, queries: int, keys: int, head: int, *, is_masked: bool
+) -> float:
+    others = abs(math.log2(row.queries / queries)) + abs(math.log2(row.keys / keys))
+    others += abs(math.log2(row.head / head))
+    of_heads = OF_HEADS * abs(math.log2(row.heads / heads))
+    return of_heads + others + OF_MASKING * (is_masked != row.is_masked)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -37,6 +38,7 @@ class Work:
     weight_bytes: int
 
     @staticmethod
+    @lru_cache(maxsize=4096)  # several rows ask about a problem, one after the other
     def of(problem: Problem) -> Work:
         ops = _FLOPS[problem.op](problem.shapes, dict(problem.attrs))
         return Work(ops, math.prod(problem.shapes[1]) * problem.dtype.itemsize)

@@ -130,7 +130,9 @@ class CpuLoader(BuiltAtOnce):
         return lambda: sum(self.counts) - before
 
     def build(self, sources: Sequence[KernelSource]) -> None:
-        self._functions = {**self._functions, **self._native.build(sources)}
+        missing = [source for source in sources if source not in self._functions]
+        if missing:
+            self._functions = {**self._functions, **self._native.build(missing)}
 
     def bind(
         self,

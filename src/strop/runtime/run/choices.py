@@ -21,6 +21,7 @@ from strop.runtime.loop.hoisting import written
 BuildOrder = Callable[[Sequence[KernelSource]], dict[KernelSource, float]]
 FACTORS = (1.5, 2, 0.5, 0.75)
 ONE = const(1)
+AskedCall = tuple[Call, tuple[str, ...]]  # with the rows that may not run it
 MAGNITUDES = (1, 4, 16, 64, 0.25)  # of sizes, at which other kernels may be faster
 
 
@@ -41,6 +42,16 @@ def _lies_by_columns(step: CallStep) -> bool:
     return weights.strides == (ONE, weights.shape[0])
 
 
+def asked_by(program: Program, step: Step | None, steady: Collection[int]) -> AskedCall | None:
+    """Return what is asked about a step of which the library has rows, else None."""
+    if not isinstance(step, CallStep) or step.op not in library.BY_OP:
+        return None
+    off = program.kernels_off
+    if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
+        off = (*off, packed.NAME)
+    return call_of(program, step), off
+
+
 def choices_of(
     program: Program,
     steps: Sequence[Step | None],
@@ -49,18 +60,27 @@ def choices_of(
 ) -> dict[int, Choice]:
     """Return what runs each call that the library has rows for on this device, by its position
     among ``steps``."""
-    found, steady = {}, steady_weights(program)
-    for position, step in enumerate(steps if device.has_library else ()):
-        if isinstance(step, CallStep) and step.op in library.BY_OP:
-            call = call_of(program, step)
-            shapes = tuple(tuple(sizes(shape)) for shape in call.shapes)
-            problem = call.of_shapes(shapes)
-            off = program.kernels_off
-            if step.op in packed.OPS and step.inputs[packed.WEIGHT].buffer not in steady:
-                off = (*off, packed.NAME)
-            choice = library.select(call, problem, device, off)
-            if choice is not library.TORCH and choice.kernel != packed.PLAIN_NAME:
-                found[position] = choice
+    steady = steady_weights(program)
+    return answers([asked_by(program, step, steady) for step in steps], sizes, device)
+
+
+def answers(
+    asked: Sequence[AskedCall | None],
+    sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
+    device: Device,
+) -> dict[int, Choice]:
+    """Return what runs each call of which something is asked, by its place."""
+    found, chosen = dict[int, Choice](), dict[AskedCall, Choice]()
+    for position, each in enumerate(asked if device.has_library else ()):
+        if each is None:
+            continue
+        if each not in chosen:  # a model has many equal calls
+            call, off = each
+            problem = call.of_shapes(tuple(tuple(sizes(shape)) for shape in call.shapes))
+            chosen[each] = library.select(call, problem, device, off)
+        choice = chosen[each]
+        if choice is not library.TORCH and choice.kernel != packed.PLAIN_NAME:
+            found[position] = choice
     return found
 
 

@@ -77,9 +77,11 @@ def free_sizes(program: Program) -> FreeSizes:
             (name,) = shape[0].roots
             if shape[0] == symbol(name):
                 roots.setdefault(name, place)
+    if not roots:  # of most programs, and the walks over inputs and steps take long
+        return NONE
     shared = Counter(name for spec in program.inputs for name in _roots(spec.shape))
     roots = {name: place for name, place in roots.items() if shared[name] == 1}
-    if not roots:  # of most programs, and the walk over all steps takes long
+    if not roots:
         return NONE
     asked = _asked(program)
     roots = {name: place for name, place in roots.items() if name not in asked}

@@ -44,16 +44,18 @@ def launches_of(
 
 def _launch(program: Program, step: KernelStep, sizes: Sizes, splits: Splits) -> GeneratedLaunch:
     source, scalars = program.sources[step.kernel], sizes.all(step.scalars)
-    names = {f"s{i}": value for i, value in enumerate(scalars)}
+    names = dict[str, int]()
+    if source.split is not None or source.scratch:
+        names = {f"s{i}": value for i, value in enumerate(scalars)}
     if source.split is not None:
         names["splits"] = splits(source.split, names)
         scalars = (*scalars, names["splits"])
-    moves = tuple(
-        sizes.of(offset) * sizes.dtypes[number].itemsize
-        for number, offset in zip(step.buffers, step.offsets, strict=True)
-    )
+    moves = sizes.all(step.offsets)
+    if any(moves):  # of few kernels
+        units = (sizes.dtypes[number].itemsize for number in step.buffers)
+        moves = tuple(offset * unit for offset, unit in zip(moves, units, strict=True))
     numels = tuple(scratch.numel.eval(names) for scratch in source.scratch)
-    elements = [sizes.numel(number) for number in step.buffers]
-    if program.device == "cuda" and needs_wide_indices(scalars, elements):
-        source = source.widened()
+    if program.device == "cuda":
+        elements = [sizes.numel(number) for number in step.buffers]
+        source = source.widened() if needs_wide_indices(scalars, elements) else source
     return GeneratedLaunch(source, scalars, moves, numels)

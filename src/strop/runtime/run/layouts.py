@@ -32,6 +32,8 @@ def laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
 def read_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return complex numbers as pairs of real ones, in the same memory, for who reads real ones,
     and floats of 8 bits as bytes for who reads bytes."""
+    if tensor.dtype == dtype:
+        return tensor
     if tensor.is_complex() and not dtype.is_complex:
         return torch.view_as_real(tensor)
     is_short = tensor.is_floating_point() and tensor.itemsize == 1

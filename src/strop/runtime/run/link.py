@@ -30,7 +30,6 @@ from strop.runtime.derived.packed_weights import (
     has_no_gaps,
 )
 from strop.runtime.run.bounds_checks import BoundsChecks
-from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.fewer_threads import (
     SMALL_FLOPS,
     LibraryCall,
@@ -53,11 +52,10 @@ from strop.runtime.run.library_calls import (
 )
 from strop.runtime.run.memory import aligned
 from strop.runtime.run.native_calls import (
+    KnownScalars,
     NativeCall,
     OperandPlace,
     fetch_ahead,
-    only_launch,
-    scalars_at,
 )
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
@@ -124,6 +122,7 @@ class Linking:
     calls: list[LibraryCall | None] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
     native: dict[int, NativeCall] = field(default_factory=dict)  # by step
+    scalars: KnownScalars = field(default_factory=KnownScalars)
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Return the bytes of the arena from where this scratch begins."""
@@ -134,8 +133,7 @@ def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) ->
     """Link a plan to memory. ``memory`` is the arena; in ``kept`` lie results that outlive a run.
     Both are bytes."""
     slots = _slots(plan, resources, memory, kept)
-    steady = steady_weights(plan.program)
-    at = Linking(plan, resources, memory, slots, defaultdict(list), steady)
+    at = Linking(plan, resources, memory, slots, defaultdict(list), plan.outline.steady)
     steps = [_step(at, position) for position in range(len(plan.order.steps))]
     fetch_ahead(at.native[n] for part in plan.order.parts for n in part if n in at.native)
     returned = [_returned(at, place) for place in range(len(plan.program.returned))]
@@ -153,17 +151,22 @@ def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) 
             weight = resources.state[buffer.index]
             slots[number] = weight if weight is None else read_as(weight, buffer.dtype)
     for offsets, flat in ((plan.memory.buffers, memory), (plan.memory.kept, kept)):
-        for number, offset in offsets.items():
-            slots[number] = _view(plan, number, flat[offset:])
+        _put_views(plan, slots, offsets, flat)
     for number, tensor in resources.lent.items():
         slots[number] = tensor
     return slots
 
 
-def _view(plan: ShapePlan, number: int, memory: Tensor) -> Tensor:
-    """Return the buffer that begins where these bytes do."""
-    shape, strides, dtype = plan.sizes.look(number)
-    return memory[: plan.sizes.bytes_of(number)].view(dtype).as_strided(shape, strides)
+def _put_views(plan: ShapePlan, slots: Slots, offsets: Mapping[int, int], flat: Tensor) -> None:
+    """Put buffers at their offsets, in bytes, among these bytes."""
+    seen = dict[torch.dtype, Tensor]()  # one view of it all by type: each buffer is a piece of one
+    for number, offset in offsets.items():
+        shape, strides, dtype = plan.sizes.look(number)
+        if (whole := seen.get(dtype)) is None:
+            whole_bytes = flat.numel() // dtype.itemsize * dtype.itemsize
+            whole = seen[dtype] = flat[:whole_bytes].view(dtype)
+        begin = whole.storage_offset() + offset // dtype.itemsize
+        slots[number] = whole.as_strided(shape, strides, begin)
 
 
 # steps
@@ -198,29 +201,29 @@ def _nothing(at: Linking, position: int, step: object) -> Run:
 
 def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
     launch, slots = at.plan.launches[position], at.slots
-    pointers = [
-        _pointer(slots[number]) + move
-        for number, move in zip(step.buffers, launch.moves, strict=True)
-    ]
+    pointers, yet_to_come = list[int](), list[tuple[int, int, int]]()
+    for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
+        if (tensor := slots[number]) is None:
+            yet_to_come.append((place, number, move))
+        pointers.append(move if tensor is None else tensor.data_ptr() + move)
     pointers += _scratch_pointers(at, position, launch)
     kernels, stream = at.resources.kernels, at.resources.stream
     is_early = position in at.plan.early
     kernel = kernels.bind(launch.source, pointers, launch.scalars, stream, early=is_early)
     if isinstance(kernel, BoundNativeKernel) and at.plan.free:
         at.told.extend((kernel, place, size) for place, size in at.plan.free.scalars(step))
-    for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
-        if slots[number] is None:
-            at.patches[number].append((kernel, place, move))
+    for place, number, move in yet_to_come:
+        at.patches[number].append((kernel, place, move))
     return kernel
 
 
 def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
     """Bind a library call, or a kernel that does one, which writes where it is told."""
-    getters = _getters(at, step)
-    packed = _packed_call(at, position, step, getters)
     (number,), slots = step.outputs, at.slots
     if number not in at.plan.handed_on and (native := _native_call(at, position, step)):
         return native
+    getters = _getters(at, step)
+    packed = _packed_call(at, position, step, getters)
     shape = at.plan.sizes.shapes[number]
     if step.op in OF_ROWS:
         shape = (math.prod(shape[:-1]), shape[-1])
@@ -306,7 +309,7 @@ def _native_call(
     choice, kernels = at.plan.choices.get(position), at.resources.kernels
     if choice is None or choice.launches is None or kernels.device.arch:
         return None
-    if (launch := only_launch(choice.launches)) is None:
+    if (launch := choice.launches.only) is None:
         return None
     memory = at.scratch(position, 0).data_ptr() if choice.launches.working else 0
     working, begin, kept = [], memory, iter(_kept(at, position, step, choice.launches))
@@ -324,9 +327,8 @@ def _native_call(
         else working[RESULT - 1 - operand.number]
         for operand in launch.operands
     ]
-    if (scalars := scalars_at(launch, places)) is None:
+    if (scalars := at.scalars.at(launch, places)) is None:
         return None
-    kernels.build([launch.source])
     pointers = [place.pointer for place in places]
     kernel = kernels.bind(launch.source, pointers, scalars, at.resources.stream)
     if not isinstance(kernel, BoundNativeKernel):
@@ -340,8 +342,8 @@ def _native_call(
 
 def _place(at: Linking, ref: TensorRef) -> OperandPlace:
     """Return where a piece of a buffer lies."""
-    (shape, strides, dtype), fixed = _look(at, ref), at.slots[ref.buffer]
-    move = at.plan.sizes.of(ref.offset) * dtype.itemsize
+    ((shape, strides, dtype), offset), fixed = _look_and_offset(at, ref), at.slots[ref.buffer]
+    move = offset * dtype.itemsize
     pointer = 0 if fixed is None else fixed.data_ptr() + move
     return OperandPlace(shape, strides, pointer, ref.buffer, move)
 
@@ -522,11 +524,16 @@ def _on_cpu(
 def _look(at: Linking, ref: TensorRef) -> Look:
     """Return how a library call sees a piece of a buffer. A weight may lie in memory in another
     order than it was traced."""
+    return _look_and_offset(at, ref)[0]
+
+
+def _look_and_offset(at: Linking, ref: TensorRef) -> tuple[Look, int]:
+    """Return how a piece of a buffer looks, and where it begins, in elements."""
     sizes, fixed = at.plan.sizes, at.slots[ref.buffer]
-    dtype = sizes.dtypes[ref.buffer]
-    if fixed is not None and sizes.is_whole(ref):
-        return tuple(fixed.shape), fixed.stride(), dtype
-    return sizes.all(ref.shape), sizes.all(ref.strides), dtype
+    shape, strides, offset, is_whole = sizes.piece(ref)
+    if fixed is not None and is_whole:
+        shape, strides = tuple(fixed.shape), fixed.stride()
+    return (shape, strides, sizes.dtypes[ref.buffer]), offset
 
 
 def _row_look(at: Linking, step: CallStep) -> Look:
@@ -559,9 +566,9 @@ def _getters(at: Linking, step: CallStep) -> list[Getter]:
 def _getter(at: Linking, ref: TensorRef) -> Getter:
     """Return how a library call gets at a piece of a buffer: ready-made where memory stands
     still."""
-    sizes, slots, number = at.plan.sizes, at.slots, ref.buffer
-    shape, strides, offset = sizes.all(ref.shape), sizes.all(ref.strides), sizes.of(ref.offset)
-    is_whole, fixed = sizes.is_whole(ref), slots[number]
+    slots, number = at.slots, ref.buffer
+    shape, strides, offset, is_whole = at.plan.sizes.piece(ref)
+    fixed = slots[number]
     if fixed is not None:
         view = fixed  # a weight may lie in memory in another order than it was traced
         if not is_whole or at.plan.program.buffers[number].kind != "input":

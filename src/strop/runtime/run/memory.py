@@ -9,16 +9,14 @@ Deep Neural Net Inference", arXiv:2001.03288.
 from __future__ import annotations
 
 import itertools
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 ALIGNMENT_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A value is alive from step ``first`` to step ``last``, both included."""
 
     first: int
@@ -30,43 +28,56 @@ def plan_arena(intervals: Sequence[Interval]) -> tuple[list[int], int]:
     """Return byte offsets for the intervals, and the size of the arena that holds them. Equal sizes
     are placed in the order in which they begin, or where that leaves gaps those that live longest
     first."""
-    numbers = range(len(intervals))
-    by_size = sorted(numbers, key=lambda i: (-intervals[i].size_bytes, i))
-    found = _placed(intervals, by_size)
+    numbers, beside = range(len(intervals)), alive_beside(intervals)
+    largest_first = [-value.size_bytes for value in intervals]
+    by_size = sorted(numbers, key=largest_first.__getitem__)
+    found = placed(intervals, beside, by_size)
     if found[1] <= most_alive(intervals):
         return found
     life = [value.last - value.first for value in intervals]
-    by_life = sorted(numbers, key=lambda i: (-intervals[i].size_bytes, -life[i], i))
-    return min(found, _placed(intervals, by_life), key=lambda plan: plan[1])
+    by_life = sorted(numbers, key=lambda i: (largest_first[i], -life[i]))
+    return min(found, placed(intervals, beside, by_life), key=lambda plan: plan[1])
 
 
 def most_alive(intervals: Sequence[Interval]) -> int:
     """Return how many bytes of values are alive at once at most: no arena is smaller."""
     changes = defaultdict[int, int](int)
     for value in intervals:
-        changes[value.first] += aligned(value.size_bytes)
-        changes[value.last + 1] -= aligned(value.size_bytes)
+        size = aligned(value.size_bytes)
+        changes[value.first] += size
+        changes[value.last + 1] -= size
     return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
-def _placed(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[int], int]:
+def alive_beside(intervals: Sequence[Interval]) -> list[list[int]]:
+    """Return for each value those that are alive at a time with it: of a model's few are."""
+    found: list[list[int]] = [[] for _ in intervals]
+    alive: list[int] = []
+    for index in sorted(range(len(intervals)), key=lambda i: intervals[i].first):
+        first = intervals[index].first
+        alive = [other for other in alive if intervals[other].last >= first]
+        found[index] += alive
+        for other in alive:
+            found[other].append(index)
+        alive.append(index)
+    return found
+
+
+def placed(
+    intervals: Sequence[Interval], beside: Sequence[Sequence[int]], order: Sequence[int]
+) -> tuple[list[int], int]:
     """Put each in turn at the lowest place that is free while it lives."""
-    offsets = [0] * len(intervals)
-    placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
+    offsets, spans = [0] * len(intervals), list[tuple[int, int] | None]([None]) * len(intervals)
     total = 0
     for index in order:
-        value = intervals[index]
-        start, stop, size = value.first, value.last, aligned(value.size_bytes)
-        offset = 0
-        for begin, end, first, last in placed:  # kept sorted by offset
-            if last < start or stop < first:
-                continue
+        size, offset = aligned(intervals[index].size_bytes), 0
+        taken = [span for other in beside[index] if (span := spans[other])]
+        for begin, end in sorted(taken):
             if offset + size <= begin:
                 break
             if end > offset:
                 offset = end
-        offsets[index] = offset
-        insort(placed, (offset, offset + size, start, stop))
+        offsets[index], spans[index] = offset, (offset, offset + size)
         total = max(total, offset + size)
     return offsets, total
 
@@ -85,7 +96,7 @@ def shared(
         root = host.get(old, old)
         value, place = found[new], found[root]
         if alive[old].last == value.first and place.size_bytes == value.size_bytes:
-            host[new], found[root] = root, replace(place, last=value.last)
+            host[new], found[root] = root, place._replace(last=value.last)
             del found[new]
             taken.add(old)
     return found, host

@@ -46,7 +46,8 @@ def plan_memory(
     elsewhere, and those ``handed_on`` where late library calls put them; those ``taken_in`` lie in
     the arena although library calls would allocate them. Where it ``shares``, results may take the
     memory of operands that end there."""
-    lives, kept = _lives(program, order), order.prologue.kept
+    times = order.times
+    lives, kept = _lives(program, order, times), order.prologue.kept
     elsewhere = {*kept, *lent, *handed_on}
     alive = {
         number: Interval(*life, sizes.bytes_of(number))
@@ -54,15 +55,19 @@ def plan_memory(
         if program.buffers[number].kind == "arena" or number in taken_in
         if number not in elsewhere
     }
-    pairs = [p for at in order.times if (step := order.steps[at]) for p in step.in_place]
+    pairs = [p for at in times if (step := order.steps[at]) for p in step.in_place]
     placed, host = shared(alive, pairs if shares else ())
-    working = _working(order, scratch)
+    working = _working(times, scratch)
     offsets, arena_bytes = plan_arena([*placed.values(), *working.values()])
     buffers = dict(zip(placed, offsets, strict=False))
     buffers |= {new: buffers[old] for new, old in host.items()}
     kept_offsets, kept_bytes = plan_arena([Interval(0, 0, sizes.bytes_of(n)) for n in kept])
-    is_called = {n: program.buffers[n].kind == "call" or n in handed_on for n in lives}
-    called = {n: life for n, life in lives.items() if is_called[n] and n not in taken_in}
+    called = {
+        number: life
+        for number, life in lives.items()
+        if program.buffers[number].kind == "call" or number in handed_on
+        if number not in taken_in
+    }
     return MemoryPlan(
         buffers,
         dict(zip(working, offsets[len(placed) :], strict=True)),
@@ -74,14 +79,14 @@ def plan_memory(
     )
 
 
-def _lives(program: Program, order: RunOrder) -> dict[int, Life]:
+def _lives(program: Program, order: RunOrder, times: Mapping[int, int]) -> dict[int, Life]:
     """Say when each buffer that a step touches is needed; what is returned is needed until behind
     the run."""
     lives: dict[int, Life] = {}
-    for position, time in order.times.items():
+    for position, time in times.items():
         step = order.steps[position]
         for number in step.touched if step else ():
-            lives[number] = (lives.get(number, (time, time))[0], time)
+            lives[number] = (lives[number][0] if number in lives else time, time)
     for item in program.returned:
         if item.tensor is not None and item.tensor.buffer in lives:
             lives[item.tensor.buffer] = (lives[item.tensor.buffer][0], len(program.steps))
@@ -89,10 +94,9 @@ def _lives(program: Program, order: RunOrder) -> dict[int, Life]:
 
 
 def _working(
-    order: RunOrder, scratch: Mapping[int, Sequence[int]]
+    times: Mapping[int, int], scratch: Mapping[int, Sequence[int]]
 ) -> dict[tuple[int, int], Interval]:
     """Return the memory that each step works in, by step and place."""
-    times = order.times
     return {
         (position, place): Interval(times[position], times[position], size)
         for position in sorted(scratch)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from strop.kernels.kernel import NUM_FETCHED, Late, Launch, Launches, Lies, Operand, Stride
+from strop.kernels.kernel import NUM_FETCHED, Late, Launch, Lies, Operand, Stride
 from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.run.launched_calls import (
     ALIGNMENT,
@@ -27,8 +28,7 @@ from strop.runtime.run.launched_calls import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OperandPlace:
+class OperandPlace(NamedTuple):
     """Say where an operand lies: ``number`` is its buffer, None for working memory, and ``move``
     how many bytes it begins behind that. ``pointer`` is where it lies now, 0 for a buffer that is
     yet to come."""
@@ -44,33 +44,35 @@ class OperandPlace:
         return OperandPlace(tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
 
 
-def only_launch(launches: Launches) -> Launch | None:
-    """Return the launch of a call that is nothing but one kernel over whole operands."""
-    (part, *more) = launches.parts
-    if more or not isinstance(part, Launch) or any(map(_is_a_piece, part.operands)):
-        return None
-    return part if all(isinstance(each, int | Stride) for each in part.scalars) else None
-
-
-def _is_a_piece(operand: Operand) -> bool:
-    return bool(operand.piece or operand.order or operand.shape or operand.view)
-
-
 def scalars_at(launch: Launch, places: Sequence[OperandPlace]) -> list[int] | None:
     """Return the scalars of a launch whose operands lie at these places, or None where the kernel
     wants them otherwise."""
     if not all(map(_lies, launch.operands, places)):
         return None
-    found = [_scalar(each, places) for each in launch.scalars]
+    found = [each if isinstance(each, int) else _stride(each, places) for each in launch.scalars]
     wide = (x for x, unit in zip(found, launch.source.scalars, strict=True) if unit == WIDE)
     return None if any(x % WIDE for x in wide) else found
 
 
-def _scalar(scalar: int | Stride | Late, places: Sequence[OperandPlace]) -> int:
-    if isinstance(scalar, Stride):
-        return places[scalar.operand].strides[scalar.dim] // scalar.unit
-    assert isinstance(scalar, int)  # ``only_launch`` says so
-    return scalar
+class KnownScalars:
+    """Remember the scalars of the launches of one plan: a model has many equal calls, whose
+    operands lie alike."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, list[int] | None] = {}
+
+    def at(self, launch: Launch, places: Sequence[OperandPlace]) -> list[int] | None:
+        """Return what ``scalars_at`` does."""
+        looks = [(p.shape, p.strides, p.pointer and not p.pointer % ALIGNMENT) for p in places]
+        key = (id(launch), *looks)  # the plan keeps the launch alive
+        if key not in self._found:
+            self._found[key] = scalars_at(launch, places)
+        return self._found[key]
+
+
+def _stride(scalar: Stride | Late, places: Sequence[OperandPlace]) -> int:
+    assert isinstance(scalar, Stride)  # ``Launches.only`` says so
+    return places[scalar.operand].strides[scalar.dim] // scalar.unit
 
 
 @dataclass(frozen=True, slots=True)

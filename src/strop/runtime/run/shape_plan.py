@@ -14,13 +14,13 @@ from strop.kernels.packed.rows import NAME as PACKED
 from strop.runtime.build.loader import KernelLoader
 from strop.runtime.loop.hoisting import Hoist, written
 from strop.runtime.loop.timetable import TimetablePart
-from strop.runtime.run.choices import choices_of
-from strop.runtime.run.free_sizes import NONE, FreeSizes, free_sizes
+from strop.runtime.run.choices import answers
+from strop.runtime.run.free_sizes import NONE, FreeSizes
 from strop.runtime.run.launched_calls import scratch_bytes
 from strop.runtime.run.launches import GeneratedLaunch, launches_of
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, PLANNED_OUT
 from strop.runtime.run.memory_plan import MemoryPlan, plan_memory
-from strop.runtime.run.native_calls import only_launch
+from strop.runtime.run.outline import Outline
 from strop.runtime.run.run_order import RunOrder, run_order
 from strop.runtime.run.sizes import Look, Sizes
 
@@ -47,6 +47,7 @@ class ShapePlan:
     released: tuple[int, ...]
     handed_on: frozenset[int]
     taken_in: frozenset[int]
+    outline: Outline
     free: FreeSizes = NONE
 
     def takes_in(self, step: CallStep) -> bool:
@@ -58,7 +59,8 @@ class ShapePlan:
         """Return the kernels that run at this shape, each once."""
         generated = [launch.source for launch in self.launches.values()]
         chosen = [source for choice in self.choices.values() for source in choice.sources]
-        return list(dict.fromkeys([*generated, *chosen]))
+        each = {id(source): source for source in (*generated, *chosen)}  # few are not one object
+        return list(dict.fromkeys(each.values()))
 
 
 def plan_shape(
@@ -70,28 +72,31 @@ def plan_shape(
     *,
     shares: bool,
     has_free: bool = False,
+    outline: Outline | None = None,
 ) -> ShapePlan:
     """Plan a program at one shape, without building a kernel. ``env`` holds the sizes; ``hoist``
     gives leave to run steps once for several runs; ``part`` has the steps that run, if not all;
     ``shares`` is as in ``plan_memory``. With ``has_free`` the plan is for all free sizes, which a
-    run reads off its arguments."""
+    run reads off its arguments. ``outline`` is the program's, where it is known."""
+    outline = Outline(program) if outline is None else outline
     planned = CUDA_PLANNED_OUT if program.device == "cuda" else PLANNED_OUT
-    sizes, order = Sizes(program, env), run_order(program, env, planned, hoist, part)
-    choices = choices_of(program, order.steps, sizes.all, kernels.device)
+    sizes = Sizes(program, env, outline.looks)
+    order = run_order(program, env, planned, hoist, part)
+    choices = answers(outline.asked_at(order.steps), sizes.all, kernels.device)
     launches = launches_of(program, order.steps, sizes, kernels.splits)
     scratch = {position: each.scratch_bytes for position, each in launches.items()}
     for position, choice in choices.items():
         if choice.launches and choice.launches.working:
             scratch[position] = [scratch_bytes(choice.launches)]
-    free = free_sizes(program) if has_free and not (hoist or part) else NONE
+    free = outline.free if has_free and not (hoist or part) else NONE
     lent = part.tensors if part else [number for number, _ in free.buffers]
-    handed_on = handed_on_by(program, order, choices, lent)
-    taken_in = frozenset() if free else taken_in_by(program, order, choices, lent)
+    handed_on = handed_on_by(outline, order, choices, lent)
+    taken_in = frozenset() if free else taken_in_by(outline, order, choices, lent)
     memory = plan_memory(program, sizes, order, scratch, lent, handed_on, taken_in, shares=shares)
-    kinds = {kind: _of_kind(program, kind) for kind in ("call", "result")}
+    kinds = outline.by_kind
     results = tuple((number, sizes.look(number)) for number in kinds["result"])
     # arguments too: a backward's are what its forward has kept, half of the device's memory
-    arguments = () if part else _arguments(program)
+    arguments = () if part else outline.arguments
     long = [number for number, _ in free.buffers]
     called = {*kinds["call"]} - taken_in
     released = (*arguments, *sorted({*called, *kinds["result"], *handed_on, *long}))
@@ -109,6 +114,7 @@ def plan_shape(
         released,
         handed_on,
         taken_in,
+        outline,
         free,
     )
 
@@ -120,6 +126,13 @@ class ShapePlans:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[Hashable, ShapePlan] = OrderedDict()
+        self._outline: Outline | None = None
+
+    def outline(self, program: Program) -> Outline:
+        """Return what the plans of the program have in common."""
+        if self._outline is None or self._outline.program is not program:
+            self._outline = Outline(program)
+        return self._outline
 
     def plan(
         self,
@@ -138,7 +151,16 @@ class ShapePlans:
         key = tuple(env.items()), id(kernels), hoisted, parted, shares, has_free
         found = self._plans.pop(key, None)
         if found is None:
-            found = plan_shape(program, env, kernels, hoist, part, shares=shares, has_free=has_free)
+            found = plan_shape(
+                program,
+                env,
+                kernels,
+                hoist,
+                part,
+                shares=shares,
+                has_free=has_free,
+                outline=self.outline(program),
+            )
         self._plans[key] = found
         if len(self._plans) > MOST_PLANS:
             self._plans.popitem(last=False)
@@ -146,7 +168,7 @@ class ShapePlans:
 
 
 def handed_on_by(
-    program: Program,
+    outline: Outline,
     order: RunOrder,
     choices: Mapping[int, Choice],
     lent: Collection[int],
@@ -154,23 +176,25 @@ def handed_on_by(
     """Return the results that are left where products of packed weights put them: a copy would take
     as long as packing saves. A result that outlives the run or is ``lent``, or of which several
     steps write a part, is copied to its place."""
-    writers = Counter(number for step in order.steps for number in written(step))
-    kept = {item.tensor.buffer for item in program.returned if item.tensor is not None}
     found = {
         number
         for position in order.late
         if position in choices and choices[position].kernel == PACKED
         for number in written(order.steps[position])
     }
+    if not found:
+        return frozenset()
+    writers = Counter(number for step in order.steps for number in written(step))
+    buffers = outline.program.buffers
     return frozenset(
         number
-        for number in found.difference(kept, lent)
-        if writers[number] == 1 and program.buffers[number].kind == "arena"
+        for number in found.difference(outline.returned, lent)
+        if writers[number] == 1 and buffers[number].kind == "arena"
     )
 
 
 def taken_in_by(
-    program: Program,
+    outline: Outline,
     order: RunOrder,
     choices: Mapping[int, Choice],
     lent: Collection[int],
@@ -178,9 +202,8 @@ def taken_in_by(
     """Return the results that lie in the arena on a CPU although a library would allocate them: one
     kernel of ours makes each, and writes where it is told. One that outlives the run, or is
     ``lent``, is none of them."""
-    if program.device != "cpu":
+    if outline.program.device != "cpu":
         return frozenset()
-    kept = {item.tensor.buffer for item in program.returned if item.tensor is not None}
     found = {
         step.outputs[0]
         for position in order.late
@@ -189,21 +212,11 @@ def taken_in_by(
         and len(step.outputs) == 1
         and (choice := choices.get(position)) is not None
         and choice.launches is not None
-        and only_launch(choice.launches) is not None
+        and choice.launches.only is not None
     }
-    return frozenset(
-        number for number in found.difference(kept, lent) if program.buffers[number].kind == "call"
-    )
-
-
-def _of_kind(program: Program, kind: str) -> list[int]:
-    return [number for number, buffer in enumerate(program.buffers) if buffer.kind == kind]
-
-
-def _arguments(program: Program) -> tuple[int, ...]:
-    """Return the buffers of the inputs that are not state."""
-    inputs = _of_kind(program, "input")
-    return tuple(n for n in inputs if not program.inputs[program.buffers[n].index].is_state)
+    buffers = outline.program.buffers
+    kept = found.difference(outline.returned, lent)
+    return frozenset(number for number in kept if buffers[number].kind == "call")
 
 
 def _early(order: RunOrder, choices: Mapping[int, Choice]) -> frozenset[int]:

@@ -26,14 +26,30 @@ class _Known(dict[Expr, int]):
         return found
 
 
-class Sizes:
-    """``shapes`` and ``strides``, in elements, are those of the program's buffers, by number."""
+class BufferLooks:
+    """Hold the shapes and strides of a program's buffers, each once: ``shapes`` and ``strides`` say
+    by buffer which of ``all`` it has."""
 
-    def __init__(self, program: Program, env: Mapping[str, int]) -> None:
+    def __init__(self, program: Program) -> None:
+        numbers = dict[tuple[Expr, ...], int]()
+        self.shapes = [numbers.setdefault(b.shape, len(numbers)) for b in program.buffers]
+        self.strides = [numbers.setdefault(b.strides, len(numbers)) for b in program.buffers]
+        self.all = tuple(numbers)
+
+
+class Sizes:
+    """``shapes`` and ``strides``, in elements, are those of the program's buffers, by number.
+    ``looks`` are the program's, where they are known."""
+
+    def __init__(
+        self, program: Program, env: Mapping[str, int], looks: BufferLooks | None = None
+    ) -> None:
         self.env = env
-        self._known = _Known(env)
-        self.shapes = [self.all(b.shape) for b in program.buffers]
-        self.strides = [self.all(b.strides) for b in program.buffers]
+        self._known, self._buffers = _Known(env), program.buffers
+        looks = BufferLooks(program) if looks is None else looks
+        found = [self.all(each) for each in looks.all]
+        self.shapes = [found[n] for n in looks.shapes]
+        self.strides = [found[n] for n in looks.strides]
         self.dtypes = [b.dtype for b in program.buffers]
 
     def of(self, size: Expr) -> int:
@@ -53,10 +69,10 @@ class Sizes:
 
     def writes_any(self, step: KernelStep) -> bool:
         """Tell whether a kernel has an element to write."""
+        if any(self.of(size) for _, size in step.parts):
+            return True
         of_parts = {number for number, _ in step.parts}
-        return any(self.of(size) for _, size in step.parts) or any(
-            self.numel(number) for number in step.writes if number not in of_parts
-        )
+        return any(0 not in self.shapes[n] for n in step.writes if n not in of_parts)
 
     def bytes_of(self, number: int) -> int:
         return self.numel(number) * self.dtypes[number].itemsize
@@ -64,8 +80,17 @@ class Sizes:
     def look(self, number: int) -> Look:
         return self.shapes[number], self.strides[number], self.dtypes[number]
 
+    def piece(self, ref: TensorRef) -> tuple[tuple[int, ...], tuple[int, ...], int, bool]:
+        """Return the shape, the strides and the offset of a piece of a buffer, and whether that is
+        all of it, in the same order."""
+        number, buffer = ref.buffer, self._buffers[ref.buffer]
+        whole = self.shapes[number], self.strides[number]
+        offset = self.of(ref.offset) if ref.offset.terms else 0
+        if ref.shape == buffer.shape and ref.strides == buffer.strides:
+            return *whole, offset, not offset  # of most: their sizes need no evaluation
+        shape, strides = self.all(ref.shape), self.all(ref.strides)
+        return shape, strides, offset, (shape, strides) == whole and not offset
+
     def is_whole(self, ref: TensorRef) -> bool:
         """Say whether a piece of a buffer is all of it, in the same order."""
-        shape, strides = self.all(ref.shape), self.all(ref.strides)
-        is_all = (shape, strides) == (self.shapes[ref.buffer], self.strides[ref.buffer])
-        return is_all and not self.of(ref.offset)
+        return self.piece(ref)[-1]
