@@ -26,11 +26,13 @@ from torch.nn.modules.module import (
 )
 
 from strop.dispatch.arguments import as_specified
+from strop.runtime.run.cpu_runs import NOT_NOW
 from strop.runtime.run.limits import INDEX_LIMIT
 
 if TYPE_CHECKING:
     from strop.dispatch.counters import Counters
     from strop.dispatch.entry import Entry
+    from strop.dispatch.flights import RunsInFlight
     from strop.dispatch.module_state import ModuleState
     from strop.runtime.loop.denoise_loop import DenoiseLoop
     from strop.runtime.run.cpu_runs import Run
@@ -105,12 +107,28 @@ def prepared(
         if result is None:
             drop()
             return None
+        if result is NOT_NOW:
+            return None
         counters.calls += 1
         if served.latest is not entry:
             served.latest, counters.launches = entry, num_launches
         return result
 
     return short
+
+
+def counted(short: Short, runs: RunsInFlight) -> Short:
+    """Have whoever is about to write what such calls read wait for those under way. A call is
+    counted before it looks at the module: who has been told of none finds that it has changed."""
+
+    def short_and_counted(args: tuple[Any, ...]) -> Any:
+        runs.begin()
+        try:
+            return short(args)
+        finally:
+            runs.end()
+
+    return short_and_counted
 
 
 def _looks_like(

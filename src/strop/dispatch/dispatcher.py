@@ -127,7 +127,7 @@ class Dispatcher(ForwardStandIn):
         self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self.entrance: Callable[..., Any] | None = None
-        self._prepared = PreparedCalls(self.options.cache_dir)
+        self._prepared = PreparedCalls(self.options.cache_dir, self._in_flight)
         self._refused, self._views = RefusedCalls(), KeptViews()
         self._replayed = self._replayed_calls()
         self._make_known()

@@ -13,6 +13,7 @@ from strop.dispatch import cpu_fast_path
 from strop.dispatch.arguments import structured
 from strop.dispatch.cpu_fast_path import Served, Short, untaken
 from strop.dispatch.entry import Entry
+from strop.dispatch.flights import RunsInFlight
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.quick_look import quickest
 
@@ -24,10 +25,10 @@ class PreparedCalls(dict[Hashable, Short]):
     none: such calls are not looked at again. It is a dict, as it is asked at each call of a few
     microseconds. Calls whose lengths one entry serves all have one short way."""
 
-    def __init__(self, cache_dir: str) -> None:
-        """Native code is kept in ``cache_dir``."""
+    def __init__(self, cache_dir: str, in_flight: RunsInFlight) -> None:
+        """Native code is kept in ``cache_dir``; ``in_flight`` counts runs that others wait for."""
         super().__init__()
-        self._cache_dir = cache_dir
+        self._cache_dir, self._in_flight = cache_dir, in_flight
         self._free: tuple[frozenset[int], ...] = ()  # places of lengths that some entry serves all
 
     def of(self, args: tuple[Any, ...]) -> Short:
@@ -68,10 +69,14 @@ class PreparedCalls(dict[Hashable, Short]):
             return
         is_unchanged = quickest(state, state.comparison(), self._cache_dir)
         bound = entry.bounds[0]
-        run = bound.straight(structured(entry.variant.out_spec, len(bound.program.returned)))
+        made_of = structured(entry.variant.out_spec, len(bound.program.returned))
+        run, is_long = bound.straight(made_of), False
+        if run is None and bound.program.is_ours:
+            run, is_long = bound.walking(made_of), True
         if run is not None and is_unchanged is not None:
             drop = partial(self.pop, key, None)
             short = cpu_fast_path.prepared(served, entry, tensors, run, is_unchanged, drop)
+            short = cpu_fast_path.counted(short, self._in_flight) if is_long else short
             served.short = self[key] = short
             cpu_fast_path.open_entrance(served)
 

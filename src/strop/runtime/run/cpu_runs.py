@@ -1,6 +1,7 @@
-"""A bound program that is nothing but kernels on a CPU can run without a walk over its steps.
+"""A bound program on a CPU can run without finding out at each call what is the same at all.
 
-Small calls take a few microseconds, and so would finding out at each what is the same at all.
+One that is nothing but kernels needs no walk over its steps: small calls take a few microseconds.
+One in which libraries do a part walks as ever, for callers that come one after another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defi
 
 from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.run.bounds_checks import BoundsChecks
+from strop.runtime.run.fair_turns import LANES
 from strop.runtime.run.link import Linked, Resources, nothing
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
@@ -22,6 +24,7 @@ from strop.runtime.run.workspace import Workspace
 
 Run = Callable[[Sequence[Tensor]], Any]
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
+NOT_NOW = object()  # a run gives this instead of a result where this call is to go the long way
 Patch = tuple[
     int, BoundNativeKernel, int, int
 ]  # tensor, and where its address goes, moved by so much
@@ -31,6 +34,12 @@ class Debuggable(Protocol):
     """``around`` is a debugger's place between the steps, who would miss them here."""
 
     around: Any
+
+
+class Walking(Debuggable, Protocol):
+    """``run`` walks over all steps, with the results in order."""
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Any]: ...
 
 
 def straight(
@@ -146,5 +155,32 @@ def of_one(
         own.call()
         spare.append(own)
         return result
+
+    return run
+
+
+def of_steps(
+    bound: Walking,
+    plan: ShapePlan,
+    workspace: Workspace,
+    structured: Callable[[list[Any]], Any],
+) -> Run | None:
+    """Return a run that walks, for a program whose steps libraries do, too; None for one that keeps
+    what it computes for a loop.
+
+    Such a call is long enough for others to come meanwhile. So it gives NOT_NOW where others are
+    under way: the long way has lanes, beside each other, and fair turns.
+    """
+    if any(plan.order.parts[:2]):
+        return None
+    lock, lanes = workspace.lock, LANES
+
+    def run(inputs: Sequence[Tensor]) -> Any:
+        if lanes.are_used or not lock.acquire(blocking=False):
+            return NOT_NOW
+        try:
+            return None if bound.around is not None else structured(bound.run(inputs))
+        finally:
+            lock.release()
 
     return run

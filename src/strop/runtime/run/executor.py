@@ -251,6 +251,13 @@ class Bound:
             self, self.plan, self._linked, self._resources, self._workspace, structured
         )
 
+    def walking(self, structured: Callable[[list[Any]], Any]) -> cpu_runs.Run | None:
+        """Return ``run`` for lone calls of a program in which libraries do a part, or None. It
+        gives what ``straight`` does, or NOT_NOW."""
+        if self._streaming is not None:
+            return None
+        return cpu_runs.of_steps(self, self.plan, self._workspace, structured)
+
     def raise_faults(self) -> None:
         """Raise IndexError if a kernel has been asked to look outside of a tensor."""
         self._resources.faults.check()
