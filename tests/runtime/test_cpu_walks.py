@@ -1,4 +1,4 @@
-"""The short way of programs on a CPU in which torch's libraries do a part."""
+"""The short way of programs on a CPU in which libraries do a part, and of calls with names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import strop
+from strop.runtime.run import cpu_runs
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.fair_turns import LANES
 from strop.runtime.run.workspace import workspace_of
@@ -169,13 +170,13 @@ def test_another_caller_has_it_take_the_long_way():
 
 def test_whoever_writes_what_it_reads_waits_for_it(monkeypatch: pytest.MonkeyPatch):
     net, x = prepared("conv3d"), given("conv3d")
-    counts, usual = [], Bound.run
+    counts, usual = [], Bound.is_linked
 
-    def run(self: Bound, *args: Any) -> Any:
+    def is_linked(self: Bound, linked: Any) -> bool:
         counts.append(net.forward._in_flight.count)
-        return usual(self, *args)
+        return usual(self, linked)
 
-    monkeypatch.setattr(Bound, "run", run)
+    monkeypatch.setattr(Bound, "is_linked", is_linked)
     assert takes_prepared(net, x)
     assert counts == [1]
     assert net.forward._in_flight.count == 0
@@ -206,20 +207,32 @@ def test_threads_get_their_own_results():
 
 def test_an_error_reaches_the_caller_and_the_next_call_is_right(monkeypatch: pytest.MonkeyPatch):
     net, plain, x = prepared("conv3d"), made("conv3d"), given("conv3d")
-    usual = Bound._walk
 
-    def walk(self: Bound, linked: Any, positions: Any) -> None:
-        usual(self, linked, positions[:1])
-        if len(positions) > 1:
-            torch.empty(1 << 60, dtype=torch.uint8)
+    def short_of_memory(*args: Any) -> Any:
+        return torch.empty(1 << 60, dtype=torch.uint8)
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(Bound, "_walk", walk)
+        patch.setattr(cpu_runs, "_empty_strided_cpu", short_of_memory)
         with pytest.raises(RuntimeError, match="allocate memory") as caught:
             net(x)
     assert "working memory at" in caught.value.__notes__[0]
     assert net.forward._in_flight.count == 0
-    assert_as(plain, net, x)
+    for _ in range(2):  # its link is gone: the first call goes the long way
+        assert_as(plain, net, x)
+    assert takes_prepared(net, x)
+
+
+def test_memory_that_has_moved_is_no_longer_read():
+    """Another module wants more than there is: programs are linked to the new memory."""
+    net, plain, x = prepared("lstm"), made("lstm"), given("lstm")
+    space = workspace_of(CPU, 0)
+    before = space.memory
+    with space.lock:
+        space.give_back()
+        space.reserve(1 << 16, net.forward.latest.bounds[0])
+    assert space.memory is not before
+    for seed in range(3):
+        assert_as(plain, net, given("lstm", seed))
     assert takes_prepared(net, x)
 
 
@@ -243,3 +256,109 @@ def test_a_users_own_operator_takes_the_long_way():
         assert net.forward.latest is not None
         assert not takes_prepared(net, x)
         torch.testing.assert_close(net(x), (x + 1) * 2 + 1)
+
+
+class Masked(nn.Module):
+    """Kernels alone, called by names; it tells its arguments apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
+        found = torch.softmax(x * self.scale, -1) * mask
+        return found if other is None else found - other * 2
+
+
+def masked() -> Any:
+    net = strop.optimize(Masked().eval().requires_grad_(False), options=tiny.options())
+    x, mask, other = (torch.randn(4, 6, generator=_seeded(n)) for n in range(3))
+    with torch.no_grad():
+        for _ in range(2):
+            net(x, mask=mask)
+            net(x, mask=mask, other=other)
+            net(x, mask, other)
+            net(other=other, mask=mask, x=x)
+    return net, x, mask, other
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_arguments_with_names_take_the_short_way():
+    net, x, mask, other = masked()
+    plain = Masked().eval()
+    assert takes_prepared(net, x, mask=mask)
+    assert takes_prepared(net, x, mask=mask, other=other)
+    assert takes_prepared(net, other=other, mask=mask, x=x)
+    with torch.no_grad():
+        cases: list[tuple[tuple[Tensor, ...], dict[str, Tensor]]] = [
+            ((x,), {"mask": mask}),
+            ((x, mask), {"other": other}),  # its names are new: the long way
+            ((x,), {"other": other, "mask": mask}),
+            ((), {"x": other, "other": x, "mask": mask}),
+            ((x, mask, other), {}),
+            ((), {"other": other, "mask": mask, "x": x}),
+            ((x[:2],), {"mask": mask[:2], "other": other[:2]}),
+        ]
+        for args, named in [*cases, *cases[::-1], *cases]:
+            torch.testing.assert_close(net(*args, **named), plain(*args, **named), **CLOSE)
+        for args, named in cases:
+            assert takes_prepared(net, *args, **named)
+    assert not takes_prepared(net, x, mask=mask.double())
+
+
+def test_names_that_forward_does_not_know_get_eagers_error():
+    net, x, mask, other = masked()
+    for named in ({"masks": mask}, {"mask": mask, "x": x}, {"other": other}):
+        with torch.no_grad(), pytest.raises(TypeError, match="argument"):
+            net(x, **named)
+
+
+@pytest.mark.parametrize("change", ["weight", "hook", "own hook", "forward"])
+def test_nothing_is_stale_by_name(change: str):
+    (net, x, mask, other), plain = masked(), Masked().eval()
+    for module in (net, plain):
+        if change == "weight":
+            module.scale = nn.Parameter(torch.full((6,), 0.5), requires_grad=False)
+        elif change == "hook":
+            module.register_forward_hook(lambda module, args, result: result + 1)
+        elif change == "own hook":
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, {**kwargs, "mask": kwargs["mask"] * 3}),
+                with_kwargs=True,
+            )
+        else:
+            module.forward = lambda x, mask, other: x + mask + other
+    with torch.no_grad():
+        for _ in range(3):
+            named = {"mask": mask, "other": other}
+            torch.testing.assert_close(net(x, **named), plain(x, **named), **CLOSE)
+
+
+class Deep(nn.Module):
+    """As many kernels as make a run long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(10):
+            x = torch.softmax(x, number % 2)
+        return x
+
+
+def test_long_runs_of_kernels_leave_calls_to_the_lanes(monkeypatch: pytest.MonkeyPatch):
+    net, x = strop.optimize(Deep().eval(), options=tiny.options()), torch.randn(3, 40)
+    with torch.no_grad():
+        net(x)
+    bound = net.forward.latest.bounds[0]
+    assert len(bound.plan.order.steps) >= cpu_runs.MANY_KERNELS
+    turn = LANES.take()
+    try:
+        for longest, is_short in ((1e9, True), (0.0, False)):
+            monkeypatch.setattr(cpu_runs, "LONG_S", longest)
+            assert takes_prepared(net, x) == is_short
+            with torch.no_grad():
+                torch.testing.assert_close(net(x), Deep()(x), **CLOSE)
+    finally:
+        LANES.give(turn.number)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # It takes the arguments and gives the result, or None where the long way must be taken.
 Short = Callable[[tuple[Any, ...]], Any]
+ByName = Callable[[tuple[Any, ...], dict[str, Any]], Any]  # so do those with names
 
 
 class Served(Protocol):
@@ -50,6 +51,7 @@ class Served(Protocol):
     loop: DenoiseLoop
     latest: Entry | None
     short: Short
+    by_name: ByName
     entrance: Callable[..., Any] | None
 
 
@@ -188,7 +190,6 @@ def _entrance(served: Served) -> Callable[..., Any]:
     def _call_impl(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not (
             is_dynamo_compiling()
-            or kwargs
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]
@@ -200,7 +201,7 @@ def _entrance(served: Served) -> Callable[..., Any]:
             or own.get("forward") is not served
             or module is not ours
         ):
-            result = served.short(args)
+            result = served.by_name(args, kwargs) if kwargs else served.short(args)
             if result is not None:
                 return result
         return module._call_impl(*args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defi
 from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.fair_turns import LANES
+from strop.runtime.run.layouts import read_as
 from strop.runtime.run.link import Linked, Resources, nothing
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
@@ -24,6 +26,8 @@ from strop.runtime.run.workspace import Workspace
 
 Run = Callable[[Sequence[Tensor]], Any]
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
+MANY_KERNELS = 8  # of which a run may be long
+LONG_S = 2e-4  # a run of more leaves calls to the lanes: they begin in half of that
 NOT_NOW = object()  # a run gives this instead of a result where this call is to go the long way
 Patch = tuple[
     int, BoundNativeKernel, int, int
@@ -37,9 +41,11 @@ class Debuggable(Protocol):
 
 
 class Walking(Debuggable, Protocol):
-    """``run`` walks over all steps, with the results in order."""
+    """A program is linked to memory, and knows what to do about a step that fails."""
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Any]: ...
+    def is_linked(self, linked: Linked) -> bool: ...
+
+    def note_failure(self, error: BaseException) -> None: ...
 
 
 def straight(
@@ -77,9 +83,10 @@ def straight(
     memory = linked.memory if plan.memory.arena_bytes else None
     count, faults = len(plan.arguments), resources.faults
     told = linked.told.tell if plan.free else None
-    return of_many(
+    run = of_many(
         watched, kernels, looks, patches, count, structured, workspace, memory, faults, told, long
     )
+    return run if len(kernels) < MANY_KERNELS else among_others(run, workspace)
 
 
 def _results(plan: ShapePlan) -> list[int] | None:
@@ -133,6 +140,27 @@ def of_many(
     return run
 
 
+def among_others(run: Run, workspace: Workspace) -> Run:
+    """Return a run that gives NOT_NOW, where the latest one was long and others are under way. A
+    short one waits for its memory: the long way would take longer."""
+    lock, lanes, latest_s = workspace.lock, LANES, 0.0
+
+    def run_or_leave(inputs: Sequence[Tensor]) -> Any:
+        nonlocal latest_s
+        is_long = latest_s > LONG_S
+        if (is_long and lanes.are_used) or not lock.acquire(blocking=not is_long):
+            return NOT_NOW
+        try:
+            began = perf_counter()
+            result = run(inputs)
+            latest_s = perf_counter() - began
+        finally:
+            lock.release()
+        return result
+
+    return run_or_leave
+
+
 def of_one(
     watched: Debuggable, kernel: BoundNativeKernel, look: Look, argument: int, place: int
 ) -> Run:
@@ -162,25 +190,60 @@ def of_one(
 def of_steps(
     bound: Walking,
     plan: ShapePlan,
+    linked: Linked,
+    faults: BoundsChecks,
     workspace: Workspace,
     structured: Callable[[list[Any]], Any],
 ) -> Run | None:
-    """Return a run that walks, for a program whose steps libraries do, too; None for one that keeps
-    what it computes for a loop.
+    """Return a run over all steps, for a program whose steps libraries do, too; None for one that
+    keeps what it computes for a loop, or serves arguments of any length.
 
     Such a call is long enough for others to come meanwhile. So it gives NOT_NOW where others are
     under way: the long way has lanes, beside each other, and fair turns.
     """
-    if any(plan.order.parts[:2]):
+    if any(plan.order.parts[:2]) or plan.free:
         return None
-    lock, lanes = workspace.lock, LANES
+    lock, lanes, makes = workspace.lock, LANES, linked.returned
+    memory = linked.memory if plan.memory.arena_bytes else None
+    steps = [step for n in plan.order.late if (step := linked.steps[n]) is not nothing]
+    repeated, released, slots = plan.program.repeated, plan.released, linked.slots
+    place_all = _placing(plan, linked)
 
     def run(inputs: Sequence[Tensor]) -> Any:
         if lanes.are_used or not lock.acquire(blocking=False):
             return NOT_NOW
         try:
-            return None if bound.around is not None else structured(bound.run(inputs))
+            has_moved = memory is not None and workspace.memory is not memory
+            if has_moved or bound.around is not None or not bound.is_linked(linked):
+                return None
+            place_all(inputs)
+            for step in steps:
+                step()
+            faults.check()
+            results = [make() for make in makes]
+            for place, first in repeated:
+                results[place] = results[first]
+            for number in released:
+                slots[number] = None
+            return structured(results)
+        except BaseException as error:
+            bound.note_failure(error)
+            raise
         finally:
             lock.release()
 
     return run
+
+
+def _placing(plan: ShapePlan, linked: Linked) -> Callable[[Sequence[Tensor]], None]:
+    """Return what tells all steps where arguments, and results yet to be computed, lie."""
+    put, looks = linked.put, plan.results
+    arguments = [(number, plan.program.buffers[number].dtype) for number in plan.arguments]
+
+    def place_all(inputs: Sequence[Tensor]) -> None:
+        for (number, dtype), tensor in zip(arguments, inputs, strict=True):
+            put(number, read_as(tensor, dtype))
+        for number, (shape, strides, dtype) in looks:
+            put(number, _empty_strided_cpu(shape, strides, dtype))
+
+    return place_all
