@@ -45,6 +45,8 @@ class Walking(Debuggable, Protocol):
 
     def is_linked(self, linked: Linked) -> bool: ...
 
+    def walk_late(self, linked: Linked) -> None: ...
+
     def note_failure(self, error: BaseException) -> None: ...
 
 
@@ -143,20 +145,37 @@ def of_many(
 def among_others(run: Run, workspace: Workspace) -> Run:
     """Return a run that gives NOT_NOW, where the latest one was long and others are under way. A
     short one waits for its memory: the long way would take longer."""
-    lock, lanes, latest_s = workspace.lock, LANES, 0.0
+    latest_s = 0.0
+
+    def timed(inputs: Sequence[Tensor]) -> Any:
+        nonlocal latest_s
+        began = perf_counter()
+        result = run(inputs)
+        latest_s = perf_counter() - began
+        return result
+
+    in_lane = alone(timed, workspace)
+    return lambda inputs: in_lane(inputs) if latest_s > LONG_S else timed(inputs)
+
+
+def alone(run: Run, workspace: Workspace) -> Run:
+    """Return a run that has the first lane, whose memory it works in, or gives NOT_NOW where others
+    are under way: they have lanes beside each other, and fair turns, by the long way."""
+    lock, lanes, num_threads = workspace.lock, LANES, torch.get_num_threads
 
     def run_or_leave(inputs: Sequence[Tensor]) -> Any:
-        nonlocal latest_s
-        is_long = latest_s > LONG_S
-        if (is_long and lanes.are_used) or not lock.acquire(blocking=not is_long):
+        lane = lanes.take_alone(num_threads())
+        if lane is None:
             return NOT_NOW
         try:
-            began = perf_counter()
-            result = run(inputs)
-            latest_s = perf_counter() - began
+            if not lock.acquire(blocking=False):
+                return NOT_NOW
+            try:
+                return run(inputs)
+            finally:
+                lock.release()
         finally:
-            lock.release()
-        return result
+            lanes.give(lane)
 
     return run_or_leave
 
@@ -196,43 +215,32 @@ def of_steps(
     structured: Callable[[list[Any]], Any],
 ) -> Run | None:
     """Return a run over all steps, for a program whose steps libraries do, too; None for one that
-    keeps what it computes for a loop, or serves arguments of any length.
-
-    Such a call is long enough for others to come meanwhile. So it gives NOT_NOW where others are
-    under way: the long way has lanes, beside each other, and fair turns.
-    """
+    keeps what it computes for a loop, or serves arguments of any length."""
     if any(plan.order.parts[:2]) or plan.free:
         return None
-    lock, lanes, makes = workspace.lock, LANES, linked.returned
     memory = linked.memory if plan.memory.arena_bytes else None
-    steps = [step for n in plan.order.late if (step := linked.steps[n]) is not nothing]
+    makes, place_all = linked.returned, _placing(plan, linked)
     repeated, released, slots = plan.program.repeated, plan.released, linked.slots
-    place_all = _placing(plan, linked)
 
     def run(inputs: Sequence[Tensor]) -> Any:
-        if lanes.are_used or not lock.acquire(blocking=False):
-            return NOT_NOW
+        has_moved = memory is not None and workspace.memory is not memory
+        if has_moved or bound.around is not None or not bound.is_linked(linked):
+            return None
         try:
-            has_moved = memory is not None and workspace.memory is not memory
-            if has_moved or bound.around is not None or not bound.is_linked(linked):
-                return None
             place_all(inputs)
-            for step in steps:
-                step()
+            bound.walk_late(linked)
             faults.check()
             results = [make() for make in makes]
-            for place, first in repeated:
-                results[place] = results[first]
-            for number in released:
-                slots[number] = None
-            return structured(results)
         except BaseException as error:
             bound.note_failure(error)
             raise
-        finally:
-            lock.release()
+        for place, first in repeated:
+            results[place] = results[first]
+        for number in released:
+            slots[number] = None
+        return structured(results)
 
-    return run
+    return alone(run, workspace)
 
 
 def _placing(plan: ShapePlan, linked: Linked) -> Callable[[Sequence[Tensor]], None]:

@@ -201,6 +201,10 @@ class Bound:
             sizes = ", ".join(f"{name}={value}" for name, value in self.env.items())
             error.add_note(f"It happened in a run that needs {size} at {sizes}.")
 
+    def walk_late(self, linked: Linked) -> None:
+        """Take all steps that a loop does not keep the results of."""
+        self._walk(linked, self.plan.order.late)
+
     def is_linked(self, linked: Linked) -> bool:
         """Tell whether it has not let go of this link since."""
         return self._linked is linked
