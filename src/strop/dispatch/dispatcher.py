@@ -2,7 +2,7 @@
 
 Strop's own dispatcher stands here instead of Dynamo's guards. One call costs a dictionary lookup on
 shapes and static arguments, a check that the weights are where they were, and the run itself. Where
-that is nothing but kernels on a CPU, the second call of a shape goes the short way (``short``).
+is on a CPU, the second call of a shape goes the short way (``short``, and ``by_name``).
 """
 
 from __future__ import annotations
