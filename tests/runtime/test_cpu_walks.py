@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -222,15 +223,34 @@ def test_an_error_reaches_the_caller_and_the_next_call_is_right(monkeypatch: pyt
     assert takes_prepared(net, x)
 
 
-def test_memory_that_has_moved_is_no_longer_read():
-    """Another module wants more than there is: programs are linked to the new memory."""
-    net, plain, x = prepared("lstm"), made("lstm"), given("lstm")
+def _moved(net: Any) -> weakref.ref[Tensor]:
+    """Return what working memory was, having put it elsewhere."""
     space = workspace_of(CPU, 0)
-    before = space.memory
+    before = weakref.ref(space.memory)
     with space.lock:
         space.give_back()
         space.reserve(1 << 16, net.forward.latest.bounds[0])
-    assert space.memory is not before
+    assert space.memory is not before()
+    return before
+
+
+def test_memory_of_kernels_that_has_moved_is_free():
+    net, x = strop.optimize(Deep().eval(), options=tiny.options()), torch.randn(3, 40)
+    with torch.no_grad():
+        net(x)
+        assert takes_prepared(net, x)
+        assert net.forward.latest.bounds[0].arena_bytes
+        assert _moved(net)() is None
+        torch.testing.assert_close(net(x), Deep()(x), **CLOSE)
+        net(x)
+    assert takes_prepared(net, x)
+
+
+def test_memory_that_has_moved_is_no_longer_read():
+    """Another module wants more than there is: programs are linked to the new memory."""
+    net, plain, x = prepared("lstm"), made("lstm"), given("lstm")
+    before = _moved(net)
+    assert before() is None  # nothing keeps what nobody reads
     for seed in range(3):
         assert_as(plain, net, given("lstm", seed))
     assert takes_prepared(net, x)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -117,12 +118,13 @@ def of_many(
     work in, if they do; a call where it has moved gives None. ``told`` tells them free sizes, of
     which values are as ``long``, each with its type."""
     calls = [kernel.call for kernel in kernels]
+    known = None if memory is None else ref(memory)  # whoever grows it has the old one be free
     places = [(which, kernel.pointers, place, move) for which, kernel, place, move in patches]
     lock, address, end = workspace.lock, Tensor.data_ptr, count + len(looks)
 
     def run(inputs: Sequence[Tensor]) -> Any:
         with lock:
-            has_moved = memory is not None and workspace.memory is not memory
+            has_moved = known is not None and workspace.memory is not known()
             if has_moved or watched.around is not None:
                 return None
             tensors = [*inputs]
@@ -218,37 +220,39 @@ def of_steps(
     keeps what it computes for a loop, or serves arguments of any length."""
     if any(plan.order.parts[:2]) or plan.free:
         return None
-    memory = linked.memory if plan.memory.arena_bytes else None
-    makes, place_all = linked.returned, _placing(plan, linked)
-    repeated, released, slots = plan.program.repeated, plan.released, linked.slots
+    known, has_arena, place_all = ref(linked), plan.memory.arena_bytes > 0, _placing(plan)
+    repeated, released = plan.program.repeated, plan.released
 
     def run(inputs: Sequence[Tensor]) -> Any:
-        has_moved = memory is not None and workspace.memory is not memory
-        if has_moved or bound.around is not None or not bound.is_linked(linked):
+        linked = known()  # whoever lets go of it has its memory be free
+        if linked is None or not bound.is_linked(linked) or bound.around is not None:
+            return None
+        if has_arena and workspace.memory is not linked.memory:
             return None
         try:
-            place_all(inputs)
+            place_all(linked, inputs)
             bound.walk_late(linked)
             faults.check()
-            results = [make() for make in makes]
+            results = [make() for make in linked.returned]
         except BaseException as error:
             bound.note_failure(error)
             raise
         for place, first in repeated:
             results[place] = results[first]
         for number in released:
-            slots[number] = None
+            linked.slots[number] = None
         return structured(results)
 
     return alone(run, workspace)
 
 
-def _placing(plan: ShapePlan, linked: Linked) -> Callable[[Sequence[Tensor]], None]:
+def _placing(plan: ShapePlan) -> Callable[[Linked, Sequence[Tensor]], None]:
     """Return what tells all steps where arguments, and results yet to be computed, lie."""
-    put, looks = linked.put, plan.results
     arguments = [(number, plan.program.buffers[number].dtype) for number in plan.arguments]
+    looks = plan.results
 
-    def place_all(inputs: Sequence[Tensor]) -> None:
+    def place_all(linked: Linked, inputs: Sequence[Tensor]) -> None:
+        put = linked.put
         for (number, dtype), tensor in zip(arguments, inputs, strict=True):
             put(number, read_as(tensor, dtype))
         for number, (shape, strides, dtype) in looks:
