@@ -70,6 +70,7 @@ class Dispatcher(ForwardStandIn):
     is_strop = True  # tells capture that this forward may be left out of a copy
     has_left = False  # then it runs the plain forward
     latest: Entry | None = None  # the shape that ran last
+    entrance: Callable[..., Any] | None = None  # once a call is prepared
 
     def __init__(
         self,
@@ -126,7 +127,6 @@ class Dispatcher(ForwardStandIn):
         )
         self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
-        self.entrance: Callable[..., Any] | None = None
         self._prepared = PreparedCalls(self.options.cache_dir, self._in_flight)
         self.by_name: cpu_fast_path.ByName = self._prepared.by_name
         self._refused, self._views = RefusedCalls(), KeptViews()
