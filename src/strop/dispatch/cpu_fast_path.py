@@ -56,6 +56,7 @@ class Served(Protocol):
 
 
 _OFFSET = Tensor.storage_offset
+_TENSORS = {Tensor}
 
 
 def untaken(args: tuple[Any, ...]) -> Any:
@@ -165,11 +166,11 @@ def _guards(tensors: Sequence[Tensor], free: Collection[int]) -> TensorGuards:
 def plain_key(args: tuple[Any, ...], free: Collection[int] = ()) -> Hashable:
     """Return how a call of plain dense tensors looks, with their strides, but for the lengths of
     those at the places of ``free``; None for any other call."""
+    if {*map(type, args)} != _TENSORS:  # at once, as calls with other arguments ask each time
+        return None
     key: tuple[Any, ...] = ()
     try:
         for place, arg in enumerate(args):
-            if type(arg) is not Tensor:
-                return None
             shape = arg.dim() if place in free else arg.shape
             key += (shape, arg.stride(), arg.dtype, arg.device)
     except RuntimeError:  # a sparse tensor has no strides

@@ -152,7 +152,7 @@ class Dispatcher(ForwardStandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
             return self.run_plain(args, kwargs)
-        if not hooks.has_global_hooks():
+        if (self._prepared or not kwargs) and not hooks.has_global_hooks():
             result = self.by_name(args, kwargs) if kwargs else self.short(args)
             if result is None and self._prepared and not kwargs:
                 result = self._other_short(args)
