@@ -19,6 +19,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.dispatch.flights import Flight
 from strop.dispatch.module_state import ModuleState
+from strop.dispatch.prepared_calls import PlainCall
 from strop.dispatch.signature import Shapes
 from strop.dispatch.variants import Sizes, Variant, VariantStore
 from strop.dispatch.varying_numbers import GivenCall
@@ -78,7 +79,7 @@ class PlanningDispatcher(Dispatcher):
         key: Hashable,
         entry: Entry,
         call: GivenCall,
-        plain: tuple[Any, ...] | None,
+        plain: PlainCall,
         flight: Flight,
         *,
         is_no_grad: bool,

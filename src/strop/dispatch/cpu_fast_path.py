@@ -26,17 +26,20 @@ from torch.nn.modules.module import (
 )
 
 from strop.dispatch.arguments import as_specified
+from strop.runtime.run.cpu_runs import NOT_NOW
 from strop.runtime.run.limits import INDEX_LIMIT
 
 if TYPE_CHECKING:
     from strop.dispatch.counters import Counters
     from strop.dispatch.entry import Entry
+    from strop.dispatch.flights import RunsInFlight
     from strop.dispatch.module_state import ModuleState
     from strop.runtime.loop.denoise_loop import DenoiseLoop
     from strop.runtime.run.cpu_runs import Run
 
 # It takes the arguments and gives the result, or None where the long way must be taken.
 Short = Callable[[tuple[Any, ...]], Any]
+ByName = Callable[[tuple[Any, ...], dict[str, Any]], Any]  # so do those with names
 
 
 class Served(Protocol):
@@ -48,10 +51,12 @@ class Served(Protocol):
     loop: DenoiseLoop
     latest: Entry | None
     short: Short
+    by_name: ByName
     entrance: Callable[..., Any] | None
 
 
 _OFFSET = Tensor.storage_offset
+_TENSORS = {Tensor}
 
 
 def untaken(args: tuple[Any, ...]) -> Any:
@@ -105,12 +110,28 @@ def prepared(
         if result is None:
             drop()
             return None
+        if result is NOT_NOW:
+            return None
         counters.calls += 1
         if served.latest is not entry:
             served.latest, counters.launches = entry, num_launches
         return result
 
     return short
+
+
+def counted(short: Short, runs: RunsInFlight) -> Short:
+    """Have whoever is about to write what such calls read wait for those under way. A call is
+    counted before it looks at the module: who has been told of none finds that it has changed."""
+
+    def short_and_counted(args: tuple[Any, ...]) -> Any:
+        runs.begin()
+        try:
+            return short(args)
+        finally:
+            runs.end()
+
+    return short_and_counted
 
 
 def _looks_like(
@@ -145,11 +166,11 @@ def _guards(tensors: Sequence[Tensor], free: Collection[int]) -> TensorGuards:
 def plain_key(args: tuple[Any, ...], free: Collection[int] = ()) -> Hashable:
     """Return how a call of plain dense tensors looks, with their strides, but for the lengths of
     those at the places of ``free``; None for any other call."""
+    if {*map(type, args)} != _TENSORS:  # at once, as calls with other arguments ask each time
+        return None
     key: tuple[Any, ...] = ()
     try:
         for place, arg in enumerate(args):
-            if type(arg) is not Tensor:
-                return None
             shape = arg.dim() if place in free else arg.shape
             key += (shape, arg.stride(), arg.dtype, arg.device)
     except RuntimeError:  # a sparse tensor has no strides
@@ -170,7 +191,6 @@ def _entrance(served: Served) -> Callable[..., Any]:
     def _call_impl(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not (
             is_dynamo_compiling()
-            or kwargs
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]
@@ -182,7 +202,7 @@ def _entrance(served: Served) -> Callable[..., Any]:
             or own.get("forward") is not served
             or module is not ours
         ):
-            result = served.short(args)
+            result = served.by_name(args, kwargs) if kwargs else served.short(args)
             if result is not None:
                 return result
         return module._call_impl(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 Strop's own dispatcher stands here instead of Dynamo's guards. One call costs a dictionary lookup on
 shapes and static arguments, a check that the weights are where they were, and the run itself. Where
-that is nothing but kernels on a CPU, the second call of a shape goes the short way (``short``).
+is on a CPU, the second call of a shape goes the short way (``short``, and ``by_name``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
 from strop.dispatch.placed_weights import give_back_order
 from strop.dispatch.plain_forward import ForwardStandIn
-from strop.dispatch.prepared_calls import PreparedCalls
+from strop.dispatch.prepared_calls import PlainCall, PreparedCalls
 from strop.dispatch.refused_calls import RefusedCalls
 from strop.dispatch.replayed_calls import NO_RESULT, ReplayedCalls, may_have
 from strop.dispatch.signature import (
@@ -70,6 +70,7 @@ class Dispatcher(ForwardStandIn):
     is_strop = True  # tells capture that this forward may be left out of a copy
     has_left = False  # then it runs the plain forward
     latest: Entry | None = None  # the shape that ran last
+    entrance: Callable[..., Any] | None = None  # once a call is prepared
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class Dispatcher(ForwardStandIn):
         )
         self.shapes = BoundShapes(self.state, self._runner.forget)
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
-        self.entrance: Callable[..., Any] | None = None
-        self._prepared = PreparedCalls(self.options.cache_dir)
+        self._prepared = PreparedCalls(self.options.cache_dir, self._in_flight)
+        self.by_name: cpu_fast_path.ByName = self._prepared.by_name
         self._refused, self._views = RefusedCalls(), KeptViews()
         self._replayed = self._replayed_calls()
         self._make_known()
@@ -151,9 +152,9 @@ class Dispatcher(ForwardStandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
             return self.run_plain(args, kwargs)
-        if not kwargs and not hooks.has_global_hooks():
-            result = self.short(args)
-            if result is None and self._prepared:
+        if (self._prepared or not kwargs) and not hooks.has_global_hooks():
+            result = self.by_name(args, kwargs) if kwargs else self.short(args)
+            if result is None and self._prepared and not kwargs:
                 result = self._other_short(args)
             if result is not None:
                 return result
@@ -215,7 +216,7 @@ class Dispatcher(ForwardStandIn):
         if reason := self.state.told_apart.misfit(call.tensors):
             return DecidedCall(reason=reason)
         call = self._seen(self._reader.resolved, call)
-        plain = None if kwargs else args
+        plain = PlainCall((*args, *kwargs.values()), tuple(kwargs))
         is_no_grad = not (torch.is_inference_mode_enabled() or torch.is_grad_enabled())
         generators = call.beside.generators
         with drawing_by(generators) if generators else _AS_IT_IS:
@@ -256,10 +257,10 @@ class Dispatcher(ForwardStandIn):
         return self.state.scale_refusal(scale)
 
     def _serve(
-        self, call: GivenCall, plain: tuple[Any, ...] | None, flight: Flight, *, is_no_grad: bool
+        self, call: GivenCall, plain: PlainCall, flight: Flight, *, is_no_grad: bool
     ) -> tuple[StropError | None, Any]:
         """Return why there is no program for the call, or its result, unless that is left to
-        ``flight``. ``plain`` holds its arguments where none has a name; ``is_no_grad`` says whether
+        ``flight``. ``plain`` holds its arguments as they were given; ``is_no_grad`` says whether
         that is the caller's mode."""
         if self.hosted.is_elsewhere(call.given):
             self._reset(call.given)
@@ -297,7 +298,7 @@ class Dispatcher(ForwardStandIn):
         key: Hashable,
         entry: Entry,
         call: GivenCall,
-        plain: tuple[Any, ...] | None,
+        plain: PlainCall,
         flight: Flight,
         *,
         is_no_grad: bool,
@@ -308,13 +309,13 @@ class Dispatcher(ForwardStandIn):
         reason = entry.variant.misfit(tensors, is_no_grad=is_no_grad)
         if reason or (reason := self.hosted.misfit(entry, call)):
             return UnsupportedError(reason), None
-        is_ready = plain is None or not self._prepared.is_due(self.state, entry, plain)
+        is_ready = not self._prepared.is_due(self.state, entry, plain)
         if is_ready and self._runner.may_run_apart(entry, self._look.loop_of(entry)):
             self._note_use(entry)
             self._runner.set_out(flight, entry, tensors)
             return None, None
         result = self._run(entry, tensors)
-        if plain is not None and (known := self.shapes.get(key)) is not None:
+        if (known := self.shapes.get(key)) is not None:
             self._prepare(known, plain, tensors)
         return None, result
 
@@ -581,8 +582,8 @@ class Dispatcher(ForwardStandIn):
 
     # running
 
-    def _prepare(self, entry: Entry, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        self._prepared.prepare(self, self.state, entry, args, tensors)
+    def _prepare(self, entry: Entry, call: PlainCall, tensors: Sequence[Tensor]) -> None:
+        self._prepared.prepare(self, self.state, entry, call, tensors)
 
     def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
         self._note_use(entry)

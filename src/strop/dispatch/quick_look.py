@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from strop.runtime.derived.sources import KnownMemory
 
 
-MANY_NAMES = 100  # to look at, for which a call of native code is worth its beginning
+MANY_NAMES = 16  # to look at, for which a call of native code is worth its beginning
 SOME_LOOKS = 4  # of which nobody compiles anything for fewer
 
 

@@ -332,6 +332,14 @@ class Program:
         return is_known and not (self.written_arguments or self.has_exchanges)
 
     @cached_property
+    def is_ours(self) -> bool:
+        """Tell whether a run writes into no argument, tells other processes nothing, and is no code
+        of a user's. It may draw numbers."""
+        calls = [step for step in self.call_steps if step.op in ("aten", "pattern")]
+        is_known = all(str(dict(step.attrs).get("target")).startswith("aten.") for step in calls)
+        return is_known and not (self.written_arguments or self.has_exchanges)
+
+    @cached_property
     def has_exchanges(self) -> bool:
         """Tell whether other processes have to make the same run at the same time."""
         return any(step.op == "exchange" for step in self.call_steps)

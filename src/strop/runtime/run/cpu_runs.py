@@ -1,13 +1,16 @@
-"""A bound program that is nothing but kernels on a CPU can run without a walk over its steps.
+"""A bound program on a CPU can run without finding out at each call what is the same at all.
 
-Small calls take a few microseconds, and so would finding out at each what is the same at all.
+One that is nothing but kernels needs no walk over its steps: small calls take a few microseconds.
+One in which libraries do a part walks as ever, for callers that come one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from time import perf_counter
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,6 +18,8 @@ from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defi
 
 from strop.runtime.build.native import BoundNativeKernel
 from strop.runtime.run.bounds_checks import BoundsChecks
+from strop.runtime.run.fair_turns import LANES
+from strop.runtime.run.layouts import read_as
 from strop.runtime.run.link import Linked, Resources, nothing
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
@@ -22,6 +27,9 @@ from strop.runtime.run.workspace import Workspace
 
 Run = Callable[[Sequence[Tensor]], Any]
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
+MANY_KERNELS = 8  # of which a run may be long
+LONG_S = 2e-4  # a run of more leaves calls to the lanes: they begin in half of that
+NOT_NOW = object()  # a run gives this instead of a result where this call is to go the long way
 Patch = tuple[
     int, BoundNativeKernel, int, int
 ]  # tensor, and where its address goes, moved by so much
@@ -31,6 +39,16 @@ class Debuggable(Protocol):
     """``around`` is a debugger's place between the steps, who would miss them here."""
 
     around: Any
+
+
+class Walking(Debuggable, Protocol):
+    """A program is linked to memory, and knows what to do about a step that fails."""
+
+    def is_linked(self, linked: Linked) -> bool: ...
+
+    def walk_late(self, linked: Linked) -> None: ...
+
+    def note_failure(self, error: BaseException) -> None: ...
 
 
 def straight(
@@ -68,9 +86,10 @@ def straight(
     memory = linked.memory if plan.memory.arena_bytes else None
     count, faults = len(plan.arguments), resources.faults
     told = linked.told.tell if plan.free else None
-    return of_many(
+    run = of_many(
         watched, kernels, looks, patches, count, structured, workspace, memory, faults, told, long
     )
+    return run if len(kernels) < MANY_KERNELS else among_others(run, workspace)
 
 
 def _results(plan: ShapePlan) -> list[int] | None:
@@ -99,12 +118,13 @@ def of_many(
     work in, if they do; a call where it has moved gives None. ``told`` tells them free sizes, of
     which values are as ``long``, each with its type."""
     calls = [kernel.call for kernel in kernels]
+    known = None if memory is None else ref(memory)  # whoever grows it has the old one be free
     places = [(which, kernel.pointers, place, move) for which, kernel, place, move in patches]
     lock, address, end = workspace.lock, Tensor.data_ptr, count + len(looks)
 
     def run(inputs: Sequence[Tensor]) -> Any:
         with lock:
-            has_moved = memory is not None and workspace.memory is not memory
+            has_moved = known is not None and workspace.memory is not known()
             if has_moved or watched.around is not None:
                 return None
             tensors = [*inputs]
@@ -122,6 +142,44 @@ def of_many(
             return structured(tensors[count:end])
 
     return run
+
+
+def among_others(run: Run, workspace: Workspace) -> Run:
+    """Return a run that gives NOT_NOW, where the latest one was long and others are under way. A
+    short one waits for its memory: the long way would take longer."""
+    latest_s = 0.0
+
+    def timed(inputs: Sequence[Tensor]) -> Any:
+        nonlocal latest_s
+        began = perf_counter()
+        result = run(inputs)
+        latest_s = perf_counter() - began
+        return result
+
+    in_lane = alone(timed, workspace)
+    return lambda inputs: in_lane(inputs) if latest_s > LONG_S else timed(inputs)
+
+
+def alone(run: Run, workspace: Workspace) -> Run:
+    """Return a run that has the first lane, whose memory it works in, or gives NOT_NOW where others
+    are under way: they have lanes beside each other, and fair turns, by the long way."""
+    lock, lanes, num_threads = workspace.lock, LANES, torch.get_num_threads
+
+    def run_or_leave(inputs: Sequence[Tensor]) -> Any:
+        lane = lanes.take_alone(num_threads())
+        if lane is None:
+            return NOT_NOW
+        try:
+            if not lock.acquire(blocking=False):
+                return NOT_NOW
+            try:
+                return run(inputs)
+            finally:
+                lock.release()
+        finally:
+            lanes.give(lane)
+
+    return run_or_leave
 
 
 def of_one(
@@ -148,3 +206,56 @@ def of_one(
         return result
 
     return run
+
+
+def of_steps(
+    bound: Walking,
+    plan: ShapePlan,
+    linked: Linked,
+    faults: BoundsChecks,
+    workspace: Workspace,
+    structured: Callable[[list[Any]], Any],
+) -> Run | None:
+    """Return a run over all steps, for a program whose steps libraries do, too; None for one that
+    keeps what it computes for a loop, or serves arguments of any length."""
+    if any(plan.order.parts[:2]) or plan.free:
+        return None
+    known, has_arena, place_all = ref(linked), plan.memory.arena_bytes > 0, _placing(plan)
+    repeated, released = plan.program.repeated, plan.released
+
+    def run(inputs: Sequence[Tensor]) -> Any:
+        linked = known()  # whoever lets go of it has its memory be free
+        if linked is None or not bound.is_linked(linked) or bound.around is not None:
+            return None
+        if has_arena and workspace.memory is not linked.memory:
+            return None
+        try:
+            place_all(linked, inputs)
+            bound.walk_late(linked)
+            faults.check()
+            results = [make() for make in linked.returned]
+        except BaseException as error:
+            bound.note_failure(error)
+            raise
+        for place, first in repeated:
+            results[place] = results[first]
+        for number in released:
+            linked.slots[number] = None
+        return structured(results)
+
+    return alone(run, workspace)
+
+
+def _placing(plan: ShapePlan) -> Callable[[Linked, Sequence[Tensor]], None]:
+    """Return what tells all steps where arguments, and results yet to be computed, lie."""
+    arguments = [(number, plan.program.buffers[number].dtype) for number in plan.arguments]
+    looks = plan.results
+
+    def place_all(linked: Linked, inputs: Sequence[Tensor]) -> None:
+        put = linked.put
+        for (number, dtype), tensor in zip(arguments, inputs, strict=True):
+            put(number, read_as(tensor, dtype))
+        for number, (shape, strides, dtype) in looks:
+            put(number, _empty_strided_cpu(shape, strides, dtype))
+
+    return place_all

@@ -190,12 +190,24 @@ class Bound:
             try:
                 return self._run(inputs, stamp, moment, told)
             except BaseException as error:
-                self.let_go()  # of what it has made so far; the next run begins anew
-                if _is_about_memory(error):
-                    size = f"{self.arena_bytes / 1e6:.1f} MB of working memory"
-                    sizes = ", ".join(f"{name}={value}" for name, value in self.env.items())
-                    error.add_note(f"It happened in a run that needs {size} at {sizes}.")
+                self.note_failure(error)
                 raise
+
+    def note_failure(self, error: BaseException) -> None:
+        """Let go of what a run has made so far: the next one begins anew."""
+        self.let_go()
+        if _is_about_memory(error):
+            size = f"{self.arena_bytes / 1e6:.1f} MB of working memory"
+            sizes = ", ".join(f"{name}={value}" for name, value in self.env.items())
+            error.add_note(f"It happened in a run that needs {size} at {sizes}.")
+
+    def walk_late(self, linked: Linked) -> None:
+        """Take all steps that a loop does not keep the results of."""
+        self._walk(linked, self.plan.order.late)
+
+    def is_linked(self, linked: Linked) -> bool:
+        """Tell whether it has not let go of this link since."""
+        return self._linked is linked
 
     def _run(
         self,
@@ -250,6 +262,14 @@ class Bound:
         return cpu_runs.straight(
             self, self.plan, self._linked, self._resources, self._workspace, structured
         )
+
+    def walking(self, structured: Callable[[list[Any]], Any]) -> cpu_runs.Run | None:
+        """Return ``run`` for lone calls of a program in which libraries do a part, or None. It
+        gives what ``straight`` does, or NOT_NOW."""
+        linked, faults = self._linked, self._resources.faults
+        if linked is None or self._streaming is not None:
+            return None
+        return cpu_runs.of_steps(self, self.plan, linked, faults, self._workspace, structured)
 
     def raise_faults(self) -> None:
         """Raise IndexError if a kernel has been asked to look outside of a tensor."""

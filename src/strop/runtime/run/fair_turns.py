@@ -80,6 +80,15 @@ class FairTurns:
         assert ticket.turn is not None
         return ticket.turn
 
+    def take_alone(self, weight: int) -> int | None:
+        """Return the lowest number as ``take`` gives it, if nobody has one or waits, else None."""
+        if self._held or self._waiting:  # most often said without the guard
+            return None
+        with self._guard:
+            if self._held or self._waiting:
+                return None
+            return self._begun(weight, has_waited=False).number
+
     def give(self, number: int) -> None:
         """Give a number back; whoever has waited longest has a turn by then, if there is room."""
         with self._guard:

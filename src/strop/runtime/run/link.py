@@ -86,7 +86,7 @@ class Resources:
     memories: dict[tuple[int, int], PackedMemory] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Linked:
     """This is a program that can run in this memory. ``slots`` say what each buffer holds, None
     where it is yet to come; ``patches`` say, by buffer, which kernels want to know where it then
