@@ -113,7 +113,7 @@ ENVS = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:LSTM with projections")
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     module, texts = CASES[name]

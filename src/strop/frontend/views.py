@@ -4,6 +4,7 @@ itself."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,11 +229,17 @@ def _as_strided(
 def refuse_shared_memory(im: Importer, x: FxNode) -> None:
     """Raise UnsupportedError unless the traced value is all that lies in its memory."""
     traced: torch.Tensor = x.meta["val"]
-    is_whole = is_non_overlapping_and_dense_or_false(traced) and im.size(
-        traced.storage_offset()
-    ) == const(0)
+    with _unasked(traced):  # strides that are dense for larger sizes are so for one, too
+        is_dense = is_non_overlapping_and_dense_or_false(traced)
+    is_whole = is_dense and im.size(traced.storage_offset()) == const(0)
     if traced._base is not None or not is_whole:
         raise UnsupportedError("as_strided of what is itself a view")
+
+
+def _unasked(x: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which questions about the sizes of a tensor leave no guards."""
+    symbols: list[Any] = [size for size in x.shape if isinstance(size, torch.SymInt)]
+    return symbols[0].node.shape_env.suppress_guards() if symbols else nullcontext()
 
 
 OF_MEMORY = {  # they read the memory of their first operand, of whatever type

@@ -24,6 +24,9 @@ from strop.frontend.stable_text import is_plain
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
+_OWN = ("forward", "_compiled_call_impl")  # by which Strop serves a module
+
+
 class Twin:
     """Hold the copy of ``source`` for a device. ``home`` is that of the source, whose tensors that
     lie elsewhere, such as a table on the host, have copies there too."""
@@ -75,13 +78,13 @@ class Twin:
                 self._tensors[id(tensor)] = tensor, self._copy_for(tensor, kept.get(id(tensor)))
         memo: dict[int, Any] = {number: own for number, (_, own) in self._tensors.items()}
         memo[id(self.source)] = self.module
-        held = {name: value for name, value in vars(self.source).items() if name != "forward"}
+        held = {n: value for n, value in vars(self.source).items() if n not in _OWN}
         try:
             copied = copy.deepcopy(held, memo)
         except (TypeError, RuntimeError) as error:  # locks, open files
             raise UnsupportedError(f"it cannot be copied: {error}") from error
         own = vars(self.module)
-        before = {"forward": own["forward"]} if "forward" in own else {}
+        before = {name: own[name] for name in _OWN if name in own}
         own.clear()
         own.update(copied | before)
 
