@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.ir.device import CPU, Device
+from strop.ir.source import KernelSource
 from strop.kernels import library
 from strop.kernels.gemm import skinny as skinny_gemm
 from strop.kernels.gemm.skinny import (
@@ -313,6 +314,26 @@ def test_it_compiles_for_gpus_without_early_launches(arch: int) -> None:
     assert compile_cubin(skinny_gemm.skinny_gemm(2, 1280, tile, F16), arch).code
 
 
+def around_the_wait(source: KernelSource, file: Path) -> tuple[list[str], list[str]]:
+    """Return the loads, and stores of what registers do not hold, before the last wait and behind
+    it. Nothing may be spilled."""
+    file.write_bytes(compile_cubin(source, 90).code)
+    done = subprocess.run(
+        [TOOLS / "cuobjdump", "-sass", "-res-usage", file],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    registers = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+    assert registers
+    assert int(registers[1]) <= MOST_REGISTERS
+    assert registers[2] == "0"
+    found = re.findall(r"ACQBULK|LDG\S*|STL\S*", done.stdout)
+    assert not any(name.startswith("STL") for name in found)
+    *_, last = (n for n, name in enumerate(found) if name == "ACQBULK")
+    return found[:last], found[last:]
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("depth", [320, 1280, 2560, 3072, 4096])
 @pytest.mark.parametrize("end", [PLAIN, SkinnyEnd(bias=True, gelu=True)])
@@ -321,26 +342,14 @@ def test_weights_are_asked_for_before_the_wait(
 ) -> None:
     """In pieces of 16 bytes, and nothing is spilled."""
     tile = skinny_gemm.tile_of(1280, depth, H100.sms)
-    code = compile_cubin(skinny_gemm.skinny_gemm(rows, depth, tile, F16, end), 90).code
-    (tmp_path / "k.cubin").write_bytes(code)
-    done = subprocess.run(
-        [TOOLS / "cuobjdump", "-sass", "-res-usage", tmp_path / "k.cubin"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = re.findall(r"ACQBULK|LDG\S*|STL\S*", done.stdout)
-    *_, last = (n for n, name in enumerate(found) if name == "ACQBULK")
-    loads = found[:last].count("LDG.E.EF.128")
-    assert loads == tile.cols * depth // (tile.num_warps * 32 * 8)
-    assert not any("EF" in name for name in found[last:])
+    source = skinny_gemm.skinny_gemm(rows, depth, tile, F16, end)
+    before, behind = around_the_wait(source, tmp_path / "k.cubin")
+    assert before.count("LDG.E.EF.128") == tile.cols * depth // (tile.num_warps * 32 * 8)
+    assert not any("EF" in name for name in behind)
+    found = [name for name in (*before, *behind) if name.startswith("LDG")]
     biases = found.count("LDG.E.U16") if end.bias else 0
     assert biases <= tile.cols
-    assert sum("128" not in name for name in found if name.startswith("LDG")) == biases
-    registers = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
-    assert registers
-    assert int(registers[1]) <= MOST_REGISTERS
-    assert registers[2] == "0"
+    assert sum("128" not in name for name in found) == biases
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -351,22 +360,9 @@ def test_columns_are_asked_for_before_the_wait(
 ) -> None:
     tile = skinny_gemm.tile_by_columns(depth)
     source = skinny_gemm.skinny_gemm(rows, depth, tile, F16, end, by_columns=True)
-    (tmp_path / "k.cubin").write_bytes(compile_cubin(source, 90).code)
-    done = subprocess.run(
-        [TOOLS / "cuobjdump", "-sass", "-res-usage", tmp_path / "k.cubin"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = re.findall(r"ACQBULK|LDG\S*|STL\S*", done.stdout)
-    *_, last = (n for n, name in enumerate(found) if name == "ACQBULK")
-    pieces = -(-depth * tile.cols // (tile.num_warps * 32 * 8))
-    assert found[:last].count("LDG.E.EF.128") == pieces
-    assert not any("EF" in name or name.startswith("STL") for name in found[last:])
-    registers = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
-    assert registers
-    assert int(registers[1]) <= MOST_REGISTERS
-    assert registers[2] == "0"
+    before, behind = around_the_wait(source, tmp_path / "k.cubin")
+    assert before.count("LDG.E.EF.128") == -(-depth * tile.cols // (tile.num_warps * 32 * 8))
+    assert not any("EF" in name for name in behind)
 
 
 @pytest.mark.gpu

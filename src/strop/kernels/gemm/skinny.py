@@ -48,16 +48,23 @@ _GELU = f"""\
 
 
 """
-_HEAD = f"""\
-@triton.jit
-def skinny_gemm(POINTERS, s0, s1, s2, s3, COLS: tl.constexpr, DEPTH: tl.constexpr,
-             CHUNK: tl.constexpr, MORE EARLY: tl.constexpr):
+_BEGIN = f"""\
     if EARLY:
         if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
             tl.extra.cuda.gdc_launch_dependents()
             if s3:
                 tl.extra.cuda.gdc_wait()
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+"""
+_WAITS = f"""\
+    if EARLY:
+        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
+            tl.extra.cuda.gdc_wait()
+"""
+_HEAD = f"""\
+@triton.jit
+def skinny_gemm(POINTERS, s0, s1, s2, s3, COLS: tl.constexpr, DEPTH: tl.constexpr,
+             CHUNK: tl.constexpr, MORE EARLY: tl.constexpr):
+{_BEGIN}    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     k = tl.arange(0, CHUNK)
     weights = p1 + col[:, None] * DEPTH + k[None, :]
     there = (col < s1)[:, None]
@@ -67,21 +74,13 @@ _HEAD_BY_COLUMNS = f"""\
 @triton.jit
 def skinny_gemm(POINTERS, s0, s1, s2, s3, s4, COLS: tl.constexpr, DEPTH: tl.constexpr,
              CHUNK: tl.constexpr, MORE EARLY: tl.constexpr):
-    if EARLY:
-        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
-            tl.extra.cuda.gdc_launch_dependents()
-            if s3:
-                tl.extra.cuda.gdc_wait()
-    width = s4 * UNIT
+{_BEGIN}    width = s4 * UNIT
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     k = tl.arange(0, CHUNK)
     there = (k < DEPTH)[:, None] & (col < width)[None, :]
     weights = p1 + k[:, None] * width + col[None, :]
     w = tl.load(weights, mask=there, other=0.0, eviction_policy="evict_first")
-    if EARLY:
-        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
-            tl.extra.cuda.gdc_wait()
-"""
+{_WAITS}"""
 _ROW_BY_COLUMNS = """\
     x{row} = tl.load(p0 + tl.minimum(s0 - 1, {row}) * s2 * UNIT + k, mask=k < DEPTH, other=0.0)
     sums{row} = w.to(tl.float32) * x{row}.to(tl.float32)[:, None]
@@ -90,10 +89,7 @@ _LOAD = """\
     w{n} = tl.load(weights + {at}, mask=there, other=0.0, eviction_policy="evict_first")
 """
 _WAIT = f"""\
-    if EARLY:
-        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:
-            tl.extra.cuda.gdc_wait()
-    x = p0 + tl.full([COLS, 1], 0, tl.int32) + k[None, :]  # laid out as the weights are
+{_WAITS}    x = p0 + tl.full([COLS, 1], 0, tl.int32) + k[None, :]  # laid out as the weights are
 """
 _ROW = """\
     x{row} = x + tl.minimum(s0 - 1, {row}) * s2 * {piece}
