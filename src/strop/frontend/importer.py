@@ -48,6 +48,7 @@ from strop.frontend.resize import RESIZING
 from strop.frontend.results import give, lay_out, order_or_contiguous, refuse_retyped
 from strop.frontend.scalars import node_of, of_sizes
 from strop.frontend.searching import SEARCHING
+from strop.frontend.shape_rules import env_of
 from strop.frontend.symbols import OutsideLanguage, Symbols, always_holds
 from strop.frontend.views import COPYING, OF_MEMORY, VIEWS, refuse_shared_memory
 from strop.frontend.whole import IN_TORCH
@@ -144,10 +145,13 @@ class Importer:
     def has_other_sizes(self, fx: FxNode, value: Node) -> bool:
         """Tell whether a rule has made of operands what torch would not: a sum may be spread over
         more dims than a result has."""
-        traced, shapes = fx.meta["val"], {value.shape}
-        if isinstance(traced, torch.Tensor) and not traced.is_complex():
-            shapes.add(self.shape(fx))
-        return len(shapes) > 1 and len({tuple(n.eval(self.hints) for n in s) for s in shapes}) > 1
+        traced = fx.meta["val"]
+        if not isinstance(traced, torch.Tensor) or traced.is_complex():
+            return False
+        shape = self.shape(fx)
+        if shape == value.shape:
+            return False
+        return [n.eval(self.hints) for n in shape] != [n.eval(self.hints) for n in value.shape]
 
     def size(self, value: Any) -> Expr:
         return self.symbols.size(value.meta["val"] if isinstance(value, FxNode) else value)
@@ -203,7 +207,8 @@ def import_graph(
     inputs: list[Node] = []
     traced, origins = without_complex(gm, origins)
     nodes = list(traced.nodes)
-    asked = _asked(nodes)
+    env = env_of(pytree.tree_leaves([fx.meta.get("val") for fx in nodes]))
+    asked: Sequence[Any] = () if env is None else env.guards
     num_asked = len(asked)
     importer.devices, importer.reads_bytes = _devices(nodes), bits_read(nodes)
     num_placeholders = sum(fx.op == "placeholder" for fx in nodes)
@@ -237,16 +242,6 @@ def import_graph(
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
     guards = (*symbols.guards(guard.expr for guard in asked[num_asked:]), *importer.needed)
     return Imported(graph, result, importer.constants, guards)
-
-
-def _asked(nodes: Iterable[FxNode]) -> Sequence[Any]:
-    """Return the list in which torch notes what is asked of the sizes of these nodes."""
-    for value in pytree.tree_leaves([fx.meta.get("val") for fx in nodes]):
-        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
-            if isinstance(size, torch.SymInt):
-                found: Sequence[Any] = size.node.shape_env.guards
-                return found
-    return ()
 
 
 def _attribute(importer: Importer, fx: FxNode, given: Any) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import FrameSummary
@@ -107,6 +107,16 @@ class TracedSizes(ShapeEnv):
                 return frame
             frame = frame.f_back
         return of_torch or super()._get_user_frame()
+
+
+def env_of(values: Iterable[Any]) -> ShapeEnv | None:
+    """Return what holds the sizes of traced values, or None where all of them are numbers."""
+    for value in values:
+        for size in value.shape if isinstance(value, Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                found: ShapeEnv = size.node.shape_env
+                return found
+    return None
 
 
 def place(guard: ShapeGuard) -> str:

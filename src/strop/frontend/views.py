@@ -13,7 +13,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.whole  # noqa: F401  (defines torch.ops.strop)
 from strop.errors import UnsupportedError
-from strop.frontend.shape_rules import TracedSizes
+from strop.frontend.shape_rules import TracedSizes, env_of
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node, Ref, memory_order
 
@@ -240,8 +240,7 @@ def refuse_shared_memory(im: Importer, x: FxNode) -> None:
 def _unasked(x: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context in which questions about the sizes of a tensor leave no guards in a trace of
     ours, which notes that its forward asks about memory. Dynamo's have nothing else to go by."""
-    symbols: list[Any] = [size for size in x.shape if isinstance(size, torch.SymInt)]
-    env = symbols[0].node.shape_env if symbols else None
+    env = env_of([x])
     return env.suppress_guards() if isinstance(env, TracedSizes) else nullcontext()
 
 
