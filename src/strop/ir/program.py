@@ -327,17 +327,20 @@ class Program:
     def is_pure(self) -> bool:
         """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers, tells other processes or is code that nobody here knows."""
-        calls = [step for step in self.call_steps if step.op in ("aten", "pattern")]
-        is_known = all(dict(step.attrs).get("target") in PURE_CALLS for step in calls)
-        return is_known and not (self.written_arguments or self.has_exchanges)
+        return self._keeps_to_itself(lambda target: target in PURE_CALLS)
 
     @cached_property
     def is_ours(self) -> bool:
         """Tell whether a run writes into no argument, tells other processes nothing, and is no code
         of a user's. It may draw numbers."""
+        return self._keeps_to_itself(lambda target: str(target).startswith("aten."))
+
+    def _keeps_to_itself(self, is_known: Callable[[Any], bool]) -> bool:
+        """Tell whether a run writes into no argument, tells other processes nothing, and calls of
+        torch's and of users only what ``is_known`` by its target."""
         calls = [step for step in self.call_steps if step.op in ("aten", "pattern")]
-        is_known = all(str(dict(step.attrs).get("target")).startswith("aten.") for step in calls)
-        return is_known and not (self.written_arguments or self.has_exchanges)
+        are_known = all(is_known(dict(step.attrs).get("target")) for step in calls)
+        return are_known and not (self.written_arguments or self.has_exchanges)
 
     @cached_property
     def has_exchanges(self) -> bool:
