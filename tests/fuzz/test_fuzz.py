@@ -52,15 +52,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
-@FUZZ
-@given(program=programs() | programs(kinds=("f32",), moves=STITCHED, most_lines=9))
-def test_random_programs(program: Program, folder: str) -> None:
+def judge_interpreted(program: Program, folder: str) -> None:
     try:
         with interpreted():
             judge(program, optimized(program, folder, record=True))
     except Exception:
         note(program.script)
         raise
+
+
+@FUZZ
+@given(program=programs() | programs(kinds=("f32",), moves=STITCHED, most_lines=9))
+def test_random_programs(program: Program, folder: str) -> None:
+    judge_interpreted(program, folder)
 
 
 CODED_PROGRAMS = programs(
@@ -71,12 +75,7 @@ CODED_PROGRAMS = programs(
 @settings(FUZZ, max_examples=EXAMPLES // 4 or 100)
 @given(program=CODED_PROGRAMS)
 def test_random_programs_with_codes_and_bags(program: Program, folder: str) -> None:
-    try:
-        with interpreted():
-            judge(program, optimized(program, folder, record=True))
-    except Exception:
-        note(program.script)
-        raise
+    judge_interpreted(program, folder)
 
 
 def test_codes_and_bags_are_drawn() -> None:
