@@ -22,8 +22,6 @@ from strop.frontend.module_parts import named_parts, own_attributes
 from strop.frontend.stable_text import is_plain
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
-
 _OWN = ("forward", "_compiled_call_impl")  # by which Strop serves a module
 
 
