@@ -200,3 +200,28 @@ def test_a_call_that_changes_nothing_any_more_is_traced_again(tmp_path: Path) ->
     counts = strop.explain(other).summary()
     assert sum(counts["fallbacks"].values()) == 6
     assert counts["num_captures"] <= 2
+
+
+class CallsDynamo(nn.Module):
+    """Dynamo puts the state of torch's generator back after it has looked at a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + dynamos(x)
+
+
+def dynamos(x: Tensor) -> Tensor:
+    """As ``torch._dynamo.convert_frame.preserve_global_state`` does."""
+    state = torch.random.get_rng_state()
+    code = "def put_back(set_state, state):\n    set_state(state)"
+    names: dict[str, Any] = {"__name__": "torch._dynamo.convert_frame"}
+    exec(code, names)
+    names["put_back"](torch.random.set_rng_state, state)
+    return x * 2
+
+
+def test_dynamo_may_put_the_generators_state_back(tmp_path: Path) -> None:
+    module = CallsDynamo().eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    with torch.no_grad():
+        assert torch.equal(module(torch.ones(3)), torch.full((3,), 3.0))
+    assert not module.forward.counters.fallbacks

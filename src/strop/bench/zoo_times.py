@@ -30,7 +30,7 @@ from strop.wording import counted
 
 BATCHES = (1, 4, 16)
 SAMPLES, WARM_UPS = 11, 3
-INNER = 20  # calls a sample on a GPU
+INNER, SAMPLE_MS = 20, 20.0  # at most so many calls a sample on a GPU, or so many milliseconds
 PEERS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("eager",),
     "cuda": ("eager", "eager-graph", "inductor-graph"),
@@ -166,10 +166,17 @@ def _cpu_ms(calls: Mapping[str, Call], samples: int) -> cpu_turns.Times:
 
 def _gpu_ms(calls: Mapping[str, Call], device: torch.device, samples: int) -> cpu_turns.Times:
     times: dict[str, list[float]] = {name: [] for name in calls}
+    first = {name: timer.elapsed_ms(call, device) for name, call in calls.items()}
+    inner = {name: _calls_a_sample(ms) for name, ms in first.items()}
     for _ in range(samples):
         for name, call in calls.items():
-            times[name].append(timer.elapsed_ms(call, device, INNER))
+            times[name].append(timer.elapsed_ms(call, device, inner[name]))
     return times
+
+
+def _calls_a_sample(call_ms: float) -> int:
+    """Slow calls, which vary less, are not repeated for long."""
+    return max(1, min(INNER, int(SAMPLE_MS / max(call_ms, 1e-3))))
 
 
 def _packed(rows: Sequence[Found], plan: TimesPlan) -> Found:

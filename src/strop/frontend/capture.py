@@ -48,6 +48,7 @@ from strop.frontend.exchanges import functional_collectives, refuse_unread, trac
 from strop.frontend.fake_tensors import fake_weights
 from strop.frontend.formats import UnknownSizeError
 from strop.frontend.functional import WriteThroughViewError, make_functional
+from strop.frontend.inlined import inlined
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.library_operators import opened
@@ -452,6 +453,7 @@ def tracing(
             python,
             _as_compiling(),
             symbolic_builtins(module),
+            inlined(),
             python_texts(),
             retarget,
             overlap_by_traced_sizes(),

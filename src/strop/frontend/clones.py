@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -46,7 +47,9 @@ def clone_structure(module: nn.Module, tables: Tables = MappingProxyType({})) ->
         for number in tables:
             stand_in(memo[number])
         return clone
-    except (TypeError, RuntimeError) as error:  # locks, open files; tensors that were computed
+    except CaptureError:
+        raise
+    except Exception as error:  # locks, open files, computed tensors: objects may raise anything
         raise CaptureError(f"{type(module).__name__} cannot be copied: {error}") from error
 
 
@@ -79,6 +82,7 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo |= {id(hook): None for _, _, hooks in shards for hook in hooks}
     memo |= {id(config): config for config in sharded_context.configs_of(module)}
     memo |= {id(weight): None for weight in computed_weights(module)}
+    memo |= {id(function): function for function in _scripted(module)}
     clone = copy.deepcopy(module, memo)
     for part, cast, _ in casts:
         cast_as(memo[id(part)], cast)
@@ -92,6 +96,13 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copied = [memo[id(part)] for part in moved]
     _take_out(clone, ATTRIBUTES, [clone, *copied] if is_around else copied)
     return clone
+
+
+def _scripted(module: nn.Module) -> Iterator[Any]:
+    """Yield functions of TorchScript among attributes, which refuse to be copied, and hold
+    nothing."""
+    for part in module.modules():
+        yield from (v for v in vars(part).values() if isinstance(v, torch.jit.ScriptFunction))
 
 
 def _take_out(

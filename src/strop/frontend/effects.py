@@ -9,10 +9,12 @@ when it is traced.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,7 @@ def _setting_numbers(own: Callable[..., None]) -> Callable[..., None]:
     return set_attribute
 
 
+_DYNAMO = "torch._dynamo.convert_frame"
 _SEEDS = "it seeds torch's generator in its forward: seed it before the call"
 
 
@@ -78,10 +81,18 @@ class _Unseeded:
         self.own, self.thread, self.is_seeded = own, threading.get_ident(), False
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self.thread:
+        is_ours = threading.get_ident() == self.thread and not _is_dynamos(sys._getframe(1))
+        if name in ("manual_seed", "seed", "set_state") and is_ours:
             self.is_seeded = True
             raise CaptureError(_SEEDS)
         return getattr(self.own, name)
+
+
+def _is_dynamos(asking: FrameType) -> bool:
+    """Tell whether Dynamo sets the state, within a forward that calls it: it puts the state back
+    that it has found."""
+    caller = asking.f_back
+    return caller is not None and caller.f_globals.get("__name__") == _DYNAMO
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from strop.frontend.draws import DRAWS
 from strop.frontend.formats import pictures, pictures_on_cpu, traced
 from strop.frontend.layouts import LAYOUTS, as_pictures, call_contiguous, call_reshape
 from strop.frontend.opened import twins
-from strop.frontend.resizing import call_interpolate
+from strop.frontend.resizing import call_grid_sampler, call_interpolate
 from strop.frontend.whole import CALLS, call_mirrored_pad, check_types, shaping
 
 # torch's own, whatever a user has put in its place in torch.nn.functional
@@ -561,6 +561,7 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.rms_norm: as_autocast("rms_norm", _call_rms_norm),
     torch.batch_norm: _call_batch_norm,
     F.dropout: _call_dropout,
+    torch.grid_sampler: call_grid_sampler,
     torch.matmul: as_autocast("matmul", _call_matmul),
     Tensor.matmul: as_autocast("matmul", _call_matmul),
     **CALLS,

@@ -131,6 +131,7 @@ def _named_in(file: str) -> set[str]:
     """Return the modules whose functions a module names."""
     values = list(vars(sys.modules[file]).values())
     functions = {value.__module__ for value in values if isinstance(value, FunctionType)}
+    functions.discard(None)  # of code that was made without a module, as by ``exec``
     return functions | {value.__name__ for value in values if isinstance(value, ModuleType)}
 
 

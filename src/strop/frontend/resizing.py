@@ -19,7 +19,10 @@ from strop.frontend.differentiated import define, is_transformed
 from strop.frontend.formats import pictures
 from strop.frontend.layouts import as_pictures, call_reshape
 
+aten = torch.ops.aten
 _library = torch.library.Library("strop", "FRAGMENT")
+_CUDNN_CHANNELS, _CUDNN_PIXELS = 1024, 2**31  # at most; fewer than
+_CUDNNS = (0, 0, True)  # bilinear, zeros outside, corners aligned
 _MOST_PARTS = 64  # of a factor by which sizes stay polynomials
 
 # Each mode has the name of ATen's operators, and the numbers of dims that they resize.
@@ -168,3 +171,26 @@ def _scaled(size: int, factor: float) -> int:
     if ratio.denominator <= _MOST_PARTS:
         return size * ratio.numerator // ratio.denominator
     return math.floor(float(size) * factor)
+
+
+def call_grid_sampler(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> Tensor:
+    """Choose among torch's samplers as ATen does (GridSampler.cpp), which asks on a GPU whether 32
+    bits can count the pixels, by quotients of sizes: here it is asked where cuDNN's may run, by
+    their number."""
+    torch._check(x.shape[0] == grid.shape[0], lambda: "grid_sampler: batches differ")
+    torch._check(x.dim() == grid.dim() in (4, 5), lambda: "grid_sampler: other dims")
+    torch._check(grid.shape[-1] == x.dim() - 2, lambda: "grid_sampler: not a place for each dim")
+    if x.dim() == 5:
+        return aten.grid_sampler_3d(x, grid, mode, padding, align)  # type: ignore[no-any-return]
+    if (mode, padding, align) == _CUDNNS and _may_be_cudnns(x, grid):
+        return aten.cudnn_grid_sampler(x, grid)  # type: ignore[no-any-return]
+    return aten.grid_sampler_2d(x, grid, mode, padding, align)  # type: ignore[no-any-return]
+
+
+def _may_be_cudnns(x: Tensor, grid: Tensor) -> bool:
+    each = (x, grid)
+    return (
+        all(t.is_cuda and torch.backends.cudnn.is_acceptable(t) for t in each)
+        and x.shape[1] <= _CUDNN_CHANNELS
+        and all(t.numel() < _CUDNN_PIXELS for t in each)
+    )

@@ -41,9 +41,8 @@ from strop.frontend.view_rules import viewed
 
 aten = torch.ops.aten
 COMPARISONS = "c10/core/SymInt.h"  # the file of those in C++; Python's have none
-STROP, FRONTEND = (
-    str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(__file__).parent)
-)
+STROP = str(Path(__file__).parents[1]) + os.sep
+WITHIN = tuple(f"{STROP}{name}{os.sep}" for name in ("frontend", "runtime"))  # a forward's trace
 TORCH = str(Path(torch.__file__).parent) + os.sep
 LAYERS = str(Path(torch.__file__).parent / "nn") + os.sep
 Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; None: torch's own
@@ -99,7 +98,7 @@ class TracedSizes(ShapeEnv):
         while frame is not None:
             file = frame.f_code.co_filename
             if file.startswith(STROP):
-                if not file.startswith(FRONTEND):
+                if not file.startswith(WITHIN):
                     break  # beyond it are those who called the module
             elif file.startswith(LAYERS):
                 of_torch = of_torch or frame

@@ -245,6 +245,16 @@ def _attention(attrs: Mapping[str, Any]) -> Call:
     return call
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """Return rows that begin at multiples of 16 bytes, as torch's kernels of attention read them:
+    they raise for others, or choose another way where the last dim is odd. A slice of a wider
+    product may begin anywhere."""
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+    if x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps):
+        return x.contiguous()
+    return x
+
+
 def _exchange(attrs: Mapping[str, Any]) -> Call:
     how, group, size = attrs["how"], attrs["group"], attrs["size"]
     return lambda inputs: exchanged(inputs[0], how, group, size)
@@ -386,6 +396,7 @@ def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
     usual, cudnn = _attention(attrs), torch.ops.aten._scaled_dot_product_cudnn_attention
 
     def call(inputs: Sequence[Tensor]) -> Tensor:
+        inputs = (*map(_aligned, inputs[:3]), *inputs[3:])
         q, k, v, *mask = inputs
         if mask or q.shape[1] != k.shape[1] or not _fits_cudnn_attention(q, v, most):
             return usual(inputs)  # type: ignore[no-any-return]
