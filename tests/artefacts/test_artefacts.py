@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 import strop
 from strop.artefacts import contents
 from strop.dispatch import stored_variants, variants
-from strop.errors import CacheError, OptionError
+from strop.dispatch.native_look import SOURCE as LOOK
+from strop.errors import CacheError, CodegenError, OptionError
 from strop.frontend.low_rank_layers import is_factor
+from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.build import loader as kernels
 from strop.runtime.build.artefact import LOADED, Artefact
@@ -86,8 +89,13 @@ def forbid_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("an artefact must not trace or compile")
 
+    def compiling(self: NativeKernels, missing: Sequence[KernelSource]) -> None:
+        if missing != [LOOK]:
+            forbidden()
+        raise CodegenError("there is no compiler")  # a module is then looked at in Python
+
     monkeypatch.setattr(variants, "capture", forbidden)
-    monkeypatch.setattr(NativeKernels, "_compile", forbidden)
+    monkeypatch.setattr(NativeKernels, "_compile", compiling)
 
 
 def test_a_module_runs_from_an_artefact_with_other_weights(

@@ -222,6 +222,7 @@ def test_pictures(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(picture(pipe), picture(wanted), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.alone
 def test_no_slower_than_the_library() -> None:
     x, times = inputs(4096), {}
     for name in ("diffusers", "strop"):

@@ -30,6 +30,7 @@ from strop.testing import assert_as_accurate_together
 from strop.wording import counted
 
 WANTED_SHARE = 0.95
+Row = dict[str, Any]  # of one model, as a file has it
 NUM_WEIGHTS = 4  # random ones: errors of one draw of weights are no independent samples
 # calls that are matrix work of a library, as linear, conv2d and attention are
 ANCHORS = (
@@ -294,42 +295,38 @@ def run(
         verdict = judge(model, device, options, num_shapes)
         rows.append(verdict)
         each(verdict)
+    return result_of([kept(verdict) for verdict in rows], device, num_shapes)
+
+
+def result_of(rows: Sequence[Row], device: torch.device, num_shapes: int) -> dict[str, Any]:
+    """Return the contents of a file: what is ``kept`` of the verdicts, and their sums."""
     return {
         "kind": "models",
         "environment": environment.describe(device),
         "num_shapes": num_shapes,
         "num_models": len(rows),
-        "num_good": sum(v.is_good for v in rows),
+        "num_good": sum(row["is_good"] for row in rows),
         "missing": _missing(rows),
-        "models": [_kept(verdict) for verdict in rows],
+        "models": list(rows),
     }
 
 
-def add_times(
-    result: dict[str, Any], plan: zoo_times.TimesPlan, times: Mapping[str, zoo_times.Found]
-) -> None:
-    """Put times of models beside what was judged of them."""
-    result["times"] = {key: getattr(plan, key) for key in ("batches", "peers", "samples", "jobs")}
-    for model in result["models"]:
-        model["times"] = times[model["name"]]
-
-
-def _kept(verdict: Verdict) -> dict[str, Any]:
+def kept(verdict: Verdict) -> Row:
     """Return what a file keeps of a verdict: not what is empty."""
     found = {key: value for key, value in asdict(verdict).items() if value not in ("", {})}
     return {**found, "is_good": verdict.is_good, "complaint": verdict.complaint}
 
 
-def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+def _missing(rows: Sequence[Row]) -> list[Row]:
     """Return overloads that torch runs: calls over the zoo, models, and one place each."""
     calls: Counter[str] = Counter()
     models: dict[str, list[str]] = {}
     places: dict[str, str] = {}
-    for verdict in verdicts:
-        calls.update(verdict.opaque)
-        for overload in verdict.opaque:
-            models.setdefault(overload, []).append(verdict.name)
-            places.setdefault(overload, f"{verdict.name}: {verdict.origins[overload]}")
+    for row in rows:
+        calls.update(row.get("opaque", {}))
+        for overload in row.get("opaque", ()):
+            models.setdefault(overload, []).append(row["name"])
+            places.setdefault(overload, f"{row['name']}: {row['origins'][overload]}")
     ranked = sorted(calls, key=lambda o: (-len(models[o]), -calls[o], o))
     return [
         {"overload": o, "calls": calls[o], "models": models[o], "place": places[o]} for o in ranked

@@ -9,11 +9,9 @@ begin kernels.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import strop
-from strop.bench import cpu_turns, timer, turns
+from strop.bench import cpu_turns, timer
 from strop.bench.kernel import own_code
 from strop.bench.zoo_inputs import Inputs
 from strop.bench.zoo_model import ZooModel
@@ -52,6 +50,7 @@ class TimesPlan:
     samples: int = SAMPLES
     jobs: int = 1
     budget_s: float = 3600.0
+    num_shapes: int = 4  # that each is judged at
 
 
 def peers_on(device: str, asked: Sequence[str]) -> tuple[str, ...]:
@@ -62,44 +61,12 @@ def peers_on(device: str, asked: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def run(
-    models: Sequence[ZooModel], plan: TimesPlan, each: Callable[[str], None] = lambda _: None
-) -> dict[str, Found]:
-    """Return times by model, which ``each`` hears of. What the budget has no time for, and what a
-    peer raises, says so."""
-    began, found = time.perf_counter(), dict[str, Found]()
-    names = [model.name for model in models]
-    for first in range(0, len(names), plan.jobs):
-        wave = names[first : first + plan.jobs]
-        if time.perf_counter() - began > plan.budget_s:
-            over = f"the budget of {plan.budget_s:.0f} s is over"
-            return found | {name: {"skipped": over} for name in names[first:]}
-        for name, times in zip(wave, _wave(wave, plan), strict=True):
-            found[name] = times
-            each(name)
-    return found
-
-
-def _wave(names: Sequence[str], plan: TimesPlan) -> Iterator[Found]:
-    works = [partial(work, name, plan) for name in names]
-    if plan.jobs > 1:
-        yield from turns.in_turns(works)
-        return
-    for each in works:
-        steps = each()
-        next(steps)
-        yield next(steps)
-
-
-def work(name: str, plan: TimesPlan) -> Iterator[Any]:
+def steps_of(model: ZooModel, plan: TimesPlan) -> Iterator[Any]:
     """Yield None as soon as all is compiled, and then, with a number for each batch, milliseconds
     of Strop (median) and how many times as long each peer takes: percentiles over the turns, or
     what it has raised."""
-    from strop.bench.zoo import ZOO
-
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
-    model = next(model for model in ZOO if model.name == name)
     device = torch.device(plan.device)
     ours, eager = (model.made().to(device) for _ in range(2))
     strop.optimize(ours, options=plan.options)
@@ -219,7 +186,7 @@ def cells(result: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, ...
 
 def _medians(model: Mapping[str, Any], peer: str) -> Sequence[float | None]:
     """Return a number for each batch, or nothing where the model was not timed."""
-    found: Sequence[float | None] = model["times"].get(peer, {}).get("p50", ())
+    found: Sequence[float | None] = model.get("times", {}).get(peer, {}).get("p50", ())
     return found
 
 
@@ -242,7 +209,14 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
             f"Beside {peer}, {counted(len(rows), 'row')}: median {statistics.median(medians):.2f}"
             f" times as fast, least {min(medians):.2f}. Slower: {less}."
         )
-    return found
+    failed = [f"{m['name']} ({m['times']['failed']})" for m in result["models"] if _failed(m)]
+    found += [f"Could not be timed: {', '.join(failed)}."] if failed else []
+    over = ", ".join(result.get("not_begun", ()))
+    return [*found, f"Not begun, as the budget was over: {over}."] if over else found
+
+
+def _failed(model: Mapping[str, Any]) -> bool:
+    return "failed" in model.get("times", {})
 
 
 def about(result: Mapping[str, Any]) -> list[str]:

@@ -186,7 +186,8 @@ def models(
     peers: SpeedPeersOption = "eager,eager-graph,inductor-graph",
     budget: BudgetOption = 3600.0,
     again: Annotated[
-        bool, typer.Option("--again", help="With --speed, measure what the file has, too.")
+        bool,
+        typer.Option("--again", help="With --speed and --times, measure what the file has, too."),
     ] = False,
     jobs: JobsOption = 1,
     tiny: TinyOption = False,
@@ -195,9 +196,9 @@ def models(
 
     A model passes if one graph serves all its shapes without a fallback, if nearly all of it runs
     in generated kernels, and if its results are as accurate as eager's. With --times, each is timed
-    as well. With --speed, encoders of texts and pictures and GPT-2 are timed at full size; rows
-    that --out has are not measured again, so a run that was cut off goes on where it was. Compilers
-    take most of its time, one core each: --jobs has several prepared at a time.
+    as well. With --speed, encoders of texts and pictures and GPT-2 are timed at full size. Rows
+    that --out has are not measured again by either, so a run that was cut off goes on where it was.
+    Compilers take most of its time, one core each: --jobs has several prepared at a time.
     """
     require_diffusion()
     for file in (out, page):
@@ -208,8 +209,11 @@ def models(
         )
         return
     chosen, where = bench_zoo.chosen(only), arguments.chosen_device(device)
-    plan = bench_zoo.times_plan(where, batches, peers, budget, jobs) if times else None
-    bench_zoo.write(bench_zoo.census(chosen, where, shapes, plan), out, page)
+    if times:
+        plan = bench_zoo.times_plan(where, batches, peers, budget, jobs, shapes)
+        bench_zoo.write(bench_zoo.timed(chosen, plan, out, again=again), out, page)
+        return
+    bench_zoo.write(bench_zoo.census(chosen, where, shapes), out, page)
 
 
 @app.command("kernel", epilog=KERNEL_EXAMPLES)

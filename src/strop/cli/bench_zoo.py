@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ def chosen(only: str) -> list[ZooModel]:
     return [model for model in ZOO if not wanted or model.name in wanted]
 
 
-def times_plan(device: str, batches: str, peers: str, budget_s: float, jobs: int) -> TimesPlan:
+def times_plan(
+    device: str, batches: str, peers: str, budget_s: float, jobs: int, num_shapes: int
+) -> TimesPlan:
     """Find what can be wrong before any work."""
     from strop.bench import zoo_times
     from strop.options import Options
@@ -42,40 +45,79 @@ def times_plan(device: str, batches: str, peers: str, budget_s: float, jobs: int
         found,
         jobs=jobs,
         budget_s=budget_s,
+        num_shapes=num_shapes,
     )
 
 
-def census(
-    models: Sequence[ZooModel], device: str, num_shapes: int, plan: TimesPlan | None
-) -> dict[str, Any]:
-    """Judge the models, and time them by a plan, under a progress bar, which also keeps the
-    compiler's warnings off the table."""
+def census(models: Sequence[ZooModel], device: str, num_shapes: int) -> dict[str, Any]:
+    """Judge the models under a progress bar."""
     import torch
 
     from strop.bench import census as bench_census
-    from strop.bench import zoo_times
+    from strop.options import Options
+
+    where, options = torch.device(device), Options.from_environment()
+    with _progress(len(models)) as step:
+        return bench_census.run(models, where, options, lambda v: step(v.name), num_shapes)
+
+
+def timed(
+    models: Sequence[ZooModel], plan: TimesPlan, out: Path | None, *, again: bool
+) -> dict[str, Any]:
+    """Judge and time the models under a progress bar. ``out`` is written whenever one is ready, and
+    what it has already of the same peers and batches is kept, but with ``again``."""
+    from strop.bench import report, zoo_runs
+
+    done = _rows(out, plan) if out is not None and out.exists() and not again else {}
+    with _progress(len(models), sum(model.name in done for model in models)) as step:
+
+        def each(name: str, result: dict[str, Any]) -> None:
+            if out is not None:
+                report.write_json(result, out)
+            step(name)
+
+        return zoo_runs.run(models, plan, done, each)
+
+
+def _rows(out: Path, plan: TimesPlan) -> dict[str, Any]:
+    """Return the rows of an earlier run by the names of their models. Raises BadParameter where the
+    file is of another kind of run."""
+    import json
+
+    import torch
+
+    from strop.bench import environment
+
+    told = json.loads(out.read_text())
+    wanted: dict[str, Any] = {
+        "batches": [*plan.batches],
+        "peers": [*plan.peers],
+        "num_shapes": plan.num_shapes,
+    }
+    had = {**told.get("times", {}), "num_shapes": told.get("num_shapes")}
+    here = environment.describe(torch.device(plan.device))
+    differs = [key for key in wanted if had.get(key) != wanted[key]]
+    differs += [
+        k for k in ("torch", "gpu", "cpu", "commit") if told["environment"].get(k) != here.get(k)
+    ]
+    if differs:
+        raise typer.BadParameter(
+            f"{out} is of another run ({', '.join(differs)}): give --again, or another file",
+            param_hint="'--out'",
+        )
+    return {row["name"]: row for row in told["models"]}
+
+
+@contextmanager
+def _progress(total: int, done: int = 0) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar, and keep the compiler's warnings off the table."""
     from strop.cli.models import quieten
     from strop.cli.stages import only_errors, progress_bar
-    from strop.options import Options
 
     quieten()
     with only_errors(), progress_bar() as bar:
-        task = bar.add_task("models", total=len(models) * (1 if plan is None else 2), note="")
-
-        def step(name: str) -> None:
-            bar.update(task, advance=1, note=name)
-
-        result = bench_census.run(
-            models,
-            torch.device(device),
-            Options.from_environment(),
-            lambda verdict: step(verdict.name),
-            num_shapes,
-        )
-        if plan is not None:
-            found = zoo_times.run(models, plan, step)
-            bench_census.add_times(result, plan, found)
-    return result
+        task = bar.add_task("models", total=total, completed=done, note="")
+        yield lambda name: bar.update(task, advance=1, note=name)
 
 
 def write(result: dict[str, Any], out: Path | None, page: Path | None) -> None:
