@@ -171,6 +171,25 @@ def test_a_size_as_a_tensor_is_any_size(tmp_path: Any):
     assert len(module.forward.variants.all) == 1
 
 
+class EqualInTurn(nn.Module):
+    """Finds that sizes are equal in pairs, and then those of both pairs, as keys and values of the
+    layers of a decoder are."""
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        longer = [torch.cat([x, x.new_zeros(1, 4)]) for x in (a, b, c, d)]
+        return (longer[0] + longer[1]) * (longer[2] + longer[3]) + longer[0] * longer[2]
+
+
+def test_sizes_that_are_equal_in_turn_are_one(tmp_path: Any):
+    module = strop.optimize(EqualInTurn().eval(), options=strop.Options(cache_dir=str(tmp_path)))
+    for rows in (8, 5, 11):
+        given = [torch.randn(rows, 4) for _ in range(4)]
+        with torch.no_grad():
+            torch.testing.assert_close(module(*given), EqualInTurn()(*given))
+    (variant,) = module.forward.variants.all
+    assert len({spec.shape[0] for spec in variant.specs}) == 1
+
+
 def test_empty_tensors_are_a_graph_of_their_own_and_others_one(tmp_path: Any):
     for sizes in ([(3, 8), (1, 9), (0, 8), (4, 1)], [(0, 8), (1, 9), (3, 8), (0, 5)]):
         module = Runs(lambda x: F.silu(x).sum(0) + x.mean())

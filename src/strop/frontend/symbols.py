@@ -410,8 +410,11 @@ class Symbols:
         )
 
     def replace(self, replacements: Mapping[Any, Any]) -> None:
-        """Replace sizes that torch found to be equal: ``s5`` is ``s0``, or a constant."""
+        """Replace sizes that torch found to be equal: ``s5`` is ``s0``, or a constant. What stands
+        for one size may have been replaced since, in its turn."""
         for old, new in replacements.items():
+            while new.free_symbols & replacements.keys():
+                new = new.xreplace(replacements)
             self.names[old.name] = self.size(new)
         self._memo.clear()
 
