@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import strop
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
+from strop.ir.graph import Ref
 from strop.ir.program import Program
+from strop.ir.pure_calls import is_pure_call
 from strop.options import Options
 from tests.frontend.tracing import trace
 
@@ -57,3 +60,42 @@ def test_kernels_and_products_may() -> None:
     assert program.call_steps
     assert program.kernel_steps
     assert program.is_pure
+
+
+def test_torchs_functions_may() -> None:
+    program = compiled(lambda x, y: torch.cumsum(x, 0) + F.avg_pool1d(y, 1))
+    assert "aten.cumsum.default" in program.foreign_calls or program.call_steps
+    assert program.is_pure
+
+
+def called(target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {"target": target, "args": args, "kwargs": tuple(kwargs.items())}
+
+
+LSTM = (Ref(0), (Ref(1), Ref(2)), (Ref(3), Ref(4)), True, 1, 0.5)
+NORM = (Ref(0), Ref(1), Ref(2), Ref(3), Ref(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "is_pure"),
+    [
+        (called("aten.convolution.default", Ref(0), Ref(1)), True),
+        (called("aten.lstm.input", *LSTM, False, False, True), True),
+        (called("aten.lstm.input", *LSTM, True, False, True), False),
+        (called("aten.native_batch_norm.default", *NORM, False, 0.1, 1e-5), True),
+        (called("aten.native_batch_norm.default", *NORM, True, 0.1, 1e-5), False),
+        (called("aten._scaled_dot_product_flash_attention.default", *NORM[:3], 0.1), False),
+        (called("aten._scaled_dot_product_flash_attention.default", *NORM[:3], 0.0), True),
+        (called("aten.topk.default", Ref(0), 2), True),
+        (called("aten.index_copy.default", Ref(0), 0, Ref(1), Ref(2)), True),
+        (called("aten.index_copy_.default", Ref(0), 0, Ref(1), Ref(2)), False),
+        (called("aten.rand.default", (3,)), False),
+        (called("aten.bernoulli.p", Ref(0), 0.5), False),
+        (called("aten.native_dropout.default", Ref(0), 0.5, True), False),
+        (called("aten.rrelu_with_noise.default", Ref(0), Ref(1)), False),
+        (called("mine.written.default", Ref(0)), False),
+        (called("aten.no_such.default", Ref(0)), False),
+    ],
+)
+def test_schemas_and_arguments_decide(call: dict[str, Any], is_pure: bool) -> None:
+    assert is_pure_call(call) is is_pure

@@ -18,6 +18,7 @@ import torch
 from strop.ir.contractions import FACTORS, PAIRED
 from strop.ir.dims import Expr
 from strop.ir.ops import is_foreign
+from strop.ir.pure_calls import is_pure_call
 from strop.ir.source import KernelSource, is_within
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
@@ -55,10 +56,6 @@ class NumberGuard:
 
     def holds(self, numbers: Sequence[float]) -> bool:
         return _RELATIONS[self.relation](numbers[self.number], self.value)
-
-
-# Calls of torch that leave nothing behind but their results, and draw no numbers.
-PURE_CALLS = frozenset(("aten._scaled_mm.default", "aten.view.dtype"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,19 +324,19 @@ class Program:
     def is_pure(self) -> bool:
         """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers, tells other processes or is code that nobody here knows."""
-        return self._keeps_to_itself(lambda target: target in PURE_CALLS)
+        return self._keeps_to_itself(is_pure_call)
 
     @cached_property
     def is_ours(self) -> bool:
         """Tell whether a run writes into no argument, tells other processes nothing, and is no code
         of a user's. It may draw numbers."""
-        return self._keeps_to_itself(lambda target: str(target).startswith("aten."))
+        return self._keeps_to_itself(lambda attrs: str(attrs.get("target")).startswith("aten."))
 
-    def _keeps_to_itself(self, is_known: Callable[[Any], bool]) -> bool:
+    def _keeps_to_itself(self, is_known: Callable[[Mapping[str, Any]], bool]) -> bool:
         """Tell whether a run writes into no argument, tells other processes nothing, and calls of
-        torch's and of users only what ``is_known`` by its target."""
+        torch's and of users only what ``is_known`` by its target and arguments."""
         calls = [step for step in self.call_steps if step.op in ("aten", "pattern")]
-        are_known = all(is_known(dict(step.attrs).get("target")) for step in calls)
+        are_known = all(is_known(dict(step.attrs)) for step in calls)
         return are_known and not (self.written_arguments or self.has_exchanges)
 
     @cached_property
