@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import strop
 from strop.api import dispatchers_of
 from strop.bench import environment, zoo_times
+from strop.bench.accuracy import full_precision
 from strop.bench.zoo_inputs import Inputs, Shape
 from strop.bench.zoo_model import ZooModel
 from strop.errors import StropError
@@ -116,7 +117,7 @@ def judge(
     samples.sort(key=lambda sample: sample.weights)
     found = Verdict(model.name, model.family, len(samples))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():  # TF32 would hide what else differs
             found = replace(found, **_judged(model, samples, device, options))
     except Exception as error:
         found = replace(found, failure=_first_line(error))

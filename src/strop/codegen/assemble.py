@@ -23,6 +23,7 @@ from strop.ir.program import (
     CallStep,
     Copied,
     Guard,
+    HostDraw,
     InputSpec,
     KernelStep,
     Program,
@@ -110,6 +111,7 @@ class Signature:
     returned: Sequence[Any]  # Ref into graph.outputs, Expr, or a literal
     guards: tuple[Guard, ...]
     generic: bool = False
+    host_draws: tuple[HostDraw, ...] = ()
 
 
 @dataclass
@@ -202,6 +204,7 @@ def assemble(
         num_compiled,
         target.kernels_off,
         _by_rows(a),
+        host_draws=signature.host_draws,
     )
 
 

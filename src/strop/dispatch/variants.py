@@ -454,11 +454,13 @@ class VariantStore:
             len(captured.state_names),
             small={n for n, name in enumerate(captured.state_names) if is_factor(name)},
             tied=state.tied,
+            may_draw_on_host=True,
         )
         if imported.constants:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         guards = (*captured.guards, *imported.guards)
-        signature = Signature(imported.returned, tuple(dict.fromkeys(guards)))
+        once = tuple(dict.fromkeys(guards))
+        signature = Signature(imported.returned, once, host_draws=imported.host_draws)
         compiled = compile_captured(
             captured.gm, imported.graph, signature, device.type, options, self.name, library
         )

@@ -37,6 +37,7 @@ from strop.frontend.four_bits import of_bitsandbytes
 from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
 from strop.frontend.grid_samples import GRIDS
+from strop.frontend.host_draws import unused_draw
 from strop.frontend.indexing import INDEXING
 from strop.frontend.library_operators import int_product
 from strop.frontend.lookups import LOOKUPS
@@ -66,7 +67,7 @@ from strop.ir.ops import (
     is_foreign,
     rows_for,
 )
-from strop.ir.program import Guard
+from strop.ir.program import Guard, HostDraw
 
 log = logging.getLogger("strop")
 
@@ -110,6 +111,7 @@ class Importer:
     copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
     given: dict[FxNode, int] = field(default_factory=dict)  # results, by place among the outputs
     orders: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)  # import_graph's
+    host_draws: list[HostDraw] = field(default_factory=list)
     last_exchange: Node | None = None  # with other processes, whose order is part of the graph
 
     def node(self, fx: Any) -> Node:
@@ -176,12 +178,14 @@ class Importer:
 class Imported:
     """Hold what an import gives. ``returned``: what the graph gives back, each item an index into
     ``graph.outputs`` wrapped in Ref, an Expr, or a plain value. ``constants``: tensors made while
-    tracing, the last inputs. ``guards``: what the import has asked of sizes, beyond the trace."""
+    tracing, the last inputs. ``guards``: what the import has asked of sizes, beyond the trace.
+    ``host_draws`` are those of a graph for a GPU that nobody reads."""
 
     graph: Graph
     returned: list[Any]
     constants: list[torch.Tensor]
     guards: tuple[Guard, ...] = ()
+    host_draws: tuple[HostDraw, ...] = ()
 
 
 def import_graph(
@@ -194,6 +198,7 @@ def import_graph(
     orders: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
     small: Set[int] = frozenset(),
     tied: Set[int] = frozenset(),
+    may_draw_on_host: bool = False,
 ) -> Imported:
     """Turn ``gm`` into graph IR.
 
@@ -201,7 +206,8 @@ def import_graph(
     lay out anew, but for those of the places in ``tied``, which share theirs with others; those in
     ``small`` are factors of low rank. The last ``num_saved``
     results that are tensors are for a backward graph; ``orders`` says how those that a forward
-    graph has left lie in memory, by placeholder.
+    graph has left lie in memory, by placeholder. ``may_draw_on_host``: who runs the program makes
+    its ``host_draws``; else they are refused.
     """
     importer = Importer(symbols, hints=hints, orders=orders)
     inputs: list[Node] = []
@@ -226,7 +232,9 @@ def import_graph(
                 inputs.append(_input(importer, fx, place, True))
                 importer.constants.append(fx.meta["val"])
         elif fx.op == "call_function":
-            importer.values[fx] = _call(importer, fx)
+            draw = unused_draw(fx, importer.devices) if may_draw_on_host else None
+            importer.host_draws += [draw] if draw else []
+            importer.values[fx] = None if draw else _call(importer, fx)
         elif fx.op == "output":
             returned = fx.args[0]
     for fx in nodes:
@@ -241,7 +249,7 @@ def import_graph(
     result = [give(importer, item, outputs, is_saved=item in saved) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
     guards = (*symbols.guards(guard.expr for guard in asked[num_asked:]), *importer.needed)
-    return Imported(graph, result, importer.constants, guards)
+    return Imported(graph, result, importer.constants, guards, tuple(importer.host_draws))
 
 
 def _attribute(importer: Importer, fx: FxNode, given: Any) -> bool:

@@ -240,6 +240,16 @@ class Returned:
     again: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class HostDraw:
+    """Describe a call that draws numbers on the CPU which nobody reads: an overload by name, and
+    its arguments, which hold no size of the call."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """Hold everything needed to run, for every shape that satisfies ``guards``."""
@@ -257,6 +267,7 @@ class Program:
     kernels_off: tuple[str, ...] = ()  # rows of the kernel library that may not run
     by_rows: tuple[int, ...] = ()  # buffers (b, ...), row-major, as ``codegen.by_rows`` has them
     exact: tuple[tuple[str, str], ...] = ()  # modules that have no 8 bits though asked, and why
+    host_draws: tuple[HostDraw, ...] = ()  # of a program for a GPU, which the caller makes
 
     def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
         """Return what runs at these sizes, by step; None where another step does its work, or
@@ -324,13 +335,14 @@ class Program:
     def is_pure(self) -> bool:
         """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers, tells other processes or is code that nobody here knows."""
-        return self._keeps_to_itself(is_pure_call)
+        return self._keeps_to_itself(is_pure_call) and not self.host_draws
 
     @cached_property
     def is_ours(self) -> bool:
         """Tell whether a run writes into no argument, tells other processes nothing, and is no code
         of a user's. It may draw numbers."""
-        return self._keeps_to_itself(lambda attrs: str(attrs.get("target")).startswith("aten."))
+        calls_torch = self._keeps_to_itself(lambda a: str(a.get("target")).startswith("aten."))
+        return calls_torch and not self.host_draws
 
     def _keeps_to_itself(self, is_known: Callable[[Mapping[str, Any]], bool]) -> bool:
         """Tell whether a run writes into no argument, tells other processes nothing, and calls of

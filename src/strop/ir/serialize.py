@@ -28,6 +28,7 @@ _CLASSES: dict[str, Any] = {
         program.CallStep,
         program.Returned,
         program.Guard,
+        program.HostDraw,
         source.KernelSource,
         source.Scratch,
         source.Split,
