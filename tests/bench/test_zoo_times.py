@@ -107,6 +107,8 @@ def test_a_gpu_has_peers_in_graphs(plan: TimesPlan) -> None:
     on_gpu = replace(plan, device="cuda", peers=zoo_times.PEERS["cuda"])
     times = rows_of(zoo_runs.run(DLRM, on_gpu, {}))["dlrm"]["times"]
     assert all(min(times[peer]["p50"]) > 0 for peer in zoo_times.PEERS["cuda"])
+    assert len(times["graph_ms"]) == 2
+    assert min(times["graph_ms"]) > 0
 
 
 def test_peers_of_another_device_are_refused() -> None:
@@ -141,6 +143,11 @@ def test_the_columns_and_who_is_slower() -> None:
         "Beside inductor-graph, 1 row: median 2.00 times as fast, least 2.00. Slower: none.",
         "Could not be timed: two (ValueError: its size).",
     ]
+    result["models"][0]["times"]["graph_ms"] = [0.5, 0.8]
+    assert zoo_times.verdict(result)[2] == (
+        "In a graph, beside inductor-graph, 1 row: median 2.50 times as fast, least 2.50. Slower:"
+        " none."
+    )
     bare = {"models": [{"name": "one"}]}
     assert zoo_times.header(bare) == zoo_times.cells(bare, bare["models"][0]) == ()
 

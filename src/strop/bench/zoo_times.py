@@ -2,8 +2,8 @@
 
 On a CPU each runs on one thread, by the time of the processor, beside eager. On a GPU it runs
 beside eager, and beside eager and Inductor in CUDA graphs made by hand; Inductor compiles each
-batch for itself, which is its fastest mode. Widths are tiny, so a call is mostly what it costs to
-begin kernels.
+batch for itself, which is its fastest mode. Strop is timed as it is called, and in such a graph.
+Widths are tiny, so a call is mostly what it costs to begin kernels.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("eager",),
     "cuda": ("eager", "eager-graph", "inductor-graph"),
 }
+IN_GRAPH = "strop-graph"  # Strop's call in a CUDA graph made by hand
 MOST_GRAPHS = 1000  # of torch's in one process: each batch of each model is one
 Call = Callable[[], Any]
 Found = dict[str, Any]
@@ -90,9 +91,11 @@ def _calls(
     given = given_to(model, batch, torch.device(plan.device))
     calls, failed = {"strop": _called(ours, given)}, dict[str, Any]()
     _warm(calls["strop"])
-    for peer in plan.peers:
+    # in a graph as peers are: without what a call costs the host
+    own = {IN_GRAPH: ours} if plan.device == "cuda" else {}
+    for peer, module in {**own, **dict.fromkeys(plan.peers, eager)}.items():
         try:
-            calls[peer] = _peer(peer, eager, given)
+            calls[peer] = _peer(peer, module, given)
             _warm(calls[peer])
         except Exception as error:
             calls.pop(peer, None)
@@ -121,7 +124,9 @@ def _peer(name: str, module: nn.Module, given: Inputs) -> Call:
 def _timed(calls: Mapping[str, Call], failed: Found, device: torch.device, samples: int) -> Found:
     times = _gpu_ms(calls, device, samples) if device.type == "cuda" else _cpu_ms(calls, samples)
     found: Found = {"strop_ms": round(statistics.median(times["strop"]), 4)}
-    for name in [*calls][1:]:
+    if IN_GRAPH in times:
+        found["graph_ms"] = round(statistics.median(times[IN_GRAPH]), 4)
+    for name in (name for name in calls if name not in ("strop", IN_GRAPH)):
         of = timer.timing_of([a / b for a, b in zip(times[name], times["strop"], strict=True)])
         found[name] = {key: round(getattr(of, f"{key}_ms"), 2) for key in ("p20", "p50", "p80")}
     return {**found, **failed}
@@ -148,6 +153,8 @@ def _calls_a_sample(call_ms: float) -> int:
 
 def _packed(rows: Sequence[Found], plan: TimesPlan) -> Found:
     found: Found = {"strop_ms": [row["strop_ms"] for row in rows]}
+    if all("graph_ms" in row for row in rows):
+        found["graph_ms"] = [row["graph_ms"] for row in rows]
     for peer in plan.peers:
         failed = [row[peer]["failed"] for row in rows if "failed" in row[peer]]
         each = {key: [row[peer].get(key) for row in rows] for key in ("p20", "p50", "p80")}
@@ -186,37 +193,64 @@ def cells(result: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, ...
 
 def _medians(model: Mapping[str, Any], peer: str) -> Sequence[float | None]:
     """Return a number for each batch, or nothing where the model was not timed."""
-    found: Sequence[float | None] = model.get("times", {}).get(peer, {}).get("p50", ())
+    found: Sequence[float | None] = _times(model).get(peer, {}).get("p50", ())
     return found
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each peer, which names where it is faster."""
-    batches, found = result["times"]["batches"], []
+    """Return a sentence for each peer, which names where it is faster, and one for each that is in
+    a graph beside Strop in one."""
+    found = []
     for peer in result["times"]["peers"]:
-        rows = [
-            (f"{model['name']} at {batch} ({median:.2f})", median)
-            for model in result["models"]
-            for batch, median in zip(batches, _medians(model, peer), strict=False)
-            if median is not None
-        ]
-        if not rows:
-            found.append(f"Nothing was timed beside {peer}.")
-            continue
-        medians = [median for _, median in rows]
-        less = ", ".join(name for name, median in rows if median < 1.0) or "none"
-        found.append(
-            f"Beside {peer}, {counted(len(rows), 'row')}: median {statistics.median(medians):.2f}"
-            f" times as fast, least {min(medians):.2f}. Slower: {less}."
-        )
+        found.append(_faster(result, peer, f"Beside {peer}", _medians))
+        if peer.endswith("-graph") and any("graph_ms" in _times(m) for m in result["models"]):
+            found.append(_faster(result, peer, f"In a graph, beside {peer}", _in_graphs))
     failed = [f"{m['name']} ({m['times']['failed']})" for m in result["models"] if _failed(m)]
     found += [f"Could not be timed: {', '.join(failed)}."] if failed else []
     over = ", ".join(result.get("not_begun", ()))
     return [*found, f"Not begun, as the budget was over: {over}."] if over else found
 
 
+def _faster(
+    result: Mapping[str, Any],
+    peer: str,
+    where: str,
+    ratios: Callable[[Mapping[str, Any], str], Sequence[float | None]],
+) -> str:
+    rows = [
+        (f"{model['name']} at {batch} ({ratio:.2f})", ratio)
+        for model in result["models"]
+        for batch, ratio in zip(result["times"]["batches"], ratios(model, peer), strict=False)
+        if ratio is not None
+    ]
+    if not rows:
+        return f"Nothing was timed beside {peer}."
+    numbers = [ratio for _, ratio in rows]
+    less = ", ".join(name for name, ratio in rows if ratio < 1.0) or "none"
+    return (
+        f"{where}, {counted(len(rows), 'row')}: median {statistics.median(numbers):.2f}"
+        f" times as fast, least {min(numbers):.2f}. Slower: {less}."
+    )
+
+
+def _in_graphs(model: Mapping[str, Any], peer: str) -> Sequence[float | None]:
+    """Return how many times as long the peer takes as Strop in a graph, for each batch."""
+    times = _times(model)
+    own = zip(times.get("strop_ms", ()), times.get("graph_ms", ()), strict=False)
+    shares = [called / graph for called, graph in own]
+    return [
+        None if median is None else median * share
+        for median, share in zip(_medians(model, peer), shares, strict=False)
+    ]
+
+
+def _times(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = model.get("times", {})
+    return found
+
+
 def _failed(model: Mapping[str, Any]) -> bool:
-    return "failed" in model.get("times", {})
+    return "failed" in _times(model)
 
 
 def about(result: Mapping[str, Any]) -> list[str]:
