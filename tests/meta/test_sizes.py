@@ -26,6 +26,7 @@ KEEPS = {
     "bench/census.py": "whatever a model raises is its verdict, shown with its first line",
     "bench/turns.py": "sends the failure to the process that asked, which raises",
     "bench/infer_contenders.py": "whatever a peer raises is its result, shown beside the others",
+    "bench/zoo_runs.py": "whatever a model raises is in its row, shown with its first line",
     "bench/zoo_times.py": "whatever a peer raises is its result, shown beside the others",
     "bench/cpu.py": "whatever a peer raises is its result, shown beside the others",
 }

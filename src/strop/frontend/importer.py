@@ -225,12 +225,7 @@ def import_graph(
             marks = {name: True for name, of in (("small", small), ("tied", tied)) if place in of}
             inputs.append(_input(importer, fx, place, place < num_state, marks))
         elif fx.op == "get_attr":
-            kept = getattr(gm, fx.target)
-            kept = torch.view_as_real(kept) if fx.meta.get("pairs") else kept
-            if _attribute(importer, fx, kept):
-                place = num_placeholders + len(importer.constants)
-                inputs.append(_input(importer, fx, place, True))
-                importer.constants.append(fx.meta["val"])
+            inputs += _kept(importer, fx, getattr(gm, fx.target), num_placeholders)
         elif fx.op == "call_function":
             draw = unused_draw(fx, importer.devices) if may_draw_on_host else None
             importer.host_draws += [draw] if draw else []
@@ -250,6 +245,16 @@ def import_graph(
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
     guards = (*symbols.guards(guard.expr for guard in asked[num_asked:]), *importer.needed)
     return Imported(graph, result, importer.constants, guards, tuple(importer.host_draws))
+
+
+def _kept(importer: Importer, fx: FxNode, kept: Any, num_placeholders: int) -> list[Node]:
+    """Import what a trace has kept, and return its input if it is one, behind all arguments."""
+    kept = torch.view_as_real(kept) if fx.meta.get("pairs") else kept
+    if not _attribute(importer, fx, kept):
+        return []
+    found = _input(importer, fx, num_placeholders + len(importer.constants), True)
+    importer.constants.append(fx.meta["val"])
+    return [found]
 
 
 def _attribute(importer: Importer, fx: FxNode, given: Any) -> bool:
