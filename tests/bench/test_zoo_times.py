@@ -47,10 +47,13 @@ def test_a_model_is_judged_and_timed_at_each_batch(plan: TimesPlan) -> None:
 
 
 def test_what_is_done_stays(plan: TimesPlan) -> None:
-    row = {"name": "dlrm", "is_good": True, "times": {"strop_ms": [1.0, 2.0]}}
-    heard = list[str]()
-    result = zoo_runs.run(DLRM, plan, {"dlrm": row}, lambda name, _: heard.append(name))
-    assert (result["models"], heard) == ([row], [])
+    """Of models that are not asked for this time as well."""
+    rows = [
+        {"name": n, "is_good": True, "times": {"strop_ms": [1.0, 2.0]}} for n in ("vgg", "dlrm")
+    ]
+    heard, done = list[str](), {row["name"]: row for row in rows}
+    result = zoo_runs.run(DLRM, plan, done, lambda name, _: heard.append(name))
+    assert (result["models"], heard) == (rows, [])
 
 
 def test_a_model_that_cannot_run_says_why_and_the_others_go_on(
@@ -169,6 +172,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = CliRunner().invoke(app, [*asked, "--batches", "1,4", "-o", str(file)])
     assert other.exit_code == 2
     assert "of another run (batches)" in " ".join(other.output.replace("│", "").split())
+    file.write_text("{")
+    damaged = CliRunner().invoke(app, [*asked, "--batches", "1,2", "-o", str(file)])
+    assert damaged.exit_code == 2
+    assert "is no result of --times" in " ".join(damaged.output.replace("│", "").split())
+    assert file.read_text() == "{"
     wrong = CliRunner().invoke(app, [*asked, "--batches", "0"])
     assert wrong.exit_code == 2
     assert census.rows_of({"models": []})[0][-2:] == ("strict", "why not")

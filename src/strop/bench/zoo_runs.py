@@ -28,24 +28,20 @@ def run(
     each: Callable[[str, Result], None] = lambda name, result: None,
 ) -> Result:
     """Return the contents of a file with a row for each model. ``done`` are rows of an earlier
-    run, which stay; ``each`` hears of a model that is ready, with the contents so far. What the
-    budget has no time for is named in them."""
+    run, of other models too, which stay; ``each`` hears of a model that is ready, with the contents
+    so far. What the budget has no time for is named in them."""
     began, rows = time.perf_counter(), dict(done)
-    names = [model.name for model in models]
-    waiting = [name for name in names if name not in rows]
+    waiting = [model.name for model in models if model.name not in rows]
     while waiting and time.perf_counter() - began <= plan.budget_s:
         wave, waiting = waiting[: plan.jobs], waiting[plan.jobs :]
         for number, row in enumerate(_wave(wave, plan)):
             rows[row["name"]] = row
-            each(row["name"], _result(names, rows, plan, [*wave[number + 1 :], *waiting]))
-    return _result(names, rows, plan, waiting)
+            each(row["name"], _result(rows, plan, [*wave[number + 1 :], *waiting]))
+    return _result(rows, plan, waiting)
 
 
-def _result(
-    names: Sequence[str], rows: Mapping[str, Row], plan: TimesPlan, waiting: Sequence[str]
-) -> Result:
-    found = [rows[name] for name in names if name in rows]
-    result = census.result_of(found, torch.device(plan.device), plan.num_shapes)
+def _result(rows: Mapping[str, Row], plan: TimesPlan, waiting: Sequence[str]) -> Result:
+    result = census.result_of([*rows.values()], torch.device(plan.device), plan.num_shapes)
     told = {key: getattr(plan, key) for key in ("batches", "peers", "samples", "jobs")}
     return {**result, "times": told, **({"not_begun": list(waiting)} if waiting else {})}
 

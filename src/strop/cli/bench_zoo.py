@@ -88,18 +88,25 @@ def _rows(out: Path, plan: TimesPlan) -> dict[str, Any]:
 
     from strop.bench import environment
 
-    told = json.loads(out.read_text())
+    try:
+        told = json.loads(out.read_text())
+        if not isinstance(told, dict) or "times" not in told:
+            raise ValueError("it has no times")
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{out} is no result of --times ({error}): give --again, or another file",
+            param_hint="'--out'",
+        ) from error
     wanted: dict[str, Any] = {
         "batches": [*plan.batches],
         "peers": [*plan.peers],
         "num_shapes": plan.num_shapes,
     }
-    had = {**told.get("times", {}), "num_shapes": told.get("num_shapes")}
+    had = {**told["times"], "num_shapes": told.get("num_shapes")}
+    before, compared = told.get("environment", {}), ("torch", "gpu", "cpu", "commit")
     here = environment.describe(torch.device(plan.device))
     differs = [key for key in wanted if had.get(key) != wanted[key]]
-    differs += [
-        k for k in ("torch", "gpu", "cpu", "commit") if told["environment"].get(k) != here.get(k)
-    ]
+    differs += [key for key in compared if before.get(key) != here.get(key)]
     if differs:
         raise typer.BadParameter(
             f"{out} is of another run ({', '.join(differs)}): give --again, or another file",

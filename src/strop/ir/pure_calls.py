@@ -1,7 +1,9 @@
 """Tell which operators of torch leave nothing behind but their results, and draw no numbers.
 
-Torch's own functional operators do so, by their schemas and tags. Schemas do not say everything: a
-batch norm that trains writes its statistics, and an LSTM that trains draws what it drops.
+A run of such calls may be taken back: its results are forgotten. So an operator must not end the
+process either, as torch's do on a GPU where an index is out of range, or an assertion fails. The
+families here read no index. Schemas and tags say whether one of them writes or draws, but not
+everything: a batch norm that trains writes its statistics, an LSTM that trains draws what it drops.
 """
 
 from __future__ import annotations
@@ -12,18 +14,22 @@ from typing import Any
 
 import torch
 
-_KNOWN = frozenset(("aten._scaled_mm.default",))
+# how names begin, behind underscores
+_FAMILIES = (
+    *("convolution", "conv_", "cudnn_convolution", "lstm", "gru", "rnn_", "thnn_fused"),
+    *("avg_pool", "max_pool", "adaptive_", "fractional_max_pool", "grid_sampler", "upsample_"),
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "topk", "kthvalue"),
+    *("native_batch_norm", "native_group_norm", "native_layer_norm", "cudnn_batch_norm"),
+    *("mm", "addmm", "bmm", "baddbmm", "int_mm", "scaled_mm", "weight_int", "cdist", "fft_"),
+    *("scaled_dot_product", "im2col", "col2im", "reflection_pad", "replication_pad", "view"),
+)
 # arguments by which an operator draws numbers, or writes statistics
 _TRAINING = ("train", "training", "use_input_stats", "dropout_p")
-# By schemas these write nothing. Quantisers in training move their observers' ranges.
-_WRITING = ("fused_moving_avg", "fake_quant", "rrelu_with_noise", "dropout")
 
 
 def is_pure_call(attrs: Mapping[str, Any]) -> bool:
     """Say so of a call by its target and its arguments."""
     target = attrs.get("target")
-    if target in _KNOWN:
-        return True
     if not isinstance(target, str) or not _is_functional(target):
         return False
     names = _names(target)
@@ -34,7 +40,7 @@ def is_pure_call(attrs: Mapping[str, Any]) -> bool:
 @lru_cache(maxsize=1024)
 def _is_functional(target: str) -> bool:
     found = _overload(target)
-    if found is None or any(word in target for word in _WRITING):
+    if found is None or not target.split(".")[1].lstrip("_").startswith(_FAMILIES):
         return False
     may_draw = torch.Tag.nondeterministic_seeded in found.tags
     decides = any(argument.name in _TRAINING for argument in found._schema.arguments)
