@@ -1,7 +1,8 @@
 """Index a tensor by calls of operators, as PyTorch's own ``x[index]`` does it.
 
-PyTorch's own asks which device is the current one. Without a GPU that is an error, and a module
-that is compiled ahead for one could not be traced.
+PyTorch's own asks which device is the current one, as ``copy_`` and ``contiguous`` do as methods of
+a tensor. Without a GPU that is an error, and a module that is compiled ahead for one could not be
+traced.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def write_indexed(x: Tensor, index: Any, value: Any) -> None:
     """Do ``x[index] = value``."""
     view, found = _looked_at(x, index)
     if all(place is None for place in found):
-        view.copy_(value) if isinstance(value, Tensor) else view.fill_(value)
+        if isinstance(value, Tensor):
+            torch.ops.aten.copy_.default(view, value)
+        else:
+            view.fill_(value)
         return
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=x.dtype, device=x.device)

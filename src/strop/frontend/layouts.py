@@ -110,6 +110,8 @@ def call_contiguous(
     x: Tensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
     if _is_plain(x) or lies_as(x, memory_format):
+        if needs_operators(x):
+            return torch.ops.aten.contiguous.default(x, memory_format=memory_format)  # type: ignore[no-any-return]
         return x.contiguous(memory_format=memory_format)
     return x.clone(memory_format=memory_format)
 
