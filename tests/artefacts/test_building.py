@@ -24,6 +24,7 @@ from strop.artefacts.saving import gather, save_artefact, write_gathered
 from strop.cli import app
 from strop.codegen.triton import emit
 from strop.errors import CacheError, CodegenError, OptionError, UnsupportedError
+from strop.frontend import indexed as made_there
 from strop.frontend.indexed import indexed, write_indexed
 from strop.options import Options
 from strop.runtime.build import compilers
@@ -77,6 +78,23 @@ def test_a_planned_module_gives_results_of_the_right_sizes_and_runs_nothing(
     assert (result.shape, result.dtype) == ((2, 4, 8, 16), torch.float32)
     assert not result.any()
     assert not any(entry.bounds for entry in unet.forward.shapes.entries)
+
+
+@pytest.mark.parametrize("data", [3, 2.5, [], [True, False], [[1, 2, 3], [4, 5, 6]], [[0.5], [2]]])
+def test_numbers_of_python_are_constants_of_a_plan(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has a GPU on which to make a tensor of them."""
+    monkeypatch.setattr(made_there, "_has_gpu", lambda: False)
+    for name in ("full", "empty"):
+        usual = getattr(torch, name)
+        on_cpu = lambda *args, device, usual=usual, **how: usual(*args, **how)  # noqa: E731
+        monkeypatch.setattr(torch, name, on_cpu)
+    for how in ({}, {"dtype": torch.float16}):
+        made = made_there.made_on(torch.tensor, data, device="cuda", **how)
+        wanted = torch.tensor(data, **how)
+        assert (made.dtype, made.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(made, wanted)
 
 
 def test_sizes_off_the_grid_are_planned_as_well(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ class HostedWeights:
         *,
         streams: bool,
     ) -> None:
-        """``wake`` is to release the weights when somebody calls a part. ``streams``: weights may
-        be moved."""
-        self._name, self._state, self._options = name, state, options
+        """``wake`` is to release the weights when somebody calls a part. ``streams``: weights, and
+        arguments, may be moved; else the place of a call need not be there."""
+        self._name, self._state, self._options, self._moves = name, state, options, streams
         # This keeps no dispatcher alive: a module that is restored must be free at once.
         self._wake = WeakMethod(wake)
         self.taken: PartsOffload | None = None  # whose hooks do nothing now
@@ -100,7 +100,7 @@ class HostedWeights:
         """Return a call with its arguments where hooks of parts would take them. Under a budget of
         the user's those without dims are brought alone, which torch would do."""
         place, given = self._state.place, call.given
-        if place is None or all(tensor.device == place for tensor in given):
+        if place is None or not self._moves or all(tensor.device == place for tensor in given):
             return call
         moved = [t.to(place) if self.taken or not t.dim() else t for t in given]
         return replace(call, tensors=[*moved, *call.tensors[len(given) :]], is_brought=True)

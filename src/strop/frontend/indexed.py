@@ -7,12 +7,13 @@ traced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from strop.errors import UnsupportedError
 
@@ -27,6 +28,22 @@ def needs_operators(x: Tensor) -> bool:
 @cache
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def made_on(usual: Callable[..., Tensor], data: Any, *, device: Any, **how: Any) -> Tensor:
+    """Make a tensor of Python's numbers as ``usual`` does; of constants, one by one, on a device
+    that this process does not have."""
+    if device is None or torch.device(device).type != "cuda" or _has_gpu():
+        return usual(data, device=device, **how)
+    if isinstance(data, Tensor):
+        return usual(data, **how) if data.device.type == "cuda" else usual(data, device=device)
+    with _disable_current_modes():
+        real = torch.tensor(data, **how)
+    numbers, kind = real.flatten().tolist(), {"dtype": real.dtype, "device": device}
+    if not numbers:
+        return torch.empty(real.shape, **kind)
+    each = [torch.full((1,), number, **kind) for number in numbers]
+    return torch.cat(each).reshape(real.shape)
 
 
 def indexed(x: Tensor, index: Any) -> Tensor:
@@ -70,7 +87,7 @@ def _looked_at(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
         elif isinstance(place, Tensor):
             found.append(place)
         elif isinstance(place, list | tuple):
-            found.append(torch.tensor(place, device=x.device))
+            found.append(made_on(torch.tensor, place, device=x.device))
         else:
             x = x.select(dim, place)
     return x, found

@@ -22,6 +22,7 @@ from strop.frontend.autocast import as_autocast
 from strop.frontend.differentiated import LEVELS, asks_for_gradients, define
 from strop.frontend.draws import DRAWS
 from strop.frontend.formats import pictures, pictures_on_cpu, traced
+from strop.frontend.indexed import made_on
 from strop.frontend.layouts import LAYOUTS, as_pictures, call_contiguous, call_reshape
 from strop.frontend.opened import twins
 from strop.frontend.resizing import call_grid_sampler, call_interpolate
@@ -518,7 +519,7 @@ def _from_size(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if isinstance(data, torch.SymInt) and not how:
             size: Any = data
             return torch.full((), size, dtype=dtype or torch.int64, device=device)
-        return usual(data, dtype=dtype, device=device, **how)
+        return made_on(usual, data, dtype=dtype, device=device, **how)
 
     return call
 
