@@ -138,7 +138,7 @@ def test_the_tables_of_a_result() -> None:
     )
     assert good.is_good
     assert bad.complaint == "opaque: aten.sort.default"
-    (missing,) = census._missing([good, bad])
+    (missing,) = census._missing([census.kept(good), census.kept(bad)])
     assert missing == {
         "overload": "aten.sort.default",
         "calls": 2,
