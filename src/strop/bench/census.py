@@ -296,14 +296,16 @@ def run(
         verdict = judge(model, device, options, num_shapes)
         rows.append(verdict)
         each(verdict)
-    return result_of([kept(verdict) for verdict in rows], device, num_shapes)
+    found = environment.describe(device)
+    return result_of([kept(verdict) for verdict in rows], found, num_shapes)
 
 
-def result_of(rows: Sequence[Row], device: torch.device, num_shapes: int) -> dict[str, Any]:
-    """Return the contents of a file: what is ``kept`` of the verdicts, and their sums."""
+def result_of(rows: Sequence[Row], where: Mapping[str, Any], num_shapes: int) -> dict[str, Any]:
+    """Return the contents of a file: what is ``kept`` of the verdicts, and their sums. ``where``:
+    the environment in which they were judged."""
     return {
         "kind": "models",
-        "environment": environment.describe(device),
+        "environment": where,
         "num_shapes": num_shapes,
         "num_models": len(rows),
         "num_good": sum(row["is_good"] for row in rows),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strop.bench import census, turns, zoo_times
+from strop.bench import census, environment, turns, zoo_times
 from strop.bench.census import Row
 from strop.bench.zoo_model import ZooModel
 from strop.bench.zoo_times import TimesPlan
@@ -31,17 +31,20 @@ def run(
     run, of other models too, which stay; ``each`` hears of a model that is ready, with the contents
     so far. What the budget has no time for is named in them."""
     began, rows = time.perf_counter(), dict(done)
+    where = environment.describe(torch.device(plan.device))  # once: it runs programs
     waiting = [model.name for model in models if model.name not in rows]
     while waiting and time.perf_counter() - began <= plan.budget_s:
         wave, waiting = waiting[: plan.jobs], waiting[plan.jobs :]
         for number, row in enumerate(_wave(wave, plan)):
             rows[row["name"]] = row
-            each(row["name"], _result(rows, plan, [*wave[number + 1 :], *waiting]))
-    return _result(rows, plan, waiting)
+            each(row["name"], _result(rows, where, plan, [*wave[number + 1 :], *waiting]))
+    return _result(rows, where, plan, waiting)
 
 
-def _result(rows: Mapping[str, Row], plan: TimesPlan, waiting: Sequence[str]) -> Result:
-    result = census.result_of([*rows.values()], torch.device(plan.device), plan.num_shapes)
+def _result(
+    rows: Mapping[str, Row], where: Mapping[str, Any], plan: TimesPlan, waiting: Sequence[str]
+) -> Result:
+    result = census.result_of([*rows.values()], where, plan.num_shapes)
     told = {key: getattr(plan, key) for key in ("batches", "peers", "samples", "jobs")}
     return {**result, "times": told, **({"not_begun": list(waiting)} if waiting else {})}
 
@@ -67,6 +70,6 @@ def work(name: str, plan: TimesPlan) -> Iterator[Any]:
     try:
         next(steps)
     except Exception as error:  # of a model that the judge has found fault with, too
-        times = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        times = zoo_times.failed_by(error)
     yield None
     yield {**census.kept(verdict), "times": times or next(steps)}

@@ -99,8 +99,13 @@ def _calls(
             _warm(calls[peer])
         except Exception as error:
             calls.pop(peer, None)
-            failed[peer] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            failed[peer] = failed_by(error)
     return calls, failed
+
+
+def failed_by(error: Exception) -> Found:
+    """Return what a row has in the place of times."""
+    return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
 
 def _called(forward: Callable[..., Any], given: Inputs) -> Call:
