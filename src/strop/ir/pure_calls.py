@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from strop.ir.overloads import overload_of
+
 # how names begin, behind underscores
 _FAMILIES = (
     *("convolution", "conv_", "cudnn_convolution", "lstm", "gru", "rnn_", "thnn_fused"),
@@ -39,8 +41,11 @@ def is_pure_call(attrs: Mapping[str, Any]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_functional(target: str) -> bool:
-    found = _overload(target)
-    if found is None or not target.split(".")[1].lstrip("_").startswith(_FAMILIES):
+    space, _, name = target.partition(".")
+    if space != "aten" or not name.lstrip("_").startswith(_FAMILIES):
+        return False
+    found = overload_of(target)
+    if found is None:
         return False
     may_draw = torch.Tag.nondeterministic_seeded in found.tags
     decides = any(argument.name in _TRAINING for argument in found._schema.arguments)
@@ -49,12 +54,4 @@ def _is_functional(target: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _names(target: str) -> tuple[str, ...]:
-    return tuple(argument.name for argument in _overload(target)._schema.arguments)
-
-
-def _overload(target: str) -> Any:
-    """Return one of torch's own operators, or None for any other."""
-    space, _, rest = target.partition(".")
-    name, _, which = rest.partition(".")
-    packet = getattr(torch.ops.aten, name, None) if space == "aten" else None
-    return getattr(packet, which, None)
+    return tuple(argument.name for argument in overload_of(target)._schema.arguments)

@@ -36,6 +36,7 @@ from strop.ir.exchange import exchanged
 from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.mixed_product import mixed_product
 from strop.ir.normed_linear import normed_linear
+from strop.ir.overloads import overload_of
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 from strop.runtime.run import attention_calls, scaled_calls
@@ -356,13 +357,10 @@ def _giving(arg: Any) -> Callable[[Sequence[Tensor]], Any]:
 def overload(target: str) -> Callable[..., Any]:
     """Return the OpOverload of a name such as "aten.embedding.default". Raises UnsupportedError
     where this torch has none."""
-    found: Any = torch.ops
-    for part in target.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise UnsupportedError(f"this torch ({torch.__version__}) has no operator {target}")
-    result: Callable[..., Any] = found
-    return result
+    found: Callable[..., Any] | None = overload_of(target)
+    if found is None:
+        raise UnsupportedError(f"this torch ({torch.__version__}) has no operator {target}")
+    return found
 
 
 def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
