@@ -46,7 +46,7 @@ class Attending:
             and k.shape == v.shape
             and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
             and q.shape[1] % k.shape[1] == 0
-            and all(map(_lies_in_vectors, (q, k, v)))
+            and all(map(lies_in_vectors, (q, k, v)))
         )
 
     @property
@@ -59,9 +59,11 @@ class Attending:
         return mask is None or (mask.dtype in (torch.bool, self.q.dtype) and mask.dim() <= 4)
 
 
-def _lies_in_vectors(x: Tensor) -> bool:
+def lies_in_vectors(x: Tensor) -> bool:
+    """Tell whether rows are dense, and begin at multiples of 16 bytes."""
     *some, last = x.stride()
-    return last == 1 and x.data_ptr() % 16 == 0 and all(stride % UNIT == 0 for stride in some)
+    starts = (x.data_ptr(), *(stride * x.element_size() for stride in some))
+    return last == 1 and all(start % 16 == 0 for start in starts)
 
 
 def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,7 +82,7 @@ def _spread(of: Attending) -> Tensor | None:
     sizes = (*of.q.shape[:3], of.k.shape[2])
     if numbers.shape[-1] != sizes[-1]:
         numbers = numbers.expand(*numbers.shape[:-1], sizes[-1])
-    if not _lies_in_vectors(numbers):
+    if not lies_in_vectors(numbers):
         more = -sizes[-1] % UNIT
         numbers = pad(numbers, (0, more))[..., : sizes[-1]] if more else numbers.contiguous()
     return numbers.expand(sizes)

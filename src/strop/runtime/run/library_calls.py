@@ -250,10 +250,7 @@ def _aligned(x: Tensor) -> Tensor:
     """Return rows that begin at multiples of 16 bytes, as torch's kernels of attention read them:
     they raise for others, or choose another way where the last dim is odd. A slice of a wider
     product may begin anywhere."""
-    steps = [step for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-    if x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps):
-        return x.contiguous()
-    return x
+    return x if attention_calls.lies_in_vectors(x) else x.contiguous()
 
 
 def _exchange(attrs: Mapping[str, Any]) -> Call:
