@@ -28,6 +28,14 @@ def test_others_are_copied(first: int) -> None:
     assert torch.equal(copied, x)
 
 
+def test_one_that_is_dense_but_begins_anywhere_is_copied_too() -> None:
+    """As an argument may that is a piece of a caller's buffer."""
+    x = torch.randn(81)[1:].view(2, 5, 8)
+    copied = _aligned(x)
+    assert copied.data_ptr() % 16 == 0
+    assert torch.equal(copied, x)
+
+
 class Sliced(nn.Module):
     """Attends to slices of one product whose rows have an odd number of elements."""
 

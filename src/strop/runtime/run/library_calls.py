@@ -250,7 +250,10 @@ def _aligned(x: Tensor) -> Tensor:
     """Return rows that begin at multiples of 16 bytes, as torch's kernels of attention read them:
     they raise for others, or choose another way where the last dim is odd. A slice of a wider
     product may begin anywhere."""
-    return x if attention_calls.lies_in_vectors(x) else x.contiguous()
+    if attention_calls.lies_in_vectors(x):
+        return x
+    whole = torch.contiguous_format
+    return x.clone(memory_format=whole) if x.data_ptr() % 16 else x.contiguous()
 
 
 def _exchange(attrs: Mapping[str, Any]) -> Call:
