@@ -10,7 +10,8 @@ before all others, in one process. tests/gpu_seconds.txt says which tests take l
 are small and come first. With --gpus 2, every process sees both GPUs, and half of the processes
 have the second one as their device 0. Prints a line for each process, then what failed and why, and
 what was cut off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
---rest-of takes what an earlier run of the same code has printed, and runs what was not green in it.
+--rest-of takes what an earlier run of the same code has printed, and runs what was not green in it;
+or what its processes have printed (--logs), and leaves out what was green in that.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ USUAL_S, USUAL_OF_TRAIN_S = 2.0, 8.0  # of a test whose file is not among these
 LEAST_S = 0.05
 SHARED, ALONE = "gpu and not alone", "gpu and alone"
 REASONS = 40  # lines of a process that say why tests failed
+GREEN = ("PASSED", "SKIPPED")
 NOT_GREEN = re.compile(r"^(?:did not end|failed|error): (tests/.+)$", re.M)
 RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
 
@@ -61,15 +63,12 @@ class Worker:
     process: Any
     begun: Any
 
-    def end(self, seconds: float) -> None:
-        """End the process after ``seconds``, and all that it has started: commands that tests run
-        would keep the GPU busy."""
-        self.process.join(seconds)
-        if self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):  # it has not become a group's first yet
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.join()
+    def kill(self) -> None:
+        """End the process and all that it has started: commands that tests run would keep the GPU
+        busy."""
+        with contextlib.suppress(ProcessLookupError):  # it has not become a group's first yet
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     def results(self) -> dict[str, str]:
         """Return how each test went that came to an end."""
@@ -94,15 +93,28 @@ def collected(ini: Path, marks: str, only: Sequence[str]) -> dict[str, list[str]
     return found
 
 
-def not_green(text: str) -> set[str]:
-    """Return the tests that ``summary`` has printed."""
-    return set(NOT_GREEN.findall(text))
+def end_all(workers: Sequence[Worker], deadline: float) -> None:
+    """Wait for processes, and kill those that have not ended at ``deadline`` of the clock."""
+    for worker in workers:
+        worker.process.join(max(deadline - time.monotonic(), 0))
+    for worker in workers:
+        if worker.process.is_alive():
+            worker.kill()
+    for worker in workers:
+        worker.process.join()
 
 
-def among(found: dict[str, list[str]], others: set[str] | None) -> dict[str, list[str]]:
-    """Return the tests that are among ``others``, by file; None: all."""
-    if others is None:
-        return found
+def left_of(text: str, tests: set[str]) -> set[str]:
+    """Return the tests that ``summary`` has printed in ``text``, or, if that is what processes
+    have printed, those of ``tests`` that it does not show as green."""
+    results = dict(RESULT.findall(text))
+    if not results:
+        return set(NOT_GREEN.findall(text))
+    return {test for test in tests if results.get(test) not in GREEN}
+
+
+def among(found: dict[str, list[str]], others: set[str]) -> dict[str, list[str]]:
+    """Return the tests that are among ``others``, by file."""
     kept = {file: [test for test in tests if test in others] for file, tests in found.items()}
     return {file: tests for file, tests in kept.items() if tests}
 
@@ -265,7 +277,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="that processes are divided among")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which all are ended")
     parser.add_argument("--only", nargs="+", default=["tests"], help="files or folders of tests")
-    parser.add_argument("--rest-of", type=Path, help="what an earlier run has printed")
+    parser.add_argument("--rest-of", type=Path, help="output of an earlier run")
     parser.add_argument("--logs", type=Path, help="folder for the whole output")
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -274,10 +286,12 @@ def main() -> None:
         ini.write_text(INI)
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        rest = None if args.rest_of is None else not_green(args.rest_of.read_text())
-        found = among(collected(ini, SHARED, args.only), rest)
-        files = with_marker(args.only)
-        alone = among(collected(ini, ALONE, files), rest) if files else {}
+        found, files = collected(ini, SHARED, args.only), with_marker(args.only)
+        alone = collected(ini, ALONE, files) if files else {}
+        if args.rest_of is not None:
+            every = {test for each in (*found.values(), *alone.values()) for test in each}
+            rest = left_of(args.rest_of.read_text(), every)
+            found, alone = among(found, rest), among(alone, rest)
         tests = {test for each in (*found.values(), *alone.values()) for test in each}
         if not tests:
             sys.exit(f"there is no test with the marker gpu in {', '.join(args.only)}")
@@ -292,8 +306,7 @@ def main() -> None:
             lambda: all_started(found, args.jobs, args.gpus, ini, logs),
         ):
             begun = begin()
-            for worker in begun:
-                worker.end(max(args.seconds - (time.monotonic() - start), 1))
+            end_all(begun, start + args.seconds)
             workers += begun
         for worker in workers:
             told(worker, tests)
