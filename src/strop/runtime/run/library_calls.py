@@ -364,13 +364,14 @@ def overload(target: str) -> Callable[..., Any]:
 
 
 def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
-    """cuDNN writes channels-last results where they are wanted; ``torch.conv2d`` would allocate."""
+    """cuDNN writes channels-last results where they are wanted; ``torch.conv2d`` would allocate.
+    It takes the order of all three tensors from the strides of the pictures."""
     padding, stride, dilation = (list(attrs[k]) for k in ("padding", "stride", "dilation"))
     groups, out_variant = attrs["groups"], torch.ops.aten.cudnn_convolution.out
 
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         out_variant(
-            inputs[0],
+            channels_last(inputs[0]),
             inputs[1],
             padding,
             stride,
@@ -385,6 +386,16 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
             out.add_(bias.view(-1, 1, 1))
 
     return call
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Return pictures that lie channels-last with the strides that say so. Where a size is 1, as of
+    pictures of one channel, others say the same of memory, and torch reads NCHW from them."""
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        return x  # cuDNN gets a copy
+    _, channels, height, width = x.shape
+    strides = (channels * height * width, 1, channels * width, channels)
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
 def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
