@@ -33,6 +33,7 @@ from strop.passes.looked_up_rows import looked_up_rows
 from strop.passes.low_rank_add import low_rank_add
 from strop.passes.low_rank_pair import low_rank_pair
 from strop.passes.normed_linear import normed_linear
+from strop.passes.numeric_masks import numeric_masks
 from strop.passes.pointwise_conv import pointwise_conv
 from strop.passes.pooled_operands import pooled_operands
 from strop.passes.product_sum import product_sum
@@ -47,6 +48,7 @@ Pass = Callable[[Graph, Options], Graph]
 PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
     causal_masks,  # masks that are causal, of which attention knows
+    numeric_masks,  # masks of marks as numbers, once for all attention that reads them
     row_masks,  # masks that are the same for all queries, as rows
     spelled_gelu,  # GELU that a model's code spells out, as one operator
     looked_up_rows,  # what is computed of a table, of the rows that are looked up
@@ -97,6 +99,7 @@ ONLY_ON = {
     "low_rank_add": "cuda",
     "low_rank_pair": "cuda",
     "normed_linear": "cuda",
+    "numeric_masks": "cuda",
     "product_sum": "cuda",
     "upsampled_conv": "cuda",
 }
