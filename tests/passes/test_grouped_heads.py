@@ -44,8 +44,10 @@ def values_apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v.exp())
 
 
-def graph_of(function: Any, device: str = "cuda", **options: Any) -> Graph:
-    graph = trace(function, Q, K, K, **SIZES).graph
+def graph_of(
+    function: Any, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Graph:
+    graph = trace(function, Q, K, K, dtype=dtype, **SIZES).graph
     return run_passes(graph, Options(**options), device)[0]
 
 
@@ -62,7 +64,7 @@ def test_heads_are_read_where_they_lie(function: Any) -> None:
     assert [x.shape[1].value for x in node.inputs] == [6, 2, 2]
     assert [n.inputs[0].op for n in graph.nodes if n.op == "copy"] == ["attention"]  # the result
     torch.manual_seed(0)
-    given = [torch.randn(2, 7, heads, 16) for heads in (6, 2, 2)]
+    given = [torch.randn(2, 7, heads, 16).bfloat16() for heads in (6, 2, 2)]
     exact = function(*(x.double() for x in given))
     assert_as_accurate_as_eager(result(graph, given), function(*given), exact)
 
@@ -71,8 +73,18 @@ def test_what_is_not_repeated_alike_stays() -> None:
     graph = graph_of(values_apart)
     (node,) = (node for node in graph.nodes if node.op == "attention")
     assert {x.shape[1].value for x in node.inputs} == {6}
-    given = [torch.randn(2, 7, heads, 16) for heads in (6, 2, 2)]
+    given = [torch.randn(2, 7, heads, 16).bfloat16() for heads in (6, 2, 2)]
     torch.testing.assert_close(result(graph, given), values_apart(*given))
+
+
+@pytest.mark.parametrize("function", [by_option, repeated], ids=lambda f: f.__name__)
+def test_in_fp32_they_are_repeated(function: Any) -> None:
+    """Torch has no fused kernel for fewer heads of fp32."""
+    graph = graph_of(function, dtype=torch.float32)
+    (node,) = (node for node in graph.nodes if node.op == "attention")
+    assert {x.shape[1].value for x in node.inputs} == {6}
+    given = [torch.randn(2, 7, heads, 16) for heads in (6, 2, 2)]
+    torch.testing.assert_close(result(graph, given), function(*given))
 
 
 @pytest.mark.parametrize(
