@@ -31,6 +31,7 @@ _LIBDEVICE = (
     "cosh",
     "erfc",
     "erfinv",
+    "exp",
     "expm1",
     "fmod",
     "hypot",
