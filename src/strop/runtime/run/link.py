@@ -60,6 +60,7 @@ from strop.runtime.run.native_calls import (
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
+from strop.runtime.run.zeroed_scratch import ZeroedScratch
 
 Run = Callable[[], None]
 Slots = list[Tensor | None]
@@ -84,6 +85,7 @@ class Resources:
     packed: PackedWeights | None = None
     held: dict[int, PackedWeight] = field(default_factory=dict)
     memories: dict[tuple[int, int], PackedMemory] = field(default_factory=dict)
+    zeros: ZeroedScratch = field(default_factory=ZeroedScratch)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -441,7 +443,7 @@ def _scratch_pointer(at: Linking, position: int, place: int, launch: GeneratedLa
         return held.memory.data_ptr()
     if (position, place) not in zeroed:
         numel, device = launch.scratch_numels[place], at.memory.device
-        zeroed[position, place] = torch.zeros(numel, dtype=scratch.dtype, device=device)
+        zeroed[position, place] = at.resources.zeros.take(numel, scratch.dtype, device)
     return zeroed[position, place].data_ptr()
 
 
