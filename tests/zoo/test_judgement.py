@@ -60,7 +60,7 @@ def test_of_a_few_numbers_the_maximum_counts() -> None:
     few = [[_drawn(4 * seed + n, 3, 3) for n in range(4)] for seed in range(50)]
     joined = [tuple(torch.cat(parts) for parts in zip(*each, strict=True)) for each in few]
     together = sum(_passes(assert_as_accurate_together, triples) for triples in few)
-    assert sum(map(_passes_alone, joined)) < 30
+    assert sum(map(_passes_alone, joined)) < 35
     assert together > 40
     a, b, wide = few[0][0]
     with pytest.raises(AssertionError, match="maximum"):
