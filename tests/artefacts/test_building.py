@@ -107,6 +107,33 @@ def test_sizes_off_the_grid_are_planned_as_well(tmp_path: Path) -> None:
     assert sorted(found.values()) == [False, True, True]
 
 
+class Clip(nn.Sequential):
+    """Convolutions that are torch's, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv3d(3, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose3d(8, 4, 2, stride=2)
+        )
+
+
+@pytest.mark.parametrize("target", ["sm_90", target_name()])
+def test_a_gpu_adds_biases_of_torchs_convolutions_in_kernels(target: str, tmp_path: Path) -> None:
+    module = planned(Clip().eval(), target, tmp_path)
+    (result,) = (run(module, torch.randn(2, 3, 4, 6, 8)),)
+    assert result.shape == (2, 4, 8, 12, 16)
+    (variant,) = module.forward.variants.all
+    calls = [dict(step.attrs) for step in variant.program.call_steps]
+    assert {call["target"] for call in calls} == {"aten.convolution.default"}
+    has_bias = [call["args"][2] is not None for call in calls]
+    kernels = [step.ops for step in variant.program.kernel_steps]
+    if target == "sm_90":
+        assert has_bias == [False, False]
+        assert kernels == [("add", "relu"), ("add",)]
+    else:
+        assert has_bias == [True, True]
+        assert kernels == [("relu",)]
+
+
 def test_modules_are_traced_as_if_on_a_gpu(tmp_path: Path) -> None:
     calls: dict[nn.Module, tuple[Tensor, ...]] = {
         tiny.unet().half(): tiny.unet_args(2, 8, 8, 5, torch.float16),

@@ -163,9 +163,24 @@ def _convolution(
 ) -> Node | None:
     sides = [im.size(side) for side in padding]  # of a kernel whose size is a symbol
     if transposed or len(stride) != 2 or not all(side.is_const for side in sides):
-        return None
+        rest = (stride, padding, dilation, transposed, output_padding, groups)
+        return None if bias is None else _bias_apart(im, fx, (x, weight, None, *rest), bias)
     known = [side.value for side in sides]
     return _conv2d(im, fx, x, weight, bias, stride, known, dilation, groups)
+
+
+def _bias_apart(im: Importer, fx: FxNode, given: Sequence[Any], bias: Any) -> Node | None:
+    """Leave a convolution to torch without its bias, which torch adds by a launch of its own on a
+    GPU and a kernel of ours adds beside what follows. Elsewhere the library adds it."""
+    from strop.frontend.importer import opaque_call  # whose tables have this rule in them
+
+    if fx.meta["val"].device.type != "cuda":
+        return None
+    convolved = opaque_call(im, fx, given)
+    assert isinstance(convolved, Node)
+    places = (len(convolved.shape) - 2) * (const(1),)
+    spread = im.builder.reshape(im.node(bias), (*im.node(bias).shape, *places))
+    return im.builder.pointwise("add", convolved, spread, dtype=convolved.dtype, alpha=1)
 
 
 def _attention(
@@ -273,6 +288,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     torch.ops.strop.conv2d.default: _conv2d,
     MIXED_PRODUCT: _mixed_product,
     aten.convolution.default: _convolution,
+    torch.ops.strop.convolution.default: _convolution,
     torch.ops.strop.attention.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _fused_attention,
 }
