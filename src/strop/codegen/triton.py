@@ -60,9 +60,9 @@ def _forms(kernel: LoopKernel) -> Iterable[Form]:
         return triton_short_column.forms(kernel)
     if kernel.schedule is Schedule.COLUMN:
         return triton_column.forms(kernel)
-    if is_transposing(kernel):
-        return ()
     by_row = kernel.schedule is Schedule.ROW
+    if is_transposing(kernel):
+        return triton_row.strided_forms(kernel) if by_row else ()
     return triton_row.forms(kernel) if by_row else triton_pointwise.forms(kernel)
 
 

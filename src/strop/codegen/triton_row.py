@@ -49,6 +49,7 @@ STRIDED_COLS = 32  # of a loop where rows lie side by side in memory,
 STRIDED_ROWS = 16  # how many of them a tile has at least,
 STRIDED_ELEMENTS = 2048
 MAX_STRIDED_COLS = 512  # and up to how many elements of each it holds
+STRIDED_LIMITS = (32, 64, 128, 256, MAX_STRIDED_COLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def row_tile(kernel: LoopKernel, strided: bool, most: int | None = None) -> RowT
     num_cols = kernel.num_cols
     most = num_cols.value if num_cols.is_const else most
     if strided:
-        return _strided_tile(kernel)
+        return _strided_tile(kernel, most)
     if most is None or most > TILES[-1][0]:
         return RowTile(1, LOOPED_COLS, 0, 4)
     if most > STREAMED_MOST and _is_streamed(kernel) and _has_moments(kernel):
@@ -144,12 +145,19 @@ def _has_moments(kernel: LoopKernel) -> bool:
     return any(isinstance(stmt, Reduce) and stmt.kind == "moments" for stmt in kernel.body)
 
 
-def _strided_tile(kernel: LoopKernel) -> RowTile:
-    num_rows, num_cols = kernel.num_rows, kernel.num_cols
-    persistent = num_cols.is_const and num_cols.value <= MAX_STRIDED_COLS
-    cols = next_power_of_two(num_cols.value) if persistent else STRIDED_COLS
-    rows = fitting(num_rows, max(STRIDED_ELEMENTS // cols, STRIDED_ROWS))
+def _strided_tile(kernel: LoopKernel, most: int | None) -> RowTile:
+    persistent = most is not None and most <= MAX_STRIDED_COLS
+    cols = next_power_of_two(most) if most is not None and persistent else STRIDED_COLS
+    elements = STRIDED_ELEMENTS if kernel.num_cols.is_const or not persistent else 0
+    rows = fitting(kernel.num_rows, max(elements // cols, STRIDED_ROWS))
     return RowTile(rows, cols, int(persistent), 4 if rows * cols <= 4096 else 8)
+
+
+def strided_forms(kernel: LoopKernel) -> Iterator[Form]:
+    """Yield forms that hold rows of unknown length in registers where an operand lies across them.
+    Others compute all that a reduction reads once for each reduction."""
+    if not kernel.num_cols.is_const:
+        yield from (Form(kernel, kernel.num_cols, most) for most in STRIDED_LIMITS)
 
 
 def forms(kernel: LoopKernel) -> Iterator[Form]:
