@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ class Entry:
     is_pure: bool = False  # see ``Program``
     has_exchanges: bool = False  # see ``Program``
     free: frozenset[int] = frozenset()  # places of arguments that it serves at any length
+    settings: Hashable = ()  # of torch's libraries, under which its graph is captured
 
     def let_go(self) -> None:
         """Keep nothing that refers to weights."""
@@ -51,6 +52,7 @@ class Entry:
         """Tell whether the other runs the same program at the same sizes. Calls do that differ in
         what is converted anyway, such as timesteps of another type."""
         own, its = (
-            (e.variant, e.device, e.env, e.steady, e.timestep, e.aliases) for e in (self, other)
+            (e.variant, e.device, e.env, e.steady, e.timestep, e.aliases, e.settings)
+            for e in (self, other)
         )
         return own[0] is its[0] and own[1:] == its[1:]

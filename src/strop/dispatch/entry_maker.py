@@ -20,6 +20,7 @@ from strop.dispatch.variants import REFUSALS, Variant, VariantStore, device_of
 from strop.dispatch.varying_numbers import GivenCall, Turned, all_shapes
 from strop.errors import UnsupportedError
 from strop.frontend.capture import NumbersNeeded
+from strop.runtime.run.library_settings import library_settings
 from strop.runtime.run.limits import looks_too_far
 
 _NUMBERS = itertools.count()
@@ -52,10 +53,8 @@ class EntryMaker:
 
     def key(self, call: GivenCall) -> Hashable:
         """Return a key that is equal for calls that one entry serves."""
-        looks = self.free.looks(call)
-        if call.numbers:
-            return (call.skeleton, looks, self._turned.outcomes(call))
-        return (call.skeleton, looks)
+        key = (call.skeleton, self.free.looks(call), library_settings())
+        return (*key, self._turned.outcomes(call)) if call.numbers else key
 
     def make(self, call: GivenCall) -> tuple[Entry, GivenCall]:
         """Find or build the variant, and return an entry with the call, in which other floats may
@@ -87,6 +86,7 @@ class EntryMaker:
             has_exchanges=variant.program.has_exchanges,
             has_graph=not call.beside.generators,
             free=free,
+            settings=library_settings(),
         )
         return entry, call
 

@@ -30,6 +30,7 @@ from strop.dispatch.varying_numbers import GivenCall
 from strop.frontend.layerwise_casting import is_cast_as_one
 from strop.frontend.objects import WithObjects
 from strop.runtime.run import cuda_graphs
+from strop.runtime.run.library_settings import library_settings
 
 if TYPE_CHECKING:
     from strop.dispatch.counters import Counters
@@ -53,10 +54,10 @@ def look_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Hashable, list[Tensor]] | None:
     """Return what tells calls apart but for what torch's guards compare of tensors, and the tensors
-    in their order: the mode, names, shapes, constants with their types, and lists, tuples and
-    dictionaries of these. None for a call with anything else, such as floats, which may be
-    inputs."""
-    look: list[Any] = [_is_inference(), *kwargs]
+    in their order: the mode, settings of libraries, names, shapes, constants with their types, and
+    lists, tuples and dictionaries of these. None for a call with anything else, such as floats,
+    which may be inputs."""
+    look: list[Any] = [_is_inference(), library_settings(), *kwargs]
     tensors: list[Tensor] = []
     if not _see((*args, *kwargs.values()), look, tensors, MOST_NESTED):
         return None

@@ -41,6 +41,7 @@ from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 from strop.runtime.run import attention_calls, scaled_calls
 from strop.runtime.run.cpu_convolutions import convolve
+from strop.runtime.run.library_settings import convolves_in_tf32
 
 # This is torch's own, whatever a user has put in its place in torch.nn.functional.
 _torchs_attention = torch._C._nn.scaled_dot_product_attention
@@ -379,7 +380,7 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
             groups,
             False,
             False,
-            torch.backends.cudnn.allow_tf32,
+            convolves_in_tf32(),
             out=out,
         )
         for bias in inputs[2:]:
