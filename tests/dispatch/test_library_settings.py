@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strop
 from strop.dispatch import cpu_fast_path
+from strop.runtime.run import attention_calls
+from strop.runtime.run.library_calls import CUDA_ALLOCATING, CUDA_PLANNED_OUT
 from strop.runtime.run.library_settings import convolves_in_tf32, library_settings
 from strop.testing import assert_as_accurate_as_eager
 from tests.badinput.nets import optimized
@@ -94,6 +97,74 @@ def test_convolutions_may_have_a_precision_of_their_own() -> None:
     with pytest.raises(RuntimeError, match="allow_tf32"):
         assert CUDNN.allow_tf32
     assert not convolves_in_tf32()
+
+
+class Calls:
+    """Stand in for cuDNN's convolution, and keep the settings that it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def out(self, x: Tensor, weight: Tensor, *rest: Any, out: Tensor) -> None:
+        padding, stride, dilation, groups, *told = rest
+        self.told.append(tuple(told))
+        out.copy_(torch.conv2d(x, weight, None, stride, padding, dilation, groups))
+
+
+def test_cudnn_is_told_what_torch_would_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    monkeypatch.setattr(torch.ops.aten, "cudnn_convolution", calls)
+    attrs = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    convolve = CUDA_PLANNED_OUT["conv2d"](attrs)
+    x, weight, bias = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
+    wanted, out = F.conv2d(x, weight, bias, padding=1), torch.empty(2, 4, 8, 8)
+    for change in (lambda: None, CHANGES["deterministic"], CHANGES["convolutions"]):
+        change()
+        convolve([x, weight, bias], out.zero_())
+        torch.testing.assert_close(out, wanted)
+    assert calls.told == [(False, False, True), (False, True, True), (False, True, False)]
+    with torch.backends.cudnn.flags(enabled=False):
+        convolve([x, weight, bias], out.zero_())
+    torch.testing.assert_close(out, wanted)
+    assert len(calls.told) == 3
+
+
+def test_attention_of_cudnn_is_not_called_where_it_is_turned_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = list[Any]()
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> tuple[Tensor]:
+        called.append(rest)
+        return (F.scaled_dot_product_attention(q, k, v, scale=scale),)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
+    attend = CUDA_ALLOCATING["attention"]({"causal": False, "scale": 0.125})
+    q, k, v = (torch.randn(1, 2, 16, 64).half() for _ in range(3))
+    wanted = F.scaled_dot_product_attention(q, k, v, scale=0.125)
+    torch.testing.assert_close(attend([q, k, v]), wanted)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+        torch.testing.assert_close(attend([q, k, v]), wanted)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("name", attention_calls.LIBRARIES)
+def test_a_library_that_was_chosen_is_not_called_where_it_is_turned_off(name: str) -> None:
+    otherwise = list[Any]()
+
+    def usual(inputs: Any) -> Tensor:
+        otherwise.append(inputs)
+        return torch.zeros(())
+
+    attrs = {"causal": False, "scale": 0.125}
+    call = attention_calls.call_of(name, attrs, 128, usual)
+    operands = [torch.randn(1, 2, 16, 64).half() for _ in range(3)]
+    with sdpa_kernel(SDPBackend.MATH):
+        call(operands)
+    assert len(otherwise) == 1
+    if name == "flash_attention":  # which torch has under this name on a GPU alone
+        with pytest.raises(NotImplementedError):
+            call(operands)
 
 
 @pytest.mark.gpu

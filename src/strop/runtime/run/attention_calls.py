@@ -123,6 +123,9 @@ def _is_for_efficient(of: Attending, most: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Library:
+    """A library, and torch's setting of whether it may be called at all."""
+
+    is_allowed: Callable[[], bool]
     takes: Callable[[Attending, int], bool]
     call: Callable[[Attending], Any]
 
@@ -131,9 +134,9 @@ LIBRARIES: Mapping[str, _Library] = dict(
     zip(
         ATTENTION_LIBRARIES,
         (
-            _Library(_is_for_cudnn, _cudnn),
-            _Library(_is_for_flash, _flash),
-            _Library(_is_for_efficient, _efficient),
+            _Library(torch._C._get_cudnn_sdp_enabled, _is_for_cudnn, _cudnn),
+            _Library(torch._C._get_flash_sdp_enabled, _is_for_flash, _flash),
+            _Library(torch._C._get_mem_efficient_sdp_enabled, _is_for_efficient, _efficient),
         ),
         strict=True,
     )
@@ -156,6 +159,6 @@ def _run(
 ) -> Any:
     q, k, v, *masks = inputs
     of = Attending(q, k, v, masks[0] if masks else None, is_causal, scale)
-    if not of.are_even or not library.takes(of, widest):
+    if not (library.is_allowed() and of.are_even and library.takes(of, widest)):
         return otherwise(inputs)
     return library.call(of)

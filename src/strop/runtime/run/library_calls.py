@@ -41,7 +41,7 @@ from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 from strop.runtime.run import attention_calls, scaled_calls
 from strop.runtime.run.cpu_convolutions import convolve
-from strop.runtime.run.library_settings import convolves_in_tf32
+from strop.runtime.run.library_settings import convolves_in_tf32, wants_same_bits
 
 # This is torch's own, whatever a user has put in its place in torch.nn.functional.
 _torchs_attention = torch._C._nn.scaled_dot_product_attention
@@ -369,8 +369,12 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
     It takes the order of all three tensors from the strides of the pictures."""
     padding, stride, dilation = (list(attrs[k]) for k in ("padding", "stride", "dilation"))
     groups, out_variant = attrs["groups"], torch.ops.aten.cudnn_convolution.out
+    usual = _conv2d(attrs)
 
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        if not torch._C._get_cudnn_enabled():
+            out.copy_(usual(inputs))
+            return
         out_variant(
             channels_last(inputs[0]),
             inputs[1],
@@ -378,8 +382,8 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
             stride,
             dilation,
             groups,
-            False,
-            False,
+            False,  # benchmark
+            wants_same_bits(),
             convolves_in_tf32(),
             out=out,
         )
@@ -408,7 +412,12 @@ def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
     def call(inputs: Sequence[Tensor]) -> Tensor:
         inputs = (*map(_aligned, inputs[:3]), *inputs[3:])
         q, k, v, *mask = inputs
-        if mask or q.shape[1] != k.shape[1] or not _fits_cudnn_attention(q, v, most):
+        is_allowed = torch._C._get_cudnn_sdp_enabled()
+        if (
+            mask
+            or q.shape[1] != k.shape[1]
+            or not (is_allowed and _fits_cudnn_attention(q, v, most))
+        ):
             return usual(inputs)  # type: ignore[no-any-return]
         result: Tensor = cudnn(q, k, v, None, False, 0.0, causal, False, scale=scale)[0]
         return result

@@ -44,3 +44,8 @@ def convolves_in_tf32() -> bool:
     """Tell whether convolutions of fp32 may be computed in TF32. Torch's ``cudnn.allow_tf32``
     raises where convolutions and recurrent layers have different precisions."""
     return bool(_precision("cuda", "conv") == "tf32")
+
+
+def wants_same_bits() -> bool:
+    """Tell whether convolutions have to give the same bits in each run."""
+    return bool(torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms())
