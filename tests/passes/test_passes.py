@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,9 +24,12 @@ from tests.frontend.tracing import trace, trace_specs
 
 
 def optimized(
-    what: nn.Module | Callable[..., Any], *shapes: str, disable: tuple[str, ...] = ()
+    what: nn.Module | Callable[..., Any],
+    *shapes: str,
+    disable: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Graph:
-    traced = trace(what, *shapes, b=2, h=8, w=12, s=24)
+    traced = trace(what, *shapes, dtype=dtype, b=2, h=8, w=12, s=24)
     return run_passes(traced.graph, Options(disable=disable))[0]
 
 
@@ -44,7 +48,7 @@ def test_a_1x1_convolution_is_a_linear_without_copies():
         nn.SiLU(),
         nn.Conv2d(16, 8, 3, padding=1),
     )
-    found = ops(optimized(module, "b 8 h w"))
+    found = ops(optimized(module.half(), "b 8 h w", dtype=torch.float16))
     assert found["linear"] == 1
     assert found["conv2d"] == 2
     assert found["copy"] == 2  # the argument to channels-last, the result back
@@ -55,7 +59,8 @@ def test_a_1x1_convolution_is_a_linear_without_copies():
     [nn.Conv2d(8, 8, 1, stride=2), nn.Conv2d(8, 8, 1, padding=1), nn.Conv2d(8, 8, 1, groups=2)],
 )
 def test_other_convolutions_stay(conv: nn.Module):
-    assert ops(optimized(conv, "b 8 2*h 2*w"))["linear"] == 0
+    half = copy.deepcopy(conv).half()
+    assert ops(optimized(half, "b 8 2*h 2*w", dtype=torch.float16))["linear"] == 0
 
 
 class Heads(nn.Module):

@@ -34,7 +34,7 @@ from strop.passes.low_rank_add import low_rank_add
 from strop.passes.low_rank_pair import low_rank_pair
 from strop.passes.normed_linear import normed_linear
 from strop.passes.numeric_masks import numeric_masks
-from strop.passes.pointwise_conv import pointwise_conv
+from strop.passes.pointwise_conv import gpu_pointwise_conv, pointwise_conv
 from strop.passes.pooled_operands import pooled_operands
 from strop.passes.product_sum import product_sum
 from strop.passes.reduce_in_steps import reduce_in_steps
@@ -56,6 +56,7 @@ PIPELINE: tuple[Pass, ...] = (
     code_sums,  # products of int8 codes, by a kernel of ours
     scaled_products,  # products of e4m3 codes, as one call that reads bytes
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
+    gpu_pointwise_conv,  # the same but for fp32, where libraries may convolve in TF32
     upsampled_conv,  # behind an upsampling: of the smaller picture, by sums of taps
     eight_bit_convs,  # convolutions in 8 bits, by codes with a scale for each pixel
     eight_bit_attention,  # attention that may be so, where a kernel for it is faster
@@ -89,9 +90,11 @@ ONLY_ON = {
     "dequantised_linear": "cpu",
     "eight_bit_attention": "cuda",
     "eight_bit_convs": "cuda",
+    "pointwise_conv": "cpu",
     "pooled_operands": "cuda",
     "row_masks": "cpu",
     "gated_codes": "cuda",
+    "gpu_pointwise_conv": "cuda",
     "gated_linear": "cuda",
     "grouped_heads": "cuda",
     "joined_calls": "cuda",
