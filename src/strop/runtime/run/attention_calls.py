@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from strop.kernels.libraries import ATTENTION_LIBRARIES
@@ -64,6 +65,23 @@ def lies_in_vectors(x: Tensor) -> bool:
     *some, last = x.stride()
     starts = (x.data_ptr(), *(stride * x.element_size() for stride in some))
     return last == 1 and all(start % 16 == 0 for start in starts)
+
+
+def for_a_fused_kernel(
+    inputs: Sequence[Tensor], is_causal: bool, scale: float | None
+) -> Sequence[Tensor]:
+    """Repeat heads of keys and values where torch would take attention apart for fewer of them:
+    into twenty launches, and memory for all scores."""
+    q, k, v, *mask = inputs
+    if q.dim() != 4 or q.shape[1] == k.shape[1] or q.shape[1] % k.shape[1]:
+        return inputs
+    chosen = torch._fused_sdp_choice(
+        q, k, v, mask[0] if mask else None, 0.0, is_causal, scale=scale, enable_gqa=True
+    )
+    if chosen != SDPBackend.MATH.value:
+        return inputs
+    times = q.shape[1] // k.shape[1]
+    return (q, *(x.repeat_interleave(times, 1) for x in (k, v)), *mask)
 
 
 def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:

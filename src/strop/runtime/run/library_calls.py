@@ -418,7 +418,7 @@ def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
             or q.shape[1] != k.shape[1]
             or not (is_allowed and _fits_cudnn_attention(q, v, most))
         ):
-            return usual(inputs)  # type: ignore[no-any-return]
+            return usual(attention_calls.for_a_fused_kernel(inputs, causal, scale))  # type: ignore[no-any-return]
         result: Tensor = cudnn(q, k, v, None, False, 0.0, causal, False, scale=scale)[0]
         return result
 
