@@ -18,7 +18,6 @@ from strop.options import Options
 
 
 def pointwise_conv(graph: Graph, options: Options) -> Graph:
-    """As on a CPU."""
     return rewrite(graph, partial(_conv, stay=()))
 
 
