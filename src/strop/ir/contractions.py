@@ -44,6 +44,10 @@ def _conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return 2 * batch * out * math.prod(sides) * math.prod(shapes[1][1:])
 
 
+def _scan_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    return 2 * math.prod(shapes[0])
+
+
 def _upsampled_conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     """Count each of four windows at each pixel of the operand."""
     return 2 * math.prod(shapes[1]) * math.prod(shapes[0]) // shapes[0][1]
@@ -301,6 +305,13 @@ CONTRACTIONS: tuple[Op, ...] = (
             warm_up=3,
             flops=_attention_flops,
         ),
+    ),
+    # a, b (outer, steps, inner) -> all states: h[t] = a[t] * h[t - 1] + b[t] (``ir.linear_scan``)
+    Op(
+        "linear_scan",
+        Kind.CONTRACTION,
+        rows_kept=lambda attrs, rank: True,
+        anchor=Anchor("scan", ANYWHERE, is_movable=True, flops=_scan_flops),
     ),
     # x (n,)[, an earlier exchange, which is not read] -> (n,) or (n * size,): what the processes of
     # a group send each other (``ir.exchange``), in the order of their numbers
