@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,13 @@ def test_reasons() -> None:
     assert set(library.reasons(asked, A100)) == {rows.ON_CPU}
     assert "64 bits" in library.reasons(whole, CPU)[rows.ON_CPU]
     assert "64 bits" in library.reasons(whole, A100)[rows.ON_GPU]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_compiles(dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from tests.codegen.test_triton_compile import compiled, resources
+
+    assert resources(compiled(rows.on_gpu(dtype), 90), tmp_path)[1] == 0  # nothing spilled
+    for arch in (80, 89, 120):
+        assert compiled(rows.on_gpu(dtype), arch).shared == 0
