@@ -71,7 +71,7 @@ CALLS = (
         call("mixed_product", ("n", outs), ("n", 1), ("n", ins), (ins,), (outs, ins), (outs,))
         for ins, outs in ((320, 1280), (320, 12))
     ),
-    call("linear_scan", ("b", "n", 16), ("b", "n", 16)),
+    call("linear_scan", ("b", 320, "n", 16), ("b", 320, "n", 16)),
     call("code_sums", ("n", 64), (32, 64)),
     call("scaled_product", ("n", 64), (32, 64), ("n", 1), (1, 32)),
     call("scaled_geglu", ("n", 640), (5120, 640), ("n", 1), (1, 5120), (5120,), is_fast=False),

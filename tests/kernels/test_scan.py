@@ -20,9 +20,9 @@ from strop.testing import assert_as_accurate_as_eager
 from tests.gpus import A100, H100
 from tests.kernels.launching import call, launched
 
-SHAPES = [  # outer, steps, inner: widths with registers of their own and others, one step, one lane
-    *((5, 7, 8), (3, 12, 16), (2, 9, 32), (2, 3, 64), (3, 33, 5), (1, 6, 700), (1, 4, 512)),
-    *((1, 1, 8), (4, 1, 1), (37, 11, 1), (1, 40, 1), (600, 130, 1)),
+SHAPES = [  # widths with registers of their own and others, one step, one lane, few of either
+    *((2, 3, 7, 8), (1, 3, 12, 16), (2, 1, 9, 32), (2, 1, 3, 64), (3, 2, 33, 5), (1, 1, 6, 700)),
+    *((1, 1, 4, 512), (1, 1, 1, 8), (4, 1, 1, 1), (3, 37, 11, 1), (1, 1, 40, 1), (600, 1, 130, 1)),
 ]
 LAID = ["dense", "steps first", "apart", "shared"]
 TYPES = list(STATES)
@@ -37,7 +37,7 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype, laid: str = "dense") ->
 
 def lying(x: Tensor, laid: str) -> Tensor:
     if laid == "steps first":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
     if laid == "apart":
         wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan, dtype=x.dtype)
         wide[..., 1::2] = x
@@ -48,10 +48,10 @@ def lying(x: Tensor, laid: str) -> Tensor:
 def tree(a: Tensor, b: Tensor) -> Tensor:
     """Compute it as torch's generic scan does: what is rounded is one step of a tree."""
     step = 1
-    while step < a.shape[1]:
-        more = torch.addcmul(b[:, step:], a[:, step:], b[:, :-step])
-        b = torch.cat([b[:, :step], more], 1)
-        a = torch.cat([a[:, :step], a[:, step:] * a[:, :-step]], 1)
+    while step < a.shape[2]:
+        more = torch.addcmul(b[:, :, step:], a[:, :, step:], b[:, :, :-step])
+        b = torch.cat([b[:, :, :step], more], 2)
+        a = torch.cat([a[:, :, :step], a[:, :, step:] * a[:, :, :-step]], 2)
         step *= 2
     return b
 
@@ -94,7 +94,7 @@ def test_on_a_cpu(kernels: NativeKernels, shape: tuple[int, ...], dtype: torch.d
 
 
 def test_threads_do_not_count(kernels: NativeKernels) -> None:
-    a, b = operands((70, 40, 33), torch.float32)
+    a, b = operands((7, 10, 40, 33), torch.float32)
     full = torch.get_num_threads()
     try:
         found = []
@@ -109,18 +109,18 @@ def test_threads_do_not_count(kernels: NativeKernels) -> None:
 def test_slow_decays_are_as_accurate_as_a_tree(kernels: NativeKernels) -> None:
     """A plain walk in fp32 would round as often as there are steps."""
     torch.manual_seed(0)
-    a, b = torch.full((4, 4096, 8), 1 - 1e-7), torch.rand(4, 4096, 8)
+    a, b = torch.full((2, 2, 4096, 8), 1 - 1e-7), torch.rand(2, 2, 4096, 8)
     exact = linear_scan(a.double(), b.double())
     assert_as_accurate_as_eager(on_cpu(kernels, a, b), tree(a, b), exact)
 
 
 def test_what_is_not_finite_begins_where_it_is(kernels: NativeKernels) -> None:
     """The first factor is multiplied with nothing, and neighbours stay as they are."""
-    a, b = torch.ones(1, 5, 8), torch.ones(1, 5, 8)
-    a[0, 0], b[0, 2, 3], a[0, 3, 4] = torch.nan, torch.inf, torch.nan
+    a, b = torch.ones(1, 1, 5, 8), torch.ones(1, 1, 5, 8)
+    a[0, 0, 0], b[0, 0, 2, 3], a[0, 0, 3, 4] = torch.nan, torch.inf, torch.nan
     found = on_cpu(kernels, a, b)
-    wanted = torch.arange(1.0, 6)[None, :, None].expand(1, 5, 8).clone()
-    wanted[0, 2:, 3], wanted[0, 3:, 4] = torch.inf, torch.nan
+    wanted = torch.arange(1.0, 6)[:, None].expand(1, 1, 5, 8).clone()
+    wanted[0, 0, 2:, 3], wanted[0, 0, 3:, 4] = torch.inf, torch.nan
     assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
 
 
@@ -130,7 +130,7 @@ def test_on_a_gpu_in_the_interpreter(laid: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from tests.kernels.interpreted import Interpreted
 
-    for shape in ((5, 7, 8), (3, 12, 16), (2, 9, 33), (4, 1, 3), (70, 18, 1)):
+    for shape in ((2, 3, 7, 8), (3, 1, 12, 16), (1, 2, 9, 33), (4, 2, 1, 3), (7, 10, 18, 1)):
         kernels = Interpreted()
         a, b = (kernels.known(x) for x in operands(shape, dtype, laid))
         out = kernels.known(torch.full(shape, torch.nan, dtype=dtype))
@@ -144,7 +144,7 @@ def test_on_a_gpu_in_the_interpreter(laid: str, dtype: torch.dtype) -> None:
 
 
 def test_nothing_is_launched_for_nothing() -> None:
-    for shape in ((0, 3, 4), (2, 3, 0)):
+    for shape in ((0, 2, 3, 4), (2, 1, 3, 0)):
         problem = Problem(rows.OP, (), (shape, shape), torch.float32)
         assert library.select(problem.call, problem, CPU) == library.TORCH
         assert library.select(problem.call, problem, H100).kernel == "torch_steps"
@@ -153,8 +153,8 @@ def test_nothing_is_launched_for_nothing() -> None:
 
 
 def test_reasons() -> None:
-    asked = call(rows.OP, ("b", "n", 8), ("b", "n", 8))
-    whole = call(rows.OP, ("b", "n", 8), ("b", "n", 8), dtype=torch.int32)
+    asked = call(rows.OP, ("b", 4, "n", 8), ("b", 4, "n", 8))
+    whole = call(rows.OP, ("b", 4, "n", 8), ("b", 4, "n", 8), dtype=torch.int32)
     assert set(library.reasons(asked, CPU)) == {rows.ON_GPU, "torch_steps"}
     assert set(library.reasons(asked, A100)) == {rows.ON_CPU}
     assert "64 bits" in library.reasons(whole, CPU)[rows.ON_CPU]

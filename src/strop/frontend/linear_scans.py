@@ -17,7 +17,7 @@ from torch.fx import Node as FxNode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from strop.frontend.differentiated import define, is_differentiated, is_transformed
-from strop.ir.dims import product
+from strop.ir.dims import const, product
 from strop.ir.graph import Node
 from strop.ir.linear_scan import STATES, linear_scan
 
@@ -97,8 +97,8 @@ def _is_step(node: Any, state: FxNode, factor: FxNode, added: FxNode) -> bool:
 
 
 def _imported(im: Importer, fx: FxNode, a: Any, b: Any) -> Node:
-    """Make the node of three dims, (outer, steps, inner). A scan has moved the steps to the front:
-    where both operands are views that do so, it goes over what they are views of."""
+    """Make the node of four dims, (batch, rows, steps, inner). A scan has moved the steps to the
+    front: where both operands are views that do so, it goes over what they are views of."""
     build, nodes = im.builder, [im.node(a), im.node(b)]
     order = tuple(range(len(nodes[0].shape)))
     if all(node.op == "permute" for node in nodes):
@@ -107,7 +107,8 @@ def _imported(im: Importer, fx: FxNode, a: Any, b: Any) -> Node:
             (order,) = orders
             nodes = [node.inputs[0] for node in nodes]
     shape, along = nodes[0].shape, order[0]
-    whole = product(shape[:along]), shape[along], product(shape[along + 1 :])
+    lead = shape[:along] or (const(1),)
+    whole = lead[0], product(lead[1:]), shape[along], product(shape[along + 1 :])
     flat = [build.reshape(node, whole) for node in nodes]
     made = build.make("linear_scan", flat, whole, fx.meta["val"].dtype)
     return build.permute(build.reshape(made, shape), order)

@@ -13,7 +13,7 @@ STATES = {  # the type in which states go from step to step
 }
 
 
-def linear_scan(a: Tensor, b: Tensor, dim: int = 1) -> Tensor:
+def linear_scan(a: Tensor, b: Tensor, dim: int = 2) -> Tensor:
     """Return all states h of b's shape and type, dense, where ``dim`` counts the steps.
 
     ``a`` and ``b`` have one shape and one type of STATES. States go from step to step in a wider

@@ -134,8 +134,8 @@ def mixed_us(problem: Problem, device: Device) -> float:
 
 def steps_us(problem: Problem, device: Device) -> float:
     """Return the time of torch's own steps, which are launches one behind the other."""
-    times, (outer, steps, inner) = tuned(device).gemm.library, problem.shapes[0]
-    each = times.linear_begin_us + 24 * outer * inner / times.behind_bytes
+    times, (*lead, steps, inner) = tuned(device).gemm.library, problem.shapes[0]
+    each = times.linear_begin_us + 24 * math.prod(lead) * inner / times.behind_bytes
     return steps * each
 
 

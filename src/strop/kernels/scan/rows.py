@@ -1,7 +1,8 @@
-"""Walk linear recurrences, h[t] = a[t] * h[t - 1] + b[t] over (outer, steps, inner), in one kernel.
+"""Walk linear recurrences, h[t] = a[t] * h[t - 1] + b[t], in one kernel.
 
-Elements do not depend on each other, so each lane walks its own, whatever the length: one kernel
-serves all sizes and strides. States are of ``ir.linear_scan.STATES``, and each is rounded once.
+Operands are (batch, rows, steps, inner). Elements do not depend on each other, so each lane walks
+its own, whatever the length: one kernel serves all sizes and strides. States are of
+``ir.linear_scan.STATES``, and each is rounded once.
 """
 
 from __future__ import annotations
@@ -54,33 +55,33 @@ import triton.language as tl
 
 
 @triton.jit
-def linear_scan(p0, p1, p2, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, BLOCK: tl.constexpr,
-                EARLY: tl.constexpr):
+def linear_scan(p0, p1, p2, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15,
+                BLOCK: tl.constexpr, EARLY: tl.constexpr):
 {EARLY}    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    known = at < s0 * s2
-    outer, inner = at // s2, at % s2
-    a = p0 + outer * s3 + inner * s5
-    b = p1 + outer * s6 + inner * s8
-    out = p2 + outer * s9 + inner * s11
+    known = at < s0 * s1 * s3
+    inner, row, batch = at % s3, at // s3 % s1, at // s3 // s1
+    a = p0 + batch * s4 + row * s5 + inner * s7
+    b = p1 + batch * s8 + row * s9 + inner * s11
+    out = p2 + batch * s12 + row * s13 + inner * s15
     state = tl.load(b, mask=known, other=0.0).to(STATE)
     tl.store(out, state.to(TYPE), mask=known)
-    for first in range(1, s1, {AHEAD}):
+    for first in range(1, s2, {AHEAD}):
 """
 _LOADS = """\
-        is_{n} = known & (first + {n} < s1)
-        a_{n} = tl.load(a + (first + {n}) * s4, mask=is_{n}, other=0.0).to(STATE)
-        b_{n} = tl.load(b + (first + {n}) * s7, mask=is_{n}, other=0.0).to(STATE)
+        is_{n} = known & (first + {n} < s2)
+        a_{n} = tl.load(a + (first + {n}) * s6, mask=is_{n}, other=0.0).to(STATE)
+        b_{n} = tl.load(b + (first + {n}) * s10, mask=is_{n}, other=0.0).to(STATE)
 """
 _STEP = """\
         state = state * a_{n} + b_{n}
-        tl.store(out + (first + {n}) * s10, state.to(TYPE), mask=is_{n})
+        tl.store(out + (first + {n}) * s14, state.to(TYPE), mask=is_{n})
 """
 
 
 @lru_cache
 def on_cpu(dtype: torch.dtype) -> KernelSource:
-    """Return the kernel for operands of a type. Params: a, b, the result. Scalars: outer, steps,
-    inner, and three strides of each param."""
+    """Return the kernel for operands of a type. Params: a, b, the result. Scalars: the four
+    sizes, and the four strides of each param."""
     name = f"{ON_CPU}_{str(dtype).removeprefix('torch.')}"
     own = Path(__file__).with_name("scan_cpu.h").read_text()
     text = (
@@ -89,7 +90,7 @@ def on_cpu(dtype: torch.dtype) -> KernelSource:
         f"  scans::scan<{_CPP[dtype]}>(buffers, scalars);\n"
         "}\n"
     )
-    return KernelSource(name, "cpp", text, (dtype,) * 3, scalars=(1,) * 12)
+    return KernelSource(name, "cpp", text, (dtype,) * 3, scalars=(1,) * 16)
 
 
 @lru_cache
@@ -99,14 +100,15 @@ def on_gpu(dtype: torch.dtype) -> KernelSource:
     text = _HEAD + "".join(_LOADS.format(n=n) for n in steps)
     text += "".join(_STEP.format(n=n) for n in steps)
     text = text.replace("STATE", _TRITON[STATES[dtype]]).replace("TYPE", _TRITON[dtype])
-    grid = ((symbol("s0") * symbol("s2") + (BLOCK - 1)) // BLOCK,)
+    lanes = symbol("s0") * symbol("s1") * symbol("s3")
+    grid = ((lanes + (BLOCK - 1)) // BLOCK,)
     constants = (("BLOCK", BLOCK), ("EARLY", 1))
     return KernelSource(
         ON_GPU,
         "triton",
         text,
         (dtype,) * 3,
-        (1,) * 12,
+        (1,) * 16,
         grid,
         constants=constants,
         num_warps=NUM_WARPS,
@@ -133,7 +135,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     if not math.prod(problem.shapes[0]):
         return None
     operands = tuple(Operand(number, Lies.UNALIGNED) for number in (0, 1, RESULT))
-    strides = (Stride(place, dim) for place in range(3) for dim in range(3))
+    strides = (Stride(place, dim) for place in range(3) for dim in range(4))
     source = (on_gpu if device.arch else on_cpu)(problem.dtype)
     return Launches((Launch(source, operands, (*problem.shapes[0], *strides)),))
 
