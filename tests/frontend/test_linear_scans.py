@@ -179,6 +179,18 @@ def test_what_a_function_closes_over_is_no_recurrence(tmp_path: Path) -> None:
         assert "linear_scan" not in program_of(module)
 
 
+def test_pairs_by_name(tmp_path: Path) -> None:
+    def named(left: Any, right: Any) -> Any:
+        a, b = product((left["a"], left["b"]), (right["a"], right["b"]))
+        return {"b": b, "a": a}  # in the order of what is scanned, which torch goes by
+
+    module = optimised(lambda a, b: scan(named, {"b": b, "a": a})["b"], tmp_path)
+    a, b = given(2, 9, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(module(a, b), scan(product, (a, b))[1])
+    assert program_of(module) == ["linear_scan"]
+
+
 def test_types_that_differ_are_taken_apart(tmp_path: Path) -> None:
     def states(a: Tensor, b: Tensor) -> Any:
         return scan(product, (a, b.int()))[1]

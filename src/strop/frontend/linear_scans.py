@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch.fx import Node as FxNode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from strop.frontend.differentiated import define, is_differentiated, is_transformed
 from strop.ir.dims import const, product
@@ -48,6 +50,8 @@ def scanned(combine: Callable[..., Any], leaves: Sequence[Tensor]) -> list[Tenso
     if len(leaves) != 2 or is_differentiated(leaves) or is_transformed():
         return None
     first, second = leaves
+    if any(map(is_traceable_wrapper_subclass, leaves)):
+        return None
     if first.shape != second.shape or first.dtype is not second.dtype or first.dtype not in STATES:
         return None
     if first.device != second.device or (factors := _factors(combine, leaves)) is None:
@@ -66,7 +70,7 @@ def _factors(combine: Callable[..., Any], leaves: Sequence[Tensor]) -> int | Non
         gm = reenter_make_fx(combine)(*fresh)
     given = gm.graph.find_nodes(op="placeholder")
     (result,) = gm.graph.find_nodes(op="output")
-    results = result.args[0]
+    results = pytree.tree_leaves(result.args[0])
     if len(given) != len(fresh) or len(results) != len(leaves):
         return None
     for factors in (0, 1):
