@@ -17,8 +17,8 @@ from strop.kernels.scan import rows
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels
 from strop.testing import assert_as_accurate_as_eager
-from tests.gpus import A100, H100
-from tests.kernels.launching import call, launched
+from tests.gpus import H100
+from tests.kernels.launching import launched
 
 SHAPES = [  # widths with registers of their own and others, one step, one lane, few of either
     *((2, 3, 7, 8), (1, 3, 12, 16), (2, 1, 9, 32), (2, 1, 3, 64), (3, 2, 33, 5), (1, 1, 6, 700)),
@@ -93,19 +93,6 @@ def test_on_a_cpu(kernels: NativeKernels, shape: tuple[int, ...], dtype: torch.d
         torch.testing.assert_close(linear_scan(a, b), found)
 
 
-def test_threads_do_not_count(kernels: NativeKernels) -> None:
-    a, b = operands((7, 10, 40, 33), torch.float32)
-    full = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(on_cpu(kernels, a, b))
-    finally:
-        torch.set_num_threads(full)
-    assert torch.equal(*found)
-
-
 def test_slow_decays_are_as_accurate_as_a_tree(kernels: NativeKernels) -> None:
     """A plain walk in fp32 would round as often as there are steps."""
     torch.manual_seed(0)
@@ -150,15 +137,6 @@ def test_nothing_is_launched_for_nothing() -> None:
         assert library.select(problem.call, problem, H100).kernel == "torch_steps"
         empty = torch.empty(shape)
         assert linear_scan(empty, empty).shape == shape
-
-
-def test_reasons() -> None:
-    asked = call(rows.OP, ("b", 4, "n", 8), ("b", 4, "n", 8))
-    whole = call(rows.OP, ("b", 4, "n", 8), ("b", 4, "n", 8), dtype=torch.int32)
-    assert set(library.reasons(asked, CPU)) == {rows.ON_GPU, "torch_steps"}
-    assert set(library.reasons(asked, A100)) == {rows.ON_CPU}
-    assert "64 bits" in library.reasons(whole, CPU)[rows.ON_CPU]
-    assert "64 bits" in library.reasons(whole, A100)[rows.ON_GPU]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
