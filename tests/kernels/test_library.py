@@ -31,7 +31,7 @@ from tests.kernels.launching import SAME, call, problem
 DEVICES = (A100, H100, H200, RTX_5090)
 ANYWHERE = {
     *("skinny_gemm", "wide_attention", "narrow_conv", "folded_taps", "geglu", "mixed_product"),
-    "trimmed_linear",
+    *("trimmed_linear", "linear_scan"),
 }
 ON_SM_90 = {"wgmma_gemm", "wgmma_codes", "wgmma_attention", "cross_attention", "tma_attention"}
 STRIDED: dict[str, Any] = {**SAME, "stride": (2, 2)}
@@ -71,6 +71,7 @@ CALLS = (
         call("mixed_product", ("n", outs), ("n", 1), ("n", ins), (ins,), (outs, ins), (outs,))
         for ins, outs in ((320, 1280), (320, 12))
     ),
+    call("linear_scan", ("b", 320, "n", 16), ("b", 320, "n", 16)),
     call("code_sums", ("n", 64), (32, 64)),
     call("scaled_product", ("n", 64), (32, 64), ("n", 1), (1, 32)),
     call("scaled_geglu", ("n", 640), (5120, 640), ("n", 1), (1, 5120), (5120,), is_fast=False),
@@ -165,7 +166,7 @@ def test_reasons(dtype: torch.dtype) -> None:
         assert found.keys() | able == rows
         assert not found.keys() & able
         assert all(found.values())
-        ours = able & set(library.OURS) - {"mixed_product"}
+        ours = able & set(library.OURS) - {"mixed_product", "linear_scan"}
         assert not ours or dtype != torch.float32
 
 
@@ -219,8 +220,11 @@ def test_an_operator_without_rows_is_torchs(op: str) -> None:
     assert not list(library.forms(at.call, H100))
 
 
-def test_on_a_cpu_torch_computes_everything() -> None:
+def test_on_a_cpu_without_vectors_torch_computes_what_it_can() -> None:
     for given in CALLS:
+        if given.op == "linear_scan":  # torch has none
+            assert library.select(given, given.at(SIZES[0]), CPU).kernel == "cpu_scan"
+            continue
         assert library.select(given, given.at(SIZES[0]), CPU) is library.TORCH
 
 

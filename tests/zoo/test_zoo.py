@@ -29,6 +29,7 @@ QUICK = (
     "pixart-transformer",
     "clip-vision",
     "gpt-neox",
+    "mamba",
 )
 
 

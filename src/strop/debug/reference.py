@@ -22,6 +22,7 @@ from strop.ir.e4m3 import as_e4m3
 from strop.ir.eight_bit import CODES, FORMATS
 from strop.ir.exchange import exchanged
 from strop.ir.graph import Graph, Node
+from strop.ir.linear_scan import linear_scan
 from strop.ir.mixed_product import mixed_product
 from strop.ir.normed_linear import normed_linear
 from strop.ir.ops import OPS, Kind
@@ -263,6 +264,7 @@ _RULES: dict[str, Rule] = {
     "paired_geglu": lambda n, x, env: _geglu(n, _paired(x)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "mixed_product": lambda n, x, env: mixed_product(*x),
+    "linear_scan": lambda n, x, env: linear_scan(x[0], x[1]),
     "code_sums": lambda n, x, env: code_sums(*x, **n.attrs),
     "scaled_product": lambda n, x, env: _scaled_product(x),
     "scaled_geglu": lambda n, x, env: _geglu(n, _scaled_product(x)),

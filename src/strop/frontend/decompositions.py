@@ -16,6 +16,7 @@ import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.given_orders import KEEPS_ORDER
 from strop.frontend.gradients import GRADIENT_RULES
 from strop.frontend.library_operators import MIXED_PRODUCT
+from strop.frontend.linear_scans import SCANS
 from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.random import RANDOM_RULES
@@ -287,6 +288,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     aten.baddbmm.default: _baddbmm,
     torch.ops.strop.conv2d.default: _conv2d,
     MIXED_PRODUCT: _mixed_product,
+    **SCANS,
     aten.convolution.default: _convolution,
     torch.ops.strop.convolution.default: _convolution,
     torch.ops.strop.attention.default: _attention,

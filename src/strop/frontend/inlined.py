@@ -4,6 +4,7 @@ TorchScript runs a function in an interpreter of its own, which on a GPU fuses i
 earlier calls: its kernels read the memory of tensors, and those of a trace have none. An
 associative scan whose function works element by element goes to Dynamo, which does not follow the
 modes of a trace. Here the Python code of both runs instead, as Dynamo has it when it inlines them.
+A scan that is a linear recurrence is one operator (``linear_scans``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.jit._state import _try_get_jit_cached_function as scripted
 
+from strop.frontend.linear_scans import scanned
 from strop.frontend.quick import replaced
 
 # the package has the function under this name
@@ -45,8 +47,17 @@ def inlined() -> Iterator[None]:
 
         return scan
 
+    def whole(usual: _Run) -> _Run:
+        def scan(combine: _Run, leaves: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+            own = threading.get_ident() == thread and not any(args) and not any(kwargs.values())
+            found = scanned(combine, leaves) if own else None
+            return usual(combine, leaves, *args, **kwargs) if found is None else found
+
+        return scan
+
     with (
         replaced(torch._C.ScriptFunction, "__call__", as_written),
+        replaced(scans, "generic_associative_scan", whole),
         replaced(scans, "_maybe_compile_and_run_fn", taken_apart),
     ):
         yield

@@ -11,6 +11,7 @@ from strop.ir.dims import Expr
 from strop.ir.op import Anchor, Kind, Op, Shapes
 
 NHWC = (0, 2, 3, 1)
+STEPS_BY_ROWS = (0, 2, 1, 3)  # the states of a step lie together
 BSHD = (0, 2, 1, 3)  # (B, H, S, D) values laid out as (B, S, H, D)
 CUDA = frozenset({"cuda"})
 ANYWHERE = frozenset({"cpu", "cuda"})
@@ -42,6 +43,10 @@ def _conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
         )
     ]
     return 2 * batch * out * math.prod(sides) * math.prod(shapes[1][1:])
+
+
+def _scan_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    return 2 * math.prod(shapes[0])
 
 
 def _upsampled_conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
@@ -301,6 +306,15 @@ CONTRACTIONS: tuple[Op, ...] = (
             warm_up=3,
             flops=_attention_flops,
         ),
+    ),
+    # a, b (batch, rows, steps, inner) -> all states: h[t] = a[t] * h[t - 1] + b[t]
+    # (``ir.linear_scan``). Whatever reads the states of a step, as Mamba's products do, finds them
+    # side by side.
+    Op(
+        "linear_scan",
+        Kind.CONTRACTION,
+        rows_kept=lambda attrs, rank: True,
+        anchor=Anchor("scan", ANYWHERE, order=STEPS_BY_ROWS, is_movable=True, flops=_scan_flops),
     ),
     # x (n,)[, an earlier exchange, which is not read] -> (n,) or (n * size,): what the processes of
     # a group send each other (``ir.exchange``), in the order of their numbers

@@ -132,6 +132,13 @@ def mixed_us(problem: Problem, device: Device) -> float:
     return begin + ops / times.linear_ops + 24 * rows * columns / times.behind_bytes
 
 
+def steps_us(problem: Problem, device: Device) -> float:
+    """Return the time of torch's own steps, which are launches one behind the other."""
+    times, (*lead, steps, inner) = tuned(device).gemm.library, problem.shapes[0]
+    each = times.linear_begin_us + 24 * math.prod(lead) * inner / times.behind_bytes
+    return steps * each
+
+
 def trimmed_us(problem: Problem, device: Device) -> float:
     """Return the time of cuBLAS and of torch's copy of some columns, which are not aligned."""
     times, (columns, _) = tuned(device).gemm.library, problem.shapes[1]
@@ -221,6 +228,7 @@ NORMS = Kernel("cublas_and_torch_norm", NORMED, anything, normed_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
+STEPS = Kernel("torch_steps", ("linear_scan",), anything, steps_us)
 TRIMMED = Kernel("cublas_and_copy", ("trimmed_linear",), anything, trimmed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
@@ -238,6 +246,7 @@ ROWS: tuple[Kernel, ...] = (
     NORMS,
     GATES,
     MIXED,
+    STEPS,
     TRIMMED,
     CODES,
     SCALED,

@@ -87,7 +87,8 @@ def _for_anchor(b: Builder, anchor: Anchor, inputs: tuple[Node, ...]) -> tuple[N
         return tuple(_unit_last(b, x) for x in inputs)
     count = anchor.rows or anchor.pictures
     laid = (_rows(b, x) if anchor.rows else _contiguous(b, x, NHWC) for x in inputs[:count])
-    return (*laid, *inputs[count:])
+    others = (x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs[count:])
+    return (*laid, *others)
 
 
 def _for_pattern(

@@ -34,6 +34,7 @@ from strop.ir.device import Device
 from strop.ir.e4m3 import as_e4m3
 from strop.ir.exchange import exchanged
 from strop.ir.graph import GeneratorRef, Ref
+from strop.ir.linear_scan import linear_scan
 from strop.ir.mixed_product import mixed_product
 from strop.ir.normed_linear import normed_linear
 from strop.ir.overloads import overload_of
@@ -188,6 +189,10 @@ def _matmul(attrs: Mapping[str, Any]) -> OutCall:
 
 def _mixed_product(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: out.copy_(mixed_product(*inputs))
+
+
+def _linear_scan(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(linear_scan(inputs[0], inputs[1]))
 
 
 def _conv2d(attrs: Mapping[str, Any]) -> Call:
@@ -497,6 +502,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "paired_linear_add": _paired_linear_add,
     "matmul": _matmul,
     "mixed_product": _mixed_product,
+    "linear_scan": _linear_scan,
     "code_sums": _code_sums,
     "scaled_product": scaled_calls.on_cpu,
     "code_conv2d": _code_conv2d,

@@ -1,0 +1,1 @@
+"""Hold kernels that walk along a dim, each step of which reads the one before."""
