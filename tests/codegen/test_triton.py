@@ -223,6 +223,15 @@ def test_alpha_is_a_factor():
     check(kernels.pointwise("add", [I64, I64], I64, {"alpha": 3}), {"n": 30})
 
 
+@pytest.mark.parametrize(("dtype", "text"), [(F32, "libdevice.exp("), (F16, "tl.exp(")])
+def test_exponentials_that_leave_in_fp32_are_cudas(dtype, text):
+    """The device's power of two is 4 ulps off, which no half type shows."""
+    for name in ("softmax", "timestep_embedding"):
+        source = emit(SAMPLES[name](dtype).kernel).source.text
+        assert text in source
+        assert ("libdevice" in source) is (dtype is F32)
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_text(name: str, request: pytest.FixtureRequest):
     emitted = emit(SAMPLES[name](F16).kernel)

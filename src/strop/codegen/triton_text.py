@@ -268,8 +268,8 @@ class Printer:
     @property
     def is_exact(self) -> bool:
         """Tell whether fp32 leaves the kernel, or it rounds to few values. Half types hide what a
-        division loses, and a kernel that moves twice as many bytes has time for a better one. What
-        lies between two codes goes to the other one by the last bit of a quotient."""
+        division or an exponential loses, and a kernel that moves twice as many bytes has time for a
+        better one. What lies between two codes goes to the other one by a quotient's last bit."""
         leaves_in_fp32 = any(p.is_output and p.dtype is torch.float32 for p in self.kernel.params)
         return leaves_in_fp32 or rounds_to_codes(self.kernel)
 
@@ -378,6 +378,9 @@ class Printer:
                 # two ulps off, and all elements that share a divisor by the same two
                 terms = ["1.0", *(a.text for a in args)][-2:]
                 text = f"tl.div_rn({', '.join(terms)})"
+            elif stmt.op == "exp" and is_exact and dtype is torch.float32:
+                # tl.exp is off by the rounding of x log2(e), of which a sine behind it makes much
+                text = f"libdevice.exp({args[0].text})"
             self.define(stmt.out, text, dims, dtype, prefix)
         elif isinstance(stmt, OfPair):
             value = self.values[stmt.value]

@@ -183,8 +183,7 @@ ROUNDING: tuple[Op, ...] = (
 EXPONENTIAL: tuple[Op, ...] = (
     row("sqrt", (aten.sqrt.default,), "tl.sqrt_rn({0})", "sp::sqrt({0})", **POSITIVE),
     row("rsqrt", (aten.rsqrt.default,), "tl.rsqrt({0})", "1 / sp::sqrt({0})", **POSITIVE),
-    # tl.exp is off by the rounding of x log2(e), which a sine behind it makes much of
-    row("exp", (aten.exp.default,), "libdevice.exp({0})", "sp::exp({0})"),
+    row("exp", (aten.exp.default,), "tl.exp({0})", "sp::exp({0})"),
     row("exp2", (aten.exp2.default,), "tl.exp2({0})", "sp::exp2({0})"),
     row("expm1", (aten.expm1.default,), "libdevice.expm1({0})", "sp::expm1({0})"),
     row("log", (aten.log.default,), "tl.log({0})", "sp::log({0})", **POSITIVE),

@@ -1,6 +1,5 @@
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.co
         col_mask = col < s0
         v0 = tl.load(p0 + row.to(tl.int64) * s0 + col, mask=col_mask).to(tl.float32)
         v2 = v0 - v1_amax
-        v3 = libdevice.exp(v2)
+        v3 = tl.exp(v2)
         v4_sum_next = tl.where(col_mask, v3, 0.0) - v4_sum_lost
         v4_sum_new = v4_sum + v4_sum_next
         v4_sum_lost = (v4_sum_new - v4_sum) - v4_sum_next
@@ -43,7 +42,7 @@ def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.co
         col_mask = col < s0
         v0 = tl.load(p0 + row.to(tl.int64) * s0 + col, mask=col_mask).to(tl.float32)
         v2 = v0 - v1_amax
-        v3 = libdevice.exp(v2)
+        v3 = tl.exp(v2)
         v5 = v3 / v4_sum
         tl.store(tl.broadcast_to(p1 + row.to(tl.int64) * s0 + col, [ROWS, COLS]), v5, mask=col_mask)
 

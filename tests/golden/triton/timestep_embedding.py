@@ -1,6 +1,5 @@
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -21,7 +20,7 @@ def timestep_embedding(p0, p1, s0, COLS: tl.constexpr, EARLY: tl.constexpr):
     v3 = v2.to(tl.float32)
     v4 = tl.full([], -0.057564627324851146, tl.float32)
     v5 = v3 * v4
-    v6 = libdevice.exp(v5)
+    v6 = tl.exp(v5)
     v7 = v1 * v6
     v8 = col_p.to(tl.int64)
     v9 = tl.full([], 0, tl.int64)
