@@ -11,7 +11,7 @@ group of channels) are *staged*: copied in lane order to a row buffer, once a ta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from strop.codegen import cpp_bags, nest
@@ -126,14 +126,19 @@ class Loops:
 
     @contextmanager
     def rows(self, end: str = "end") -> Iterator[None]:
-        """Print a loop over the rows of a task, in order."""
-        with self.out.loop("row", end, "begin"):
-            self.decode("row", self.inner_rows)
-            for number in self.panels:
-                place = f"sums{number} + (row - begin) * width{number}"
-                self.out(f"const int32_t* const row{number} = {place};")
-            self._fill(stmt for stmt in self.staged if self._is_inner(stmt))
-            yield
+        """Print a loop over the rows of a task, in order. Several axes count on from row to row:
+        quotients of 64 bits would take longer than the elements of a short row."""
+        counted = self.inner_rows if len(self.inner_rows) > 1 else ()
+        with self.out.block("") if counted else nullcontext():
+            self.decode("begin", counted, kind="int64_t")
+            with self.out.loop("row", end, "begin"):
+                self.decode("row", () if counted else self.inner_rows)
+                for number in self.panels:
+                    place = f"sums{number} + (row - begin) * width{number}"
+                    self.out(f"const int32_t* const row{number} = {place};")
+                self._fill(stmt for stmt in self.staged if self._is_inner(stmt))
+                yield
+                self._count_on(counted)
 
     @contextmanager
     def parallel(self, name: str, count: str, work: str) -> Iterator[None]:
@@ -164,14 +169,26 @@ class Loops:
     def _is_inner(self, stmt: Load | Position) -> bool:
         return any(axis.name in stmt.index.axes for axis in self.inner_rows)
 
-    def decode(self, flat: str, axes: Sequence[Axis]) -> None:
+    def _count_on(self, axes: Sequence[Axis]) -> None:
+        """Print the step of axes from one row to the next, the innermost first."""
+        if not axes:
+            return
+        *outer, axis = axes
+        if not outer:
+            self.out(f"++{axis.name};")
+            return
+        with self.out.block(f"if (++{axis.name} == {self.scalars(axis.size)})"):
+            self.out(f"{axis.name} = 0;")
+            self._count_on(outer)
+
+    def decode(self, flat: str, axes: Sequence[Axis], kind: str = "const int64_t") -> None:
         """Recover axes from their flattened position."""
         for place, axis in enumerate(axes):
             inner = product(a.size for a in axes[place + 1 :])
             text = flat if inner == nest.ONE else f"{flat} / {self.scalars(inner)}"
             if place:
                 text += f" % {self.scalars(axis.size)}"  # / and % bind alike, left first
-            self.out(f"const int64_t {axis.name} = {text};")
+            self.out(f"{kind} {axis.name} = {text};")
 
     # ---- cols ------------------------------------------------------------------------------
 

@@ -17,15 +17,27 @@ extern "C" void upsample_nearest(void* const* buffers, const int64_t* scalars) {
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t r0 = row / s2;
-      const int64_t r1 = row / s3 % 2;
-      const int64_t r2 = row / 2 % s4;
-      const int64_t r3 = row % 2;
-      #pragma omp simd
-      for (int64_t c0 = 0; c0 < 36; ++c0) {
-        const float v0 = sp::widen(p0[r0 * s5 + r2 * 36 + c0]);
-        p1[r0 * s6 + r1 * s7 + r2 * 72 + r3 * 36 + c0] = sp::narrow<float>(v0);
+    {
+      int64_t r0 = begin / s2;
+      int64_t r1 = begin / s3 % 2;
+      int64_t r2 = begin / 2 % s4;
+      int64_t r3 = begin % 2;
+      for (int64_t row = begin; row < end; ++row) {
+        #pragma omp simd
+        for (int64_t c0 = 0; c0 < 36; ++c0) {
+          const float v0 = sp::widen(p0[r0 * s5 + r2 * 36 + c0]);
+          p1[r0 * s6 + r1 * s7 + r2 * 72 + r3 * 36 + c0] = sp::narrow<float>(v0);
+        }
+        if (++r3 == 2) {
+          r3 = 0;
+          if (++r2 == s4) {
+            r2 = 0;
+            if (++r1 == 2) {
+              r1 = 0;
+              ++r0;
+            }
+          }
+        }
       }
     }
   }
