@@ -31,8 +31,13 @@ def nightly_tests() -> dict[str, int]:
 
 @pytest.hookimpl(tryfirst=True)  # before those are left out that have the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     parts, seen = nightly_tests(), Counter[str]()
+    without = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
     for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(without)
         name = item.nodeid
         prefix = next((p for p in (name, name.partition("[")[0]) if p in parts), "")
         if prefix:
