@@ -18,7 +18,6 @@ from strop.dispatch.entry_runner import EntryRunner
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run.cuda_graphs import CapturedGraph, GraphPool, MakeBound
 from strop.runtime.run.graph_copies import shared_by
-from strop.runtime.run.host_draws import draw_on_host
 from strop.runtime.run.workspace import workspace_of
 
 CPU = torch.device("cpu")
@@ -117,7 +116,6 @@ def _without_a_look(bound: Any, run: Callable[[], Any]) -> Any:
 
 
 def _run(self: EntryRunner, entry: Entry, tensors: list[Tensor], loop: int | None) -> Any:
-    draw_on_host(entry.variant.program.host_draws)
     if self.wants_graph(entry):
         return self._replay(entry, tensors, loop)
     return self._run_bound(entry, tensors, 0, loop)

@@ -13,6 +13,7 @@ import strop
 from strop.api import optimize_module
 from strop.artefacts.building import CARDS
 from strop.artefacts.planning import PlanningDispatcher
+from strop.dispatch.native_look import native_look
 from strop.frontend import importer
 from strop.frontend.host_draws import unused_draw
 from strop.ir import serialize
@@ -66,7 +67,7 @@ def test_a_plan_for_a_gpu_has_them(tmp_path: Path) -> None:
     (variant,) = module.forward.variants.all
     program = variant.program
     assert [draw.target for draw in program.host_draws] == ["aten.rand.default"] * 3
-    assert not program.is_pure
+    assert program.is_pure
     assert serialize.from_json(serialize.to_json(program)) == program
 
 
@@ -80,12 +81,41 @@ def test_the_generator_moves_on_as_in_eager(
     monkeypatch.setattr(importer, "unused_draw", lambda fx, devices: unused_draw(fx, {"cuda"}))
     with replayed.replayed_first() as pool:
         options = Options(cache_dir=str(tmp_path), strict=True, cuda_graphs=has_graphs)
+        native_look(str(tmp_path))  # short ways wait for it
         module = strop.optimize(net(), options=options)
         assert torch.equal(torch.cat(states(module, x)), torch.cat(wanted))
         torch.testing.assert_close(module(x), net()(x))
         assert bool(pool.num_replays) is has_graphs
+        assert bool(module.forward.counters.short_replays) is has_graphs
     (variant,) = module.forward.variants.all
     assert len(variant.program.host_draws) == 3
+
+
+def test_a_run_that_is_taken_back_draws_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "unused_draw", lambda fx, devices: unused_draw(fx, {"cuda"}))
+    x, eager = torch.randn(2, 8), net()
+    with replayed.replayed_first() as pool:
+        options = Options(cache_dir=str(tmp_path), strict=True)
+        module = strop.optimize(net(), options=options)
+        for each in (module, eager):
+            states(each, x)
+        taken_back = pool.num_replays
+        numbers = []
+        for each in (module, eager):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                each.layers[0] = nn.Linear(8, 8).requires_grad_(False).eval()
+                each.layers[0].weight.fill_(0.5)
+                each.layers[0].bias.zero_()
+            torch.manual_seed(4)
+            with torch.no_grad():
+                numbers.append((each(x), torch.rand(1)))
+        assert pool.num_replays > taken_back, "else the test says nothing"
+    (own, own_next), (wanted, wanted_next) = numbers
+    torch.testing.assert_close(own, wanted)
+    assert torch.equal(own_next, wanted_next)
 
 
 def test_what_somebody_reads_or_whose_size_is_open_is_none() -> None:

@@ -57,6 +57,7 @@ from strop.patterns import registry
 from strop.runtime.build.processors import check_system
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run.fair_turns import FairLock
+from strop.runtime.run.host_draws import draw_on_host
 from strop.runtime.run.library_calls import drawing_by
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -223,6 +224,8 @@ class Dispatcher(ForwardStandIn):
             refusal, result = in_normal_modes(
                 partial(self._serve, call, plain, flight, is_no_grad=is_no_grad)
             )
+        if refusal is None and self.latest is not None:
+            draw_on_host(self.latest.variant.program.host_draws)
         if self._replayed.due is not None:
             self._replayed.prepare(args, kwargs, call)
         return DecidedCall((args, kwargs), call=call, refusal=refusal, result=result)
@@ -250,8 +253,7 @@ class Dispatcher(ForwardStandIn):
         return found
 
     def _unfit_scale(self, scale: float) -> str:
-        """Say why a call cannot be served that multiplies the scales of all adapters, or
-        nothing."""
+        """Say why a call with a scale for all adapters cannot be served, or nothing."""
         if not self._look.is_undisturbed:
             self._check_state()
         return self.state.scale_refusal(scale)

@@ -31,7 +31,6 @@ from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of
 from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
 from strop.runtime.run import cuda_graphs, graph_keep_alive
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.host_draws import draw_on_host
 from strop.runtime.run.large_pages import LargePages
 from strop.runtime.run.run_order import RunOrder
 from strop.runtime.run.workspace import Workspace, workspace_of
@@ -171,8 +170,6 @@ class EntryRunner:
         """Run from a graph if there is one, else step by step. Where memory runs out, all graphs
         are dropped, and it runs again, unless other processes would have to do so too."""
         may_run_again = not entry.has_exchanges
-        if draws := entry.variant.program.host_draws:
-            draw_on_host(draws)
         if self.wants_graph(entry):
             try:
                 return self._replay(entry, tensors, checked_loop)

@@ -30,6 +30,7 @@ from strop.dispatch.varying_numbers import GivenCall
 from strop.frontend.layerwise_casting import is_cast_as_one
 from strop.frontend.objects import WithObjects
 from strop.runtime.run import cuda_graphs
+from strop.runtime.run.host_draws import draw_on_host
 from strop.runtime.run.library_settings import library_settings
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ class ReplayedCalls:
         if is_ahead and not _is_as_it_was(served, way):
             self._runner.take_back(way.entry)
             return NO_RESULT
+        draw_on_host(way.entry.variant.program.host_draws)
         counters = self._counters
         counters.replays += 1
         counters.short_replays += 1

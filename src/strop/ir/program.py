@@ -334,8 +334,9 @@ class Program:
     @cached_property
     def is_pure(self) -> bool:
         """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
-        nothing in it may draw numbers, tells other processes or is code that nobody here knows."""
-        return self._keeps_to_itself(is_pure_call) and not self.host_draws
+        nothing in it may draw numbers, tells other processes or is code that nobody here knows.
+        ``host_draws`` are no part of a run: they are made when its results are handed out."""
+        return self._keeps_to_itself(is_pure_call)
 
     @cached_property
     def is_ours(self) -> bool:

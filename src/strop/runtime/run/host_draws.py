@@ -12,7 +12,8 @@ from strop.runtime.run.library_calls import overload
 
 
 def draw_on_host(draws: tuple[HostDraw, ...]) -> None:
-    """Make each draw, in its order."""
+    """Make each draw, in its order, as the results of a call are handed out: a run that is taken
+    back draws nothing."""
     for draw in _calls_of(draws):
         draw()
 
