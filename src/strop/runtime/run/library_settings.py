@@ -7,7 +7,9 @@ another kind of attention, gets another graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
+from operator import call
 
 import torch
 
@@ -25,11 +27,13 @@ FLAGS = (
     "cudnn_benchmark",
     "cudnn_deterministic",
     "deterministic_algorithms",
-    "blas_preferred_backend",
 )
 
 _precision = torch._C._get_fp32_precision_getter
-_flags = tuple(getattr(torch._C, f"_get_{name}") for name in FLAGS)
+_questions: tuple[Callable[[], Hashable], ...] = (
+    *(partial(_precision, *of) for of in PRECISIONS),
+    *(getattr(torch._C, f"_get_{name}") for name in FLAGS),
+)
 
 
 def library_settings() -> Hashable:
@@ -37,7 +41,7 @@ def library_settings() -> Hashable:
     a process that has no work for a GPU yet."""
     if not torch.cuda.is_initialized():
         return ()
-    return (*(_precision(*of) for of in PRECISIONS), *(flag() for flag in _flags))
+    return tuple(map(call, _questions))
 
 
 def convolves_in_tf32() -> bool:
