@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from strop.runtime.run.zeroed_scratch import CHUNK, ZeroedScratch
+from strop.runtime.run.zeroed_scratch import ALIGNED, CHUNK, ZeroedScratch
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,7 @@ def test_pieces_are_zero_aligned_and_apart() -> None:
     zeros = ZeroedScratch()
     pieces = [zeros.take(n % 7 + 1, dtype, CPU) for n in range(40) for dtype in KINDS]
     for number, piece in enumerate(pieces):
-        assert piece.data_ptr() % 16 == 0
+        assert piece.data_ptr() % 64 == 0
         assert not piece.any()
         piece.fill_(number % 100 + 1)
     for number, piece in enumerate(pieces):
@@ -31,7 +31,7 @@ def test_small_pieces_share_an_allocation_and_large_ones_do_not() -> None:
 
 def test_a_full_chunk_is_followed_by_another() -> None:
     zeros = ZeroedScratch()
-    pieces = [zeros.take(1, torch.int64, CPU) for _ in range(CHUNK // 16 + 1)]
+    pieces = [zeros.take(1, torch.int64, CPU) for _ in range(CHUNK // ALIGNED + 1)]
     assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 2
     assert len({piece.data_ptr() for piece in pieces}) == len(pieces)
 

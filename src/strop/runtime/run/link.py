@@ -434,17 +434,23 @@ def _scratch_pointers(at: Linking, position: int, launch: GeneratedLaunch) -> li
 
 
 def _scratch_pointer(at: Linking, position: int, place: int, launch: GeneratedLaunch) -> int:
-    scratch, zeroed = launch.source.scratch[place], at.resources.zeroed
+    scratch = launch.source.scratch[place]
     if scratch.faults:
         return at.resources.faults.pointer(position)
     if not scratch.zeroed:
         return at.memory.data_ptr() + at.plan.memory.scratch[position, place]
     if scratch.packs >= 0 and (held := _packed_memory(at, position, place, launch)) is not None:
         return held.memory.data_ptr()
-    if (position, place) not in zeroed:
-        numel, device = launch.scratch_numels[place], at.memory.device
-        zeroed[position, place] = at.resources.zeros.take(numel, scratch.dtype, device)
-    return zeroed[position, place].data_ptr()
+    numel = launch.scratch_numels[place]
+    return _zeros(at, (position, place), numel, scratch.dtype).data_ptr()
+
+
+def _zeros(at: Linking, key: tuple[int, int], numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the scratch of a step and place, which is zero before the first run."""
+    zeroed = at.resources.zeroed
+    if key not in zeroed:
+        zeroed[key] = at.resources.zeros.take(numel, dtype, at.memory.device)
+    return zeroed[key]
 
 
 def _packed_memory(
@@ -473,16 +479,14 @@ def _memory_of(
 def _kept(at: Linking, position: int, step: CallStep, launches: Launches) -> list[Tensor]:
     """Return the memory into which the kernel of a call packs weights, in the order of its
     scratch."""
-    found, zeroed = [], at.resources.zeroed
+    found = []
     for place, each in enumerate(launches.scratch):
         if each.packs < 0:
             continue
         key, ref, numel = (position, place), step.inputs[each.packs], math.prod(each.shape)
         move = at.plan.sizes.of(ref.offset) * each.dtype.itemsize
         held = _memory_of(at, key, ref.buffer, move, numel)
-        if held is None and key not in zeroed:
-            zeroed[key] = torch.zeros(numel, dtype=each.dtype, device=at.memory.device)
-        found.append(zeroed[key] if held is None else held.memory)
+        found.append(_zeros(at, key, numel, each.dtype) if held is None else held.memory)
     return found
 
 

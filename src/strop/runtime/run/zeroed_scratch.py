@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 14  # bytes that are allocated at once
-ALIGNED = 16
+ALIGNED = 64  # bytes, as what torch allocates is at least
 
 
 class ZeroedScratch:
