@@ -146,11 +146,15 @@ def _has_moments(kernel: LoopKernel) -> bool:
 
 
 def _strided_tile(kernel: LoopKernel, most: int | None) -> RowTile:
-    persistent = most is not None and most <= MAX_STRIDED_COLS
-    cols = next_power_of_two(most) if most is not None and persistent else STRIDED_COLS
-    elements = STRIDED_ELEMENTS if kernel.num_cols.is_const or not persistent else 0
-    rows = fitting(kernel.num_rows, max(elements // cols, STRIDED_ROWS))
-    return RowTile(rows, cols, int(persistent), 4 if rows * cols <= 4096 else 8)
+    if most is None or most > MAX_STRIDED_COLS:
+        cols, pieces = STRIDED_COLS, 0
+    else:
+        cols, pieces = next_power_of_two(most), 1
+    rows = max(STRIDED_ELEMENTS // cols, STRIDED_ROWS)
+    if pieces and not kernel.num_cols.is_const:
+        rows = STRIDED_ROWS  # few rows are to be several programs
+    rows = fitting(kernel.num_rows, rows)
+    return RowTile(rows, cols, pieces, 4 if rows * cols <= 4096 else 8)
 
 
 def strided_forms(kernel: LoopKernel) -> Iterator[Form]:
