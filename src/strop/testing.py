@@ -24,7 +24,22 @@ from strop.ir.eight_bit import FORMATS, eight_bit_linear
 
 RMS_FACTOR, RMS_ULPS = 1.10, 0.5
 MAX_FACTOR, MAX_ULPS = 2.0, 2.0
+Rule = tuple[str, Callable[[Tensor], float], float, float]  # name, measure, factor, ulps
 FEW = 64  # numbers, of which chance decides the RMS of the error
+
+
+def _rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def _max(x: Tensor) -> float:
+    return x.double().abs().max().item() if x.numel() else 0.0
+
+
+RULES: tuple[Rule, ...] = (
+    ("RMS", _rms, RMS_FACTOR, RMS_ULPS),
+    ("maximum", _max, MAX_FACTOR, MAX_ULPS),
+)
 
 
 def assert_as_accurate_as_eager(
@@ -53,7 +68,8 @@ def assert_as_accurate_together(triples: Sequence[tuple[Tensor, Tensor, Tensor]]
     if own and any(x.numel() for x in own):
         eps = torch.finfo(triples[0][0].dtype).eps
         every = torch.cat(own)
-        _judge(every, torch.cat(base), eps, rules=RULES[1:] if every.numel() < FEW else RULES)
+        rules = RULES if every.numel() >= FEW else RULES[1:]
+        _judge(every, torch.cat(base), eps, rules=rules)
 
 
 def _finite_parts(
@@ -76,10 +92,10 @@ def _finite_parts(
 
 
 def _judge(
-    own: Tensor, base: Tensor, ulp: float, what: str = "", rules: Sequence[Rule] | None = None
+    own: Tensor, base: Tensor, ulp: float, what: str = "", rules: Sequence[Rule] = RULES
 ) -> None:
     prefix = f"{what}: " if what else ""
-    for name, of, factor, ulps in RULES if rules is None else rules:
+    for name, of, factor, ulps in rules:
         error, eager = of(own), of(base)
         limit = factor * eager + ulps * ulp
         assert error <= limit, (
@@ -92,14 +108,6 @@ def psnr(image: Tensor, reference: Tensor, peak: float = 1.0) -> float:
     """Return the peak signal-to-noise ratio in dB."""
     error = _rms(image.double() - reference.double())
     return float("inf") if error == 0 else 20 * torch.tensor(peak / error).log10().item()
-
-
-def _rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
-
-
-def _max(x: Tensor) -> float:
-    return x.double().abs().max().item() if x.numel() else 0.0
 
 
 def eight_bit_errors(
@@ -137,10 +145,3 @@ def eight_bit_errors(
     if not sums:
         raise OptionError(f"run called no linear of this {type(module).__name__}")
     return {path: (error / exact) ** 0.5 if exact else 0.0 for path, (error, exact) in sums.items()}
-
-
-Rule = tuple[str, Callable[[Tensor], float], float, float]  # name, measure, factor, ulps
-RULES: tuple[Rule, ...] = (
-    ("RMS", _rms, RMS_FACTOR, RMS_ULPS),
-    ("maximum", _max, MAX_FACTOR, MAX_ULPS),
-)
