@@ -377,7 +377,7 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
     usual = _conv2d(attrs)
 
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
-        if not torch._C._get_cudnn_enabled():
+        if not torch.backends.cudnn.enabled:
             out.copy_(usual(inputs))
             return
         out_variant(
@@ -417,12 +417,7 @@ def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
     def call(inputs: Sequence[Tensor]) -> Tensor:
         inputs = (*map(_aligned, inputs[:3]), *inputs[3:])
         q, k, v, *mask = inputs
-        is_allowed = torch._C._get_cudnn_sdp_enabled()
-        if (
-            mask
-            or q.shape[1] != k.shape[1]
-            or not (is_allowed and _fits_cudnn_attention(q, v, most))
-        ):
+        if mask or q.shape[1] != k.shape[1] or not _fits_cudnn_attention(q, v, most):
             return usual(attention_calls.for_a_fused_kernel(inputs, causal, scale))  # type: ignore[no-any-return]
         result: Tensor = cudnn(q, k, v, None, False, 0.0, causal, False, scale=scale)[0]
         return result
@@ -432,8 +427,9 @@ def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
 
 def _fits_cudnn_attention(q: Tensor, v: Tensor, most: int) -> bool:
     dims = (q.shape[-1], v.shape[-1])
+    is_allowed = torch.backends.cuda.cudnn_sdp_enabled()
     half = q.dtype in (torch.float16, torch.bfloat16)
-    return half and all(d % 8 == 0 and d <= most for d in dims)
+    return is_allowed and half and all(d % 8 == 0 and d <= most for d in dims)
 
 
 def _code_sums(attrs: Mapping[str, Any]) -> OutCall:

@@ -52,4 +52,4 @@ def convolves_in_tf32() -> bool:
 
 def wants_same_bits() -> bool:
     """Tell whether convolutions have to give the same bits in each run."""
-    return bool(torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms())
+    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
