@@ -24,13 +24,13 @@ def draw(result: Result, folder: Path) -> list[Path]:
         if figure is not None:
             folder.mkdir(parents=True, exist_ok=True)
             found.append(folder / f"{stem}-{kind}.svg")
-            save_with_text(figure, found[-1])
+            _save(figure, found[-1])
     return found
 
 
-def save_with_text(figure: Any, file: Path) -> None:
-    """Write an SVG whose texts are texts: outlines of letters take ten times as many bytes, and
-    nobody finds a word in them."""
+def _save(figure: Any, file: Path) -> None:
+    """Write an SVG whose texts are texts: outlines of letters are half of such a file, and nobody
+    finds a word in them."""
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.fonttype": "none"}):
