@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import strop
+from strop.api import optimize_module
+from strop.artefacts.building import CARDS
+from strop.artefacts.planning import PlanningDispatcher
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.tensor_spec import TensorSpec
 from strop.lowering.lower import lower
 from strop.options import Options
+from strop.runtime.build.ahead import AheadLoader
 from tests.codegen.kernels import Sample, numels_of
 from tests.codegen.test_model_kernels import check
 from tests.frontend.tracing import Function, trace_specs
@@ -209,6 +214,44 @@ def test_gradients(by: str) -> None:
             torch.autograd.grad(f(x).square().sum() + f(x).sin().sum(), x)[0] for f in (ours, plain)
         )
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+class MadeOnTheHost(nn.Module):
+    """Makes its table on the CPU in the first call and moves it, as Z-Image does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(16, device="cpu"), 1.0 / 100 ** (torch.arange(4) / 4))
+        table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        return _rotated(self.linear(x), table.to(x.device)[: x.shape[1]])
+
+
+def test_a_table_that_is_made_on_the_host_moves_to_a_gpu_in_parts(tmp_path: Path) -> None:
+    """Planned for a GPU, where the table's two halves move one by one."""
+    module, options = MadeOnTheHost().eval(), Options(cache_dir=str(tmp_path), strict=True)
+    loader = AheadLoader("sm_90", CARDS["sm_90"], options)
+    kind = partial(PlanningDispatcher, loader=loader, place=torch.device("cuda", 0))
+    optimize_module(module, options, kind=kind)
+    with torch.no_grad():
+        module(torch.randn(2, 4, 3, 8))
+    (variant,) = module.forward.variants.all
+    assert {step.op for step in variant.program.call_steps} == {"linear"}
+
+
+@pytest.mark.gpu
+def test_a_table_that_is_made_on_the_host_on_a_gpu(tmp_path: Path) -> None:
+    plain = MadeOnTheHost().eval().cuda()
+    module = MadeOnTheHost().eval().cuda()
+    module.load_state_dict(plain.state_dict())
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    for length in (4, 7, 7, 7):
+        x = torch.randn(2, length, 3, 8, device="cuda")
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert not module.forward.counters.fallbacks
 
 
 @pytest.mark.gpu

@@ -117,6 +117,10 @@ class Apart:
             self._whole[node].meta["val"] = node.meta["val"]
         return self._whole[node]
 
+    def is_apart(self, value: Any) -> bool:
+        """Tell whether a value of the old graph is computed as two real ones."""
+        return isinstance(value, Node) and value in self._parts
+
     def parts(self, value: Any, dtype: torch.dtype) -> Parts:
         """Return real and imaginary part of a node of the old graph, or a number. ``dtype`` is that
         of the parts."""
