@@ -61,9 +61,9 @@ def _forms(kernel: LoopKernel) -> Iterable[Form]:
     if kernel.schedule is Schedule.COLUMN:
         return triton_column.forms(kernel)
     by_row = kernel.schedule is Schedule.ROW
-    if is_transposing(kernel):
-        return triton_row.strided_forms(kernel) if by_row else ()
-    return triton_row.forms(kernel) if by_row else triton_pointwise.forms(kernel)
+    if not by_row:
+        return triton_pointwise.forms(kernel)
+    return triton_row.strided_forms(kernel) if is_transposing(kernel) else triton_row.forms(kernel)
 
 
 def _variant(form: Form, *, as_block: bool = False) -> KernelForm:

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from strop.codegen import triton_division
 from strop.errors import CodegenError
 from strop.ir.dims import Expr, const, product, symbol, to_expr
 from strop.ir.loops import (
@@ -277,8 +278,26 @@ class Printer:
         """Return a reduction's sum over the number of its terms, which is an integer."""
         if dtype is not torch.float32 or not self.is_exact:
             return f"{total} / {count}"
-        number = f"{count}.0" if count.isdigit() else f"({count}).to(tl.float32)"
-        return f"tl.div_rn({total}, {number})"
+        if count.isdigit():
+            return triton_division.by_number(total, float(count))
+        return triton_division.by_tensor(total, f"({count}).to(tl.float32)")
+
+    def _known(self, name: str) -> float | None:
+        """Return the number that a value is, if it is known when the kernel is printed."""
+        for stmt in self.kernel.body:
+            if isinstance(stmt, Literal) and stmt.out == name:
+                return None if isinstance(stmt.value, Expr) else float(stmt.value)
+        return None
+
+    def _exact_quotient(self, stmt: Apply, args: Sequence[str]) -> str:
+        """Divide as exactly as eager: Triton's own / is two ulps off, and all elements that share a
+        divisor by the same two."""
+        if stmt.op == "reciprocal":
+            return f"tl.div_rn(1.0, {args[0]})"
+        known = self._known(stmt.args[1])
+        if known is None:
+            return triton_division.by_tensor(*args)
+        return triton_division.by_number(args[0], known)
 
     def mask(self, name: str, size: Expr, tile: int) -> dict[str, str]:
         """Return the mask of a tile dimension, printed, where tiles may stick out."""
@@ -374,10 +393,8 @@ class Printer:
             text = apply_text(stmt, [a.text for a in args])
             is_exact = not dims or (self.is_exact and stmt.dtype is torch.float32)
             if stmt.op in ("div", "reciprocal") and is_exact and dtype is torch.float32:
-                # once a launch, or what leaves in fp32, is as exact as eager's: Triton's own / is
-                # two ulps off, and all elements that share a divisor by the same two
-                terms = ["1.0", *(a.text for a in args)][-2:]
-                text = f"tl.div_rn({', '.join(terms)})"
+                # once a launch, or what leaves in fp32
+                text = self._exact_quotient(stmt, [a.text for a in args])
             elif stmt.op == "exp" and is_exact and dtype is torch.float32:
                 # tl.exp is off by the rounding of x log2(e), of which a sine behind it makes much
                 text = f"libdevice.exp({args[0].text})"

@@ -53,6 +53,14 @@ _PAIR = """    even, odd = tl.split(tl.reshape(x, [x.numel // 2, 2]))
 # On sm_90 and newer the exponential and the reciprocal are one instruction each, which take what
 # is subnormal for 0: what comes of that is below 2^-126 of x. Those that keep it scale before and
 # behind, in nine of 17 instructions for a number, which kernels that quantise rows wait for.
+#
+# quotient: a / b, rounded to the nearest. div.rn takes a zero numerator the slow way, with all
+# lanes of the warp. 2^-60 is neither slow nor too large over the least of divisors, and zero times
+# that is 0, or NaN over zero, with the right sign.
+#
+# quotient_by: x / divisor for a known number, whose reciprocal is rounded to the nearest: the
+# product of both, and one step of Newton's method. The rest of what is infinite is NaN, and that of
+# -0 would make it 0.
 SM_90 = "SM_90"
 FUNCTIONS: Mapping[str, str] = {
     "half_gelu_tanh": f"""def half_gelu_tanh(x, {SM_90}: tl.constexpr):
@@ -67,6 +75,15 @@ FUNCTIONS: Mapping[str, str] = {
     else:
         y = x / (1.0 + tl.exp2(t))
     return y""",
+    "quotient": """def quotient(a, b):
+    is_zero = a == 0
+    result = tl.div_rn(tl.where(is_zero, 8.673617379884035e-19, a), b)
+    return tl.where(is_zero, a * result, result)""",
+    "quotient_by": """def quotient_by(x, divisor, reciprocal):
+    near = x * reciprocal
+    rest = tl.fma(-near, divisor, x)
+    is_off = (tl.abs(rest) > 0) & (tl.abs(rest) < float("inf"))
+    return tl.where(is_off, tl.fma(rest, reciprocal, near), near)""",
     "e4m3_code": f"""def e4m3_code(x, {SM_90}: tl.constexpr):
     if {SM_90}:
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)

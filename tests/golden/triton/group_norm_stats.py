@@ -3,6 +3,13 @@ import triton.language as tl
 
 
 @triton.jit
+def quotient(a, b):
+    is_zero = a == 0
+    result = tl.div_rn(tl.where(is_zero, 8.673617379884035e-19, a), b)
+    return tl.where(is_zero, a * result, result)
+
+
+@triton.jit
 def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         if tl.num_programs(0) <= 640:
@@ -35,7 +42,7 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
         v5_m2 += v5_diff * v5_diff * (1.0 - weight)
     length = tl.maximum(end - begin, 0)
     seen = (length - tl.arange(0, ROWS)[:, None] + ROWS - 1) // ROWS
-    v5_mean_all = tl.div_rn(tl.sum(v5_mean * seen, axis=0, keep_dims=True), (tl.maximum(length, 1)).to(tl.float32))
+    v5_mean_all = quotient(tl.sum(v5_mean * seen, axis=0, keep_dims=True), (tl.maximum(length, 1)).to(tl.float32))
     v5_mean_diff = v5_mean - v5_mean_all
     v5_m2 = tl.sum(v5_m2 + seen * v5_mean_diff * v5_mean_diff, axis=0, keep_dims=True)
     v5_mean = v5_mean_all
@@ -49,7 +56,7 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
     v5_own_mean = tl.where(is_lane, tl.reshape(v5_own_mean, [KEPT, LANES]), 0.0)
     v5_own_m2 = tl.gather(tl.reshape(v5_m2, [COLS]), place, 0)
     v5_own_m2 = tl.where(is_lane, tl.reshape(v5_own_m2, [KEPT, LANES]), 0.0)
-    v5_own_mean_all = tl.div_rn(tl.sum(v5_own_mean * lane_count, axis=1, keep_dims=True), (tl.maximum(length * 10, 1)).to(tl.float32))
+    v5_own_mean_all = quotient(tl.sum(v5_own_mean * lane_count, axis=1, keep_dims=True), (tl.maximum(length * 10, 1)).to(tl.float32))
     v5_own_mean_diff = v5_own_mean - v5_own_mean_all
     v5_own_m2 = tl.sum(v5_own_m2 + lane_count * v5_own_mean_diff * v5_own_mean_diff, axis=1, keep_dims=True)
     v5_own_mean = v5_own_mean_all
@@ -73,7 +80,7 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
             merged_count = total_count + part_count
             v5_part_mean = tl.load(every_partials + 0, mask=part_mask, other=0.0, cache_modifier=".cg")
             v5_part_m2 = tl.load(every_partials + 32, mask=part_mask, other=0.0, cache_modifier=".cg")
-            v5_part_mean_all = tl.div_rn(tl.sum(v5_part_mean * count, axis=0, keep_dims=True), (tl.maximum(part_count, 1)).to(tl.float32))
+            v5_part_mean_all = quotient(tl.sum(v5_part_mean * count, axis=0, keep_dims=True), (tl.maximum(part_count, 1)).to(tl.float32))
             v5_part_mean_diff = v5_part_mean - v5_part_mean_all
             v5_part_m2 = tl.sum(v5_part_m2 + count * v5_part_mean_diff * v5_part_mean_diff, axis=0, keep_dims=True)
             v5_part_mean = v5_part_mean_all
@@ -82,7 +89,7 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
             v5_total_mean += v5_share
             v5_total_m2 += v5_part_m2 + v5_delta * v5_share * total_count
             total_count = merged_count
-        v6 = tl.div_rn(v5_total_m2, ((s2 * 2)).to(tl.float32))
+        v6 = quotient(v5_total_m2, ((s2 * 2)).to(tl.float32))
         v7 = tl.full([], 1e-05, tl.float32)
         v8 = v6 + v7
         v9 = tl.rsqrt(v8)

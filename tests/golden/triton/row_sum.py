@@ -3,6 +3,13 @@ import triton.language as tl
 
 
 @triton.jit
+def quotient(a, b):
+    is_zero = a == 0
+    result = tl.div_rn(tl.where(is_zero, 8.673617379884035e-19, a), b)
+    return tl.where(is_zero, a * result, result)
+
+
+@triton.jit
 def row_sum(p0, p1, p2, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         if tl.num_programs(0) <= 640:
@@ -25,7 +32,7 @@ def row_sum(p0, p1, p2, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: t
     v1_sum -= v1_sum_lost
     v1_sum = tl.sum(v1_sum, axis=1, keep_dims=True)
     tl.store(tl.broadcast_to(p1 + row.to(tl.int64), [ROWS, 1]), v1_sum)
-    v3 = tl.div_rn(v1_sum, v2)
+    v3 = quotient(v1_sum, v2)
     tl.store(tl.broadcast_to(p2 + row.to(tl.int64), [ROWS, 1]), v3)
 
 # grid s1, 4 warps
