@@ -1,5 +1,5 @@
-"""Transformers that read sizes from a mask: they stay in eager themselves, and their blocks are
-compiled."""
+"""Transformers that cannot be traced as a whole, as those that read sizes from a mask: they stay in
+eager themselves, and their blocks are compiled."""
 
 from __future__ import annotations
 
@@ -64,6 +64,31 @@ def test_blocks_are_compiled_and_follow_their_weights(name: str, tmp_path: Any) 
     strop.restore(fast)
     assert not any("forward" in vars(part) for part in fast.transformer.modules())
     assert nearness(drawn(case, fast), drawn(case, eager)) == float("inf")
+
+
+class Asking(nn.Module):
+    """Asks whether a tensor is true, which no trace knows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.abs().sum() >= 0 else x
+
+
+def test_blocks_are_compiled_whatever_the_forward_around_them_does(tmp_path: Any) -> None:
+    case = case_of("flux")
+    eager, fast = case.made(), case.made()
+    for pipe in (eager, fast):
+        pipe.transformer.proj_out = Asking(pipe.transformer.proj_out)
+    strop.optimize(fast, options=Options(cache_dir=str(tmp_path)))
+    assert nearness(drawn(case, fast), drawn(case, eager)) >= 100
+    blocks = served(fast)
+    assert sorted(blocks) == ["single_transformer_blocks.0", "transformer_blocks.0"]
+    assert all(block.counters.calls and not block.counters.eager_calls for block in blocks.values())
+    (reason,) = dispatchers_of(fast)["transformer"].counters.fallbacks
+    assert reason.startswith("its blocks are compiled: ")
 
 
 def test_strict_refuses(tmp_path: Any) -> None:

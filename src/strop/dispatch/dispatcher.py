@@ -481,9 +481,9 @@ class Dispatcher(ForwardStandIn):
                 return self._noted_cut(refusal, result)
         may_serve_parts = not (self.options.strict or self.hosted.may_move)
         with self._lock:
-            is_by_values = str(refusal) in self.variants.by_values and self._is_denoiser
-            may_serve_parts &= bool(self.state.replaced) or is_by_values
-            is_cached = may_serve_parts and self.cached.take(wants_blocks=is_by_values)
+            wants_blocks = str(refusal) in self.variants.of_code and self._is_denoiser
+            may_serve_parts &= bool(self.state.replaced) or wants_blocks
+            is_cached = may_serve_parts and self.cached.take(wants_blocks=wants_blocks)
         try:
             result = self._run_plainly(args, kwargs)
         except Exception:
@@ -493,7 +493,7 @@ class Dispatcher(ForwardStandIn):
         if self.options.strict:
             raise refusal
         if is_cached:
-            what = "its blocks are" if is_by_values else "what stands inside of its hooks is"
+            what = "its blocks are" if wants_blocks else "what stands inside of its hooks is"
             self._fallbacks.note(f"{what} compiled: {refusal}")
         else:
             self._fallbacks.note_eager(str(refusal))

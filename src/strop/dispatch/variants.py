@@ -156,6 +156,9 @@ class VariantStore:
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
         self.by_values = set[str]()  # failures that are about sizes which values decide
+        self.of_code = set[
+            str
+        ]()  # failures of a whole forward, of which parts may be without fault
         self.forward_of = _own_forward  # what is traced of a copy of the module, for a call
 
     def library(self, device: torch.device) -> KernelLoader:
@@ -313,6 +316,8 @@ class VariantStore:
             raise
         except REFUSALS as error:
             self._failed[key, shapes.is_ragged] = str(error)
+            if isinstance(error, CaptureError | UnsupportedError):
+                self.of_code.add(str(error))
             if is_by_values(error):
                 self.by_values.add(str(error))
             raise
