@@ -151,6 +151,8 @@ def test_the_columns_and_who_is_slower() -> None:
         "In a graph, beside inductor-graph, 1 row: median 2.50 times as fast, least 2.50. Slower:"
         " none."
     )
+    assert zoo_times.header(result)[1] == "in a graph, times inductor-graph's speed at 1, 4"
+    assert zoo_times.cells(result, result["models"][0]) == ("2.00, 0.90", "-, 2.50")
     bare = {"models": [{"name": "one"}]}
     assert zoo_times.header(bare) == zoo_times.cells(bare, bare["models"][0]) == ()
 

@@ -362,12 +362,16 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the page ``docs/models.md``."""
+    """Return the page ``docs/models.md``, or ``docs/models-gpu.md``."""
     found = result["environment"]
+    is_gpu = "gpu" in found
+    page = "docs/models-gpu.md" if is_gpu else "docs/models.md"
+    other = "[a CPU](models.md)" if is_gpu else "[a GPU](models-gpu.md)"
     head = [
-        "# Models",
+        f"# Models on a {'GPU' if is_gpu else 'CPU'}",
         "",
-        "`strop bench models --page docs/models.md` writes this page. It compiles each",
+        f"`strop bench models --device {'cuda' if is_gpu else 'cpu'} --page {page}` writes this",
+        f"page; there is one of {other}, too. It compiles each",
         "architecture at tiny widths with random weights, and runs it at"
         f" {counted(result['num_shapes'], 'shape')} and batches. A model passes when",
         "",

@@ -36,6 +36,8 @@ PEERS: Mapping[str, tuple[str, ...]] = {
 IN_GRAPH = "strop-graph"  # Strop's call in a CUDA graph made by hand
 MOST_GRAPHS = 1000  # of torch's in one process: each batch of each model is one
 Call = Callable[[], Any]
+# how many times as long a peer takes as Strop, for each batch
+Ratios = Callable[[Mapping[str, Any], str], Sequence[float | None]]
 Found = dict[str, Any]
 
 
@@ -185,15 +187,25 @@ def header(result: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the titles of the columns, of which there are none without times."""
     told = result.get("times") or {"peers": (), "batches": ()}
     batches = ", ".join(map(str, told["batches"]))
-    return tuple(f"times {peer}'s speed at {batches}" for peer in told["peers"])
+    return tuple(
+        f"{'in a graph, ' if ratios is _in_graphs else ''}times {peer}'s speed at {batches}"
+        for peer, ratios in _compared(result)
+    )
 
 
 def cells(result: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, ...]:
-    told = result.get("times") or {"peers": ()}
     return tuple(
-        ", ".join("-" if each is None else f"{each:.2f}" for each in _medians(model, peer))
-        for peer in told["peers"]
+        ", ".join("-" if each is None else f"{each:.2f}" for each in ratios(model, peer))
+        for peer, ratios in _compared(result)
     )
+
+
+def _compared(result: Mapping[str, Any]) -> list[tuple[str, Ratios]]:
+    """Return what the columns compare: with a peer in a graph, Strop in one too, if it was timed
+    so."""
+    has_graphs = any("graph_ms" in _times(model) for model in result["models"])
+    peers = (result.get("times") or {"peers": ()})["peers"]
+    return [(p, _in_graphs if has_graphs and p.endswith("-graph") else _medians) for p in peers]
 
 
 def _medians(model: Mapping[str, Any], peer: str) -> Sequence[float | None]:
@@ -220,7 +232,7 @@ def _faster(
     result: Mapping[str, Any],
     peer: str,
     where: str,
-    ratios: Callable[[Mapping[str, Any], str], Sequence[float | None]],
+    ratios: Ratios,
 ) -> str:
     rows = [
         (f"{model['name']} at {batch} ({ratio:.2f})", ratio)
