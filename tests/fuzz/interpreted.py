@@ -19,7 +19,7 @@ from strop.codegen import cpp
 from strop.codegen import triton as triton_text
 from strop.codegen.assemble import Target
 from strop.codegen.triton_interpreter import interpret
-from strop.dispatch import entry_runner, variants
+from strop.dispatch import entry_runner, training_steps, variants
 from strop.fusion import planner
 from strop.fusion.parallelism import Workers
 from strop.ir.device import CPU
@@ -117,5 +117,6 @@ def interpreted(*, triton: bool = False) -> Iterator[None]:
         patch.dict(link.KINDS, kernel=triton_kernel if triton else interpreted_kernel),
         patch.object(entry_runner, "library_for", library),
         patch.object(variants, "library_for", library),
+        patch.object(training_steps, "library_for", library),
     ):
         yield

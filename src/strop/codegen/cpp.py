@@ -18,13 +18,13 @@ from strop.codegen.cpp_places import print_places
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_rewrites import with_limits, with_powers
 from strop.codegen.cpp_text import TYPES
+from strop.codegen.cpp_tiles import print_cols, print_tiles
 from strop.ir.code_panel import header
 from strop.ir.loops import LoopKernel, Schedule
 from strop.ir.source import Emitted, KernelSource
 
 TASK_SIZE = 1024  # elements of a task, about: small ones share evenly between threads
 STAGED_TASK_SIZE = 16384  # the same where a task begins with copies to row buffers
-TILE = (64, 16)  # rows and cols of a transposed tile: both sides use whole cache lines
 BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 SHORT_RUN = 8  # cols, of which g++ makes no vectors
 
@@ -69,7 +69,7 @@ def _print_loops(loops: Loops) -> None:
     elif loops.kernel.schedule is Schedule.ROW:
         _print_row(loops)
     elif loops.is_tiled:
-        _print_tiles(loops)
+        print_tiles(loops)
     elif _has_long_cols(loops):
         _print_blocks(loops)
     else:
@@ -112,7 +112,7 @@ def _print_blocks(loops: Loops) -> None:
             out(block[0].format("task", BLOCK_SIZE))
             out(block[1].format(end))
             loops.row_values(loops.kernel.body)
-            _print_cols(loops, "begin", "end")
+            print_cols(loops, "begin", "end")
         return
     num_rows = loops.scalars(loops.kernel.num_rows)
     _declare_step(loops)
@@ -128,7 +128,7 @@ def _print_blocks(loops: Loops) -> None:
         with out.block("else") if is_short else nullcontext(), out.loop("row", "last", "first"):
             loops.decode("row", rows)
             loops.row_values(loops.kernel.body)
-            _print_cols(loops, "begin", "end")
+            print_cols(loops, "begin", "end")
 
 
 def _may_be_short(loops: Loops) -> bool:
@@ -163,28 +163,7 @@ def _print_pointwise(loops: Loops) -> None:
             print_fetches(loops, later, "row")
             loops.row_values(loops.kernel.body)
             loops.fill_bags()
-            _print_cols(loops)
-
-
-def _print_tiles(loops: Loops) -> None:
-    """Print a POINTWISE kernel that transposes: tasks are a chunk of rows, done in tiles of
-    cols."""
-    out, cols = loops.out, loops.scalars(loops.kernel.num_cols)
-    rows_of_tile, cols_of_tile = TILE
-    out(f"const int64_t step = {rows_of_tile};")
-    with loops.tasks(), out.loop("left", cols, step=str(cols_of_tile)):
-        out(f"const int64_t right = sp::min<int64_t>(left + {cols_of_tile}, {cols});")
-        with loops.rows():
-            loops.row_values(loops.kernel.body)
-            _print_cols(loops, "left", "right")
-
-
-def _print_cols(loops: Loops, begin: str = "0", end: str = "") -> None:
-    stores = loops.col_stores()
-    if stores:
-        with loops.cols(begin, end):
-            loops.col_values(store.value for store in stores)
-            loops.statements(stores)
+            print_cols(loops)
 
 
 def _print_row(loops: Loops) -> None:
