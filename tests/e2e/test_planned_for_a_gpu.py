@@ -37,10 +37,7 @@ REFUSED = {
 # Traces of some convolutions and caches of keys ask for a build of torch, or a driver, of a GPU.
 WITHOUT = "not linked with support for cuda|the 'CUDA' backend|Found no NVIDIA driver"
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:In CPU autocast"),
-    pytest.mark.filterwarnings("ignore:CPU Autocast"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # diffusers' own, of what is old
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 

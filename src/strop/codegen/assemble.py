@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 
 from strop.codegen.by_rows import made_by_rows
 from strop.codegen.copies import copies_for_calls
-from strop.codegen.mutation import Lowered, joins_of, reads_before_it_writes, redirected_stores
+from strop.codegen.mutation import (
+    IN_PLACE,
+    Lowered,
+    changed_in_place,
+    joins_of,
+    reads_before_it_writes,
+    redirected_stores,
+)
 from strop.errors import ShapeError
 from strop.fusion.plan import CodedProduct, CodePanels, FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
@@ -160,6 +167,7 @@ def assemble(
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch and product."""
     redirected = redirected_stores(graph, plan, lowered) | joins_of(graph)
+    redirected |= changed_in_place(graph, plan, lowered)
     a = _Assembly(graph, target, redirected, places_of_calls(graph))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
@@ -459,6 +467,10 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
     if node.op == "write":
         a.number[node] = a.number[base_of(node.inputs[0])]
         return CallStep("write", refs, (), (), node.origin)
+    if node.op == "aten" and node in a.redirected:
+        a.number[node] = a.number[a.redirected[node]]
+        changed = {**node.attrs, "target": IN_PLACE[node.attrs["target"]]}
+        return CallStep("write", refs, tuple(sorted(changed.items())), (), node.origin)
     if node.op in ("aten", "pattern"):
         return CallStep(
             node.op, refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node), node.origin

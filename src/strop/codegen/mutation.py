@@ -1,4 +1,5 @@
-"""Write in place: ``copy_(p, v)`` becomes a store into p by the kernel that computes v.
+"""Write in place: ``copy_(p, v)`` becomes a store into p by the kernel that computes v, or a call
+of torch's that changes a part of p, such as ``index_copy_`` of new keys into a static cache.
 
 Legal only when nobody can see the difference: no step after that kernel reads p, and the kernel
 itself reads p, if at all, at the very element that it is about to write. Otherwise the copy
@@ -12,11 +13,23 @@ from collections.abc import Mapping, Sequence
 from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of
 from strop.ir.dims import Expr, const
-from strop.ir.graph import Graph, Node
+from strop.ir.graph import Graph, Node, Ref
 from strop.ir.loops import Index, Load, LoopKernel, Schedule, Store
 from strop.ir.ops import Kind
 
 ONE = const(1)
+# Operators that return a copy of their first argument with a part of it changed -> those that
+# change it in place.
+IN_PLACE: Mapping[str, str] = {
+    "aten.index_copy.default": "aten.index_copy_.default",
+    "aten.index_put.default": "aten.index_put_.default",
+    "aten.index_add.default": "aten.index_add_.default",
+    "aten.index_fill.int_Scalar": "aten.index_fill_.int_Scalar",
+    "aten.scatter.src": "aten.scatter_.src",
+    "aten.scatter.value": "aten.scatter_.value",
+    "aten.scatter_add.default": "aten.scatter_add_.default",
+    "aten.masked_scatter.default": "aten.masked_scatter_.default",
+}
 Lowered = Mapping[Group, tuple[LoopKernel, tuple[Node, ...], tuple[Expr, ...]]]
 
 
@@ -35,6 +48,32 @@ def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[
         if _is_unseen(destination, value, makers[0], write, plan.steps, lowered):
             targets[value] = destination
     return targets
+
+
+def changed_in_place(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[Node, Node]:
+    """Map each call that returns an input with a part of it changed to that input, where it may be
+    changed itself: a copy of the whole, there and back, is most of a decode step's traffic."""
+    outputs = set(map(base_of, graph.outputs))
+    targets: dict[Node, Node] = {}
+    for write in (s for s in plan.steps if isinstance(s, Node) and s.op == "write"):
+        destination, value = write.inputs
+        if value.op != "aten" or destination.op != "input" or value in outputs | set(targets):
+            continue
+        if _changes(value, destination) and value.strides == destination.strides:
+            after = plan.steps[plan.steps.index(value) + 1 :]
+            if not any(destination in _reads(s, lowered) for s in after if s is not write):
+                targets[value] = destination
+    return targets
+
+
+def _changes(call: Node, destination: Node) -> bool:
+    """Tell whether a call copies and changes an input that it does not read elsewhere, too."""
+    first, *others = call.inputs
+    template = call.attrs["args"]
+    is_first = first is destination and bool(template) and template[0] == Ref(0)
+    is_known = call.attrs["target"] in IN_PLACE and call.attrs["single"]
+    is_apart = destination not in map(base_of, others)
+    return is_known and is_first and is_apart and call.dtype == destination.dtype
 
 
 def joins_of(graph: Graph) -> dict[Node, Node]:

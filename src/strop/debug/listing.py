@@ -83,11 +83,11 @@ def _line(program: Program, number: int, step: Step) -> str:
 
 
 def call_text(op: str, attrs: Mapping[str, Any]) -> str:
-    """Return "linear", the ATen overload of an opaque call, or the pattern whose replacement it
-    is."""
+    """Return "linear", the ATen overload of an opaque call or of one that changes an argument in
+    place, or the pattern whose replacement it is."""
     if op == "pattern":
         return f"pattern {attrs['name']}"
-    return str(attrs["target"]) if op == "aten" else op
+    return str(attrs["target"]) if op in ("aten", "write") and "target" in attrs else op
 
 
 def buffer_text(buffer: Buffer, number: int) -> str:

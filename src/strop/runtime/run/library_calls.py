@@ -268,7 +268,12 @@ def _exchange(attrs: Mapping[str, Any]) -> Call:
 
 
 def _write(attrs: Mapping[str, Any]) -> Call:
-    return lambda inputs: inputs[0].copy_(inputs[1])
+    """Write the second input over the first, or call an operator that changes a part of it."""
+    if "target" not in attrs:
+        return lambda inputs: inputs[0].copy_(inputs[1])
+    run, filled = overload(attrs["target"]), _filling(attrs["args"])
+    names, values = tuple(n for n, _ in attrs["kwargs"]), _filling([v for _, v in attrs["kwargs"]])
+    return lambda inputs: run(*filled(inputs), **dict(zip(names, values(inputs), strict=True)))
 
 
 # What does a call of torch's on a CPU. Functions of torch take their arguments in less time than
