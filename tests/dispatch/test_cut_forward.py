@@ -89,7 +89,7 @@ def test_only_the_call_is_eager(name: str, tmp_path: Any) -> None:
     report = strop.explain(dispatcher.module)
     assert 1 <= report.num_graphs <= most, str(report)
     (reason,) = dispatcher.counters.fallbacks
-    assert reason.startswith("torch runs the calls at which it is cut: ")
+    assert reason.startswith(("torch runs the calls at which it is cut: ", "Dynamo traces it: "))
     assert reason in str(report)
 
 
@@ -133,3 +133,44 @@ def test_an_error_of_eager_comes_out(tmp_path: Any) -> None:
         with pytest.raises(IndexError):
             dispatcher.module(ids(9) + 1000, TABLE)
         torch.testing.assert_close(dispatcher.module(ids(5), TABLE), function(ids(5), TABLE))
+
+
+class StaticKeys(nn.Module):
+    """Keeps keys in memory that is there before the first call, as transformers' static cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, keys: Tensor, length: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1]) + length
+        keys.index_copy_(1, places, self.linear(x))
+        length.add_(x.shape[1])
+        self.calls.add_(1)
+        return (keys * 2).relu().sum(1)
+
+
+def test_writes_into_arguments_and_buffers(tmp_path: Any) -> None:
+    plain, module = StaticKeys().eval(), StaticKeys().eval()
+    module.load_state_dict(plain.state_dict())
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    given = [(torch.zeros(2, 32, 8), torch.zeros((), dtype=torch.int64)) for _ in range(2)]
+    for count in (5, 1, 1, 1, 3):
+        x = torch.randn(2, count, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(module(x, *given[0]), plain(x, *given[1]))
+        torch.testing.assert_close(given[0], given[1])
+        assert torch.equal(module.calls, plain.calls)
+    counters = module.forward.counters
+    assert not counters.eager_calls
+    (reason,) = counters.fallbacks
+    assert reason.startswith("Dynamo traces it: aten.")
+    assert reason.endswith("writes into an argument or a weight")
+
+
+def test_strict_refuses_writes(tmp_path: Any) -> None:
+    options = Options(cache_dir=str(tmp_path), strict=True)
+    module = strop.optimize(StaticKeys().eval(), options=options)
+    with pytest.raises(StropError, match="writes into an argument"), torch.no_grad():
+        module(torch.randn(2, 1, 8), torch.zeros(2, 4, 8), torch.zeros((), dtype=torch.int64))

@@ -1,8 +1,9 @@
-"""Run a forward in which the values of tensors decide sizes: all but these calls is compiled.
+"""Run a forward that our own trace cannot hold by torch's: all but some calls is compiled.
 
 Our own trace has no size for what ``unique``, ``nonzero`` or a mask give. Dynamo ends its graph in
 front of such a call, has torch run it, and goes on behind it, where the size is that of an
-argument. Its graphs come to our backend, as those of ``torch.compile`` do.
+argument. Its graphs come to our backend, as those of ``torch.compile`` do. They may write into
+arguments and weights, as a static cache of keys wants it, and ours may not.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from strop.dispatch.known_dispatchers import dispatcher_of
+from strop.dispatch.known_dispatchers import serves_a_part
 from strop.errors import StropError
 from strop.frontend.formats import UnknownSizeError
+from strop.frontend.functional import OutsideWriteError
 from strop.frontend.silent_logs import silent
 from strop.frontend.symbols import SizeOfValuesError
 from strop.options import Options
@@ -32,8 +34,11 @@ _ADVISER = "torch._dynamo.variables.tensor"
 _NESTED = "nested_tensor_from_jagged"  # torch refuses it in any trace but Dynamo's
 
 
-def is_by_values(error: StropError) -> bool:
-    """Tell whether a trace has failed for a size that the values of a tensor decide."""
+def may_be_cut(error: StropError) -> bool:
+    """Tell whether a trace has failed for a size that the values of a tensor decide, or for a write
+    into an argument or a weight."""
+    if isinstance(error, OutsideWriteError):
+        return True
     cause = error.__cause__
     if isinstance(cause, GuardOnDataDependentSymNode):
         return not _is_truth(cause.cond)
@@ -49,13 +54,15 @@ def _is_truth(asked: Any) -> bool:
 
 
 class CutForward:
-    """This is the forward of one module in pieces. ``graphs`` are those that served it, and
-    ``breaks`` counts why Dynamo has ended a graph."""
+    """This is the forward of one module in pieces. ``graphs`` are those that served it,
+    ``num_through_aot`` counts those that write into arguments, which AOTAutograd has taken over,
+    and ``breaks`` counts why Dynamo has ended a graph."""
 
     def __init__(self, module: nn.Module, options: Options) -> None:
         self._module, self._options = module, options
         self._compiled: tuple[Any, Callable[..., Any]] | None = None  # of which function
         self.graphs = dict[Any, None]()
+        self.num_through_aot = 0
         self.breaks = Counter[str]()
 
     @property
@@ -65,11 +72,18 @@ class CutForward:
         said = (line.removeprefix(_SAID) for line in lines if line.startswith(_SAID))
         return next(said, "")
 
+    def described(self, refusal: StropError) -> str:
+        """Say how the forward runs, which was refused as a whole; nothing if it is in eager."""
+        if not (self.graphs or self.num_through_aot):
+            return ""
+        if not self.breaks:
+            return f"Dynamo traces it: {refusal}"
+        said = f" ({self.explained})" if self.explained else ""
+        return f"torch runs the calls at which it is cut: {refusal}{said}"
+
     def may_run(self) -> bool:
         """Say whether no part has a dispatcher of its own, which Dynamo would trace through."""
-        return all(
-            dispatcher_of(p) is None for p in self._module.modules() if p is not self._module
-        )
+        return not serves_a_part(self._module)
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -87,6 +101,7 @@ class CutForward:
             options: Any = self._options  # any object reaches the backend as it is
             self._compiled = function, torch.compile(forward, backend="strop", options=options)
         known, breaks = set(dynamo.AOT_LOG.served), Counter(dynamo_counters["graph_break"])
+        num_records = len(dynamo.AOT_LOG.records)
         try:
             with dynamo_config.patch(recompile_limit=MOST_TRACES), silent(_ADVISER):
                 result = self._compiled[1](*args, **kwargs)
@@ -94,5 +109,6 @@ class CutForward:
             cause = getattr(error, "inner_exception", error)
             return f"torch cannot trace it: {str(cause).splitlines()[0]}", None
         self.graphs |= dict.fromkeys(g for g in dynamo.AOT_LOG.served if g not in known)
+        self.num_through_aot += len(dynamo.AOT_LOG.records) - num_records
         self.breaks += Counter(dynamo_counters["graph_break"]) - breaks
         return "", result

@@ -475,7 +475,7 @@ class Dispatcher(ForwardStandIn):
         is_by_row = self.state.effective.rows is not None  # of which it knows nothing
         if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
-        if str(refusal) in self.variants.by_values and self._may_be_cut():
+        if str(refusal) in self.variants.cuttable and self._may_be_cut():
             why, result = self.cut.run(self.eager, args, kwargs)
             if not why:
                 return self._noted_cut(refusal, result)
@@ -514,11 +514,10 @@ class Dispatcher(ForwardStandIn):
         return is_plain and not self.hosted.may_move and self.cut.may_run()
 
     def _noted_cut(self, refusal: StropError, result: Any) -> Any:
-        if not self.cut.graphs:  # nothing in it is compiled
-            self._fallbacks.note_eager(str(refusal))
+        if reason := self.cut.described(refusal):
+            self._fallbacks.note(reason)
         else:
-            said = f" ({self.cut.explained})" if self.cut.explained else ""
-            self._fallbacks.note(f"torch runs the calls at which it is cut: {refusal}{said}")
+            self._fallbacks.note_eager(str(refusal))
         return result
 
     # weights

@@ -19,6 +19,12 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
     return next((d for d in list(ALL) if d.module is module and not d.has_left), None)
 
 
+def serves_a_part(module: nn.Module) -> bool:
+    """Tell whether somebody's dispatcher serves a part of a module."""
+    others = {id(d.module) for d in list(ALL) if d.module is not module and not d.has_left}
+    return bool(others) and any(id(part) in others for part in module.modules())
+
+
 def have_others_rest(own: Dispatcher) -> None:
     """Have other models of pipelines give back the memory of the GPU that weights have there which
     are offloaded by parts, as libraries give it back behind each call. Models that the steps of one

@@ -25,7 +25,7 @@ from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.dispatch import stored_variants
 from strop.dispatch.arguments import asks_begin, misfit_in_memory, wants_none
-from strop.dispatch.cut_forward import is_by_values
+from strop.dispatch.cut_forward import may_be_cut
 from strop.dispatch.effects import Effects
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.module_state import ModuleState
@@ -155,7 +155,7 @@ class VariantStore:
         self.progress = Progress()
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
-        self.by_values = set[str]()  # failures that are about sizes which values decide
+        self.cuttable = set[str]()  # failures of a trace of ours that Dynamo's may do without
         self.of_code = set[
             str
         ]()  # failures of a whole forward, of which parts may be without fault
@@ -318,8 +318,8 @@ class VariantStore:
             self._failed[key, shapes.is_ragged] = str(error)
             if isinstance(error, CaptureError | UnsupportedError):
                 self.of_code.add(str(error))
-            if is_by_values(error):
-                self.by_values.add(str(error))
+            if may_be_cut(error):
+                self.cuttable.add(str(error))
             raise
         if variant.program.foreign_calls and self.options.strict:
             raise UnsupportedError(

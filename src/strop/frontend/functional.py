@@ -46,6 +46,10 @@ def make_functional(gm: GraphModule) -> None:
         gm.recompile()
 
 
+class OutsideWriteError(CaptureError):
+    """A forward writes into what was there before the call. Dynamo's graphs may, ours not."""
+
+
 class _Writes:
     """Take writes out of a graph, the first one first."""
 
@@ -64,7 +68,7 @@ class _Writes:
         if overload is None or not isinstance(target, Node):
             raise CaptureError(f"{write.target} has no form without mutation")
         if storage_of(target) in self._outer:  # itself, or a view of it
-            raise CaptureError(f"{write.target} writes into an argument or a weight")
+            raise OutsideWriteError(f"{write.target} writes into an argument or a weight")
         place, lying = self._places[write], self._lying[storage_of(write)]
         lying.remove(write)
         earlier = [fx for fx in lying if self._places[fx] < place and fx is not target]
