@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import strop
+from strop.codegen.mutation import _is_read_later
 
 PLACES = torch.tensor([4, 1])
 
@@ -98,3 +100,12 @@ def test_on_a_gpu(
 ) -> None:
     monkeypatch.setitem(globals(), "PLACES", PLACES.cuda())
     check(function, tmp_path, "cuda")
+
+
+def test_reads_that_may_move_behind_a_write_are_seen() -> None:
+    """A group of statistics may run at the place of its reader."""
+    steps: list[Any] = ["statistics", "call", "reader"]
+    reads: Any = {"statistics": (None, ("cache",), ())}
+    for moves, found in (([("statistics", "reader")], True), ([("statistics", "call")], False)):
+        assert _is_read_later("cache", "call", steps, reads, moves) is found  # type: ignore[arg-type]
+    assert not _is_read_later("other", "call", steps, reads, [("statistics", "reader")])  # type: ignore[arg-type,list-item]

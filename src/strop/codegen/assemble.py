@@ -166,8 +166,9 @@ def assemble(
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch and product."""
-    redirected = redirected_stores(graph, plan, lowered) | joins_of(graph)
-    redirected |= changed_in_place(graph, plan, lowered)
+    moves = [(s.statistics, s.reader) for s in stitches if s.host is s.reader]
+    redirected = redirected_stores(graph, plan, lowered, moves) | joins_of(graph)
+    redirected |= changed_in_place(graph, plan, lowered, moves)
     a = _Assembly(graph, target, redirected, places_of_calls(graph))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)

@@ -33,7 +33,13 @@ IN_PLACE: Mapping[str, str] = {
 Lowered = Mapping[Group, tuple[LoopKernel, tuple[Node, ...], tuple[Expr, ...]]]
 
 
-def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[Node, Node]:
+# Groups whose reads may happen at the place of a later one, in a form that does the work of both.
+Moves = Sequence[tuple[Group, Group]]
+
+
+def redirected_stores(
+    graph: Graph, plan: FusionPlan, lowered: Lowered, moves: Moves
+) -> dict[Node, Node]:
     """Map each computed value to the input whose memory it may be written to directly."""
     targets: dict[Node, Node] = {}
     for write in (s for s in plan.steps if isinstance(s, Node) and s.op == "write"):
@@ -45,12 +51,32 @@ def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[
             continue
         if value in map(base_of, graph.outputs):
             continue  # the caller's result must not change with p
-        if _is_unseen(destination, value, makers[0], write, plan.steps, lowered):
+        maker = makers[0]
+        if _is_read_later(destination, maker, plan.steps, lowered, moves):
+            continue
+        if _is_unseen(destination, value, maker, write, plan.steps, lowered):
             targets[value] = destination
     return targets
 
 
-def changed_in_place(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[Node, Node]:
+def _is_read_later(
+    destination: Node,
+    maker: Group | Node,
+    steps: Sequence[Group | Node],
+    lowered: Lowered,
+    moves: Moves,
+) -> bool:
+    """Tell whether a group reads a value in front of a step, and may be moved behind it."""
+    at = steps.index(maker)
+    return any(
+        destination in lowered[group][1] and steps.index(group) < at < steps.index(later)
+        for group, later in moves
+    )
+
+
+def changed_in_place(
+    graph: Graph, plan: FusionPlan, lowered: Lowered, moves: Moves
+) -> dict[Node, Node]:
     """Map each call that returns an input with a part of it changed to that input, where it may be
     changed itself: a copy of the whole, there and back, is most of a decode step's traffic."""
     outputs = set(map(base_of, graph.outputs))
@@ -60,6 +86,8 @@ def changed_in_place(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[N
         if value.op != "aten" or destination.op != "input" or value in outputs | set(targets):
             continue
         if _changes(value, destination) and value.strides == destination.strides:
+            if _is_read_later(destination, value, plan.steps, lowered, moves):
+                continue
             after = plan.steps[plan.steps.index(value) + 1 :]
             if not any(destination in _reads(s, lowered) for s in after if s is not write):
                 targets[value] = destination
