@@ -166,10 +166,9 @@ def assemble(
 ) -> Program:
     """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
     and their offsets; and the same for the whole of each stitch and product."""
-    moves = [(s.statistics, s.reader) for s in stitches if s.host is s.reader]
-    redirected = redirected_stores(graph, plan, lowered, moves) | joins_of(graph)
-    redirected |= changed_in_place(graph, plan, lowered, moves)
-    a = _Assembly(graph, target, redirected, places_of_calls(graph))
+    a = _Assembly(
+        graph, target, _redirected(graph, plan, lowered, stitches), places_of_calls(graph)
+    )
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
     results = {base_of(o) for o in graph.outputs}
@@ -215,6 +214,15 @@ def assemble(
         _by_rows(a),
         host_draws=signature.host_draws,
     )
+
+
+def _redirected(
+    graph: Graph, plan: FusionPlan, lowered: Lowered, stitches: Sequence[Stitch]
+) -> dict[Node, Node]:
+    """Map each value that lies in another one's memory to that."""
+    moves = [(s.statistics, s.reader) for s in stitches if s.host is s.reader]
+    redirected = redirected_stores(graph, plan, lowered, moves) | joins_of(graph)
+    return redirected | changed_in_place(graph, plan, lowered, moves)
 
 
 def _by_rows(a: _Assembly) -> tuple[int, ...]:

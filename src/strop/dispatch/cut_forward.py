@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from strop.dispatch.fallbacks import Fallbacks
 from strop.dispatch.known_dispatchers import serves_a_part
 from strop.errors import StropError
 from strop.frontend.formats import UnknownSizeError
@@ -28,6 +29,7 @@ from strop.options import Options
 # Of one function. Torch's own limit is 8, and its count goes over all modules whose forward is the
 # same function: with diffusers that is one for most kinds of models.
 MOST_TRACES = 64
+USUAL = 8  # calls
 _SAID = "Explanation: "
 # It logs a page that advises to have numbers in graphs; a forward that is cut says so itself.
 _ADVISER = "torch._dynamo.variables.tensor"
@@ -56,13 +58,15 @@ def _is_truth(asked: Any) -> bool:
 class CutForward:
     """This is the forward of one module in pieces. ``graphs`` are those that served it,
     ``num_through_aot`` counts those that write into arguments, which AOTAutograd has taken over,
-    and ``breaks`` counts why Dynamo has ended a graph."""
+    and ``breaks`` counts why Dynamo has ended a graph. ``in_a_row`` calls came here, one after the
+    other, the latest for ``usual``."""
 
     def __init__(self, module: nn.Module, options: Options) -> None:
         self._module, self._options = module, options
         self._compiled: tuple[Any, Callable[..., Any]] | None = None  # of which function
         self.graphs = dict[Any, None]()
         self.num_through_aot = 0
+        self.in_a_row, self.usual = 0, StropError()
         self.breaks = Counter[str]()
 
     @property
@@ -72,8 +76,23 @@ class CutForward:
         said = (line.removeprefix(_SAID) for line in lines if line.startswith(_SAID))
         return next(said, "")
 
-    def described(self, refusal: StropError) -> str:
-        """Say how the forward runs, which was refused as a whole; nothing if it is in eager."""
+    @property
+    def is_usual(self) -> bool:
+        """Tell whether calls have been refused so often, one after the other, that the next one
+        need not be looked at: Dynamo has guards of its own."""
+        return self.in_a_row >= USUAL
+
+    def noted(self, refusal: StropError, result: Any, fallbacks: Fallbacks) -> Any:
+        """Note how a call has run that was refused as a whole, and return its result."""
+        self.in_a_row, self.usual = self.in_a_row + 1, refusal
+        if reason := self._described(refusal):
+            fallbacks.note(reason)
+        else:
+            fallbacks.note_eager(str(refusal))
+        return result
+
+    def _described(self, refusal: StropError) -> str:
+        """Say how the forward runs; nothing if it is in eager."""
         if not (self.graphs or self.num_through_aot):
             return ""
         if not self.breaks:

@@ -179,6 +179,10 @@ class Dispatcher(ForwardStandIn):
         if reason:
             return self._run_eager(reason, args, kwargs)
         have_others_rest(self)
+        if self.cut.is_usual and not torch.is_grad_enabled() and self._may_be_cut():
+            why, result = self.cut.run(self.eager, args, kwargs)
+            if not why:
+                return self.cut.noted(self.cut.usual, result, self._fallbacks)
         flight = Flight(self._in_flight, self._lock)
         try:
             with self._lock:
@@ -190,6 +194,7 @@ class Dispatcher(ForwardStandIn):
         if outcome.reason:
             return self._run_eager(outcome.reason, args, kwargs)
         refusal, result = outcome.refusal, outcome.result
+        self.cut.in_a_row *= refusal is not None
         if refusal is None and type(result) is not WithObjects:
             return result
         if refusal is None:
@@ -478,7 +483,7 @@ class Dispatcher(ForwardStandIn):
         if str(refusal) in self.variants.cuttable and self._may_be_cut():
             why, result = self.cut.run(self.eager, args, kwargs)
             if not why:
-                return self._noted_cut(refusal, result)
+                return self.cut.noted(refusal, result, self._fallbacks)
         may_serve_parts = not (self.options.strict or self.hosted.may_move)
         with self._lock:
             wants_blocks = str(refusal) in self.variants.of_code and self._is_denoiser
@@ -511,14 +516,8 @@ class Dispatcher(ForwardStandIn):
         loop of which something is kept."""
         is_plain = not self._is_denoiser and not self.options.strict
         is_plain &= not self.state.exchanges_with  # whose order is that of one program
+        is_plain &= self.state.effective.rows is None
         return is_plain and not self.hosted.may_move and self.cut.may_run()
-
-    def _noted_cut(self, refusal: StropError, result: Any) -> Any:
-        if reason := self.cut.described(refusal):
-            self._fallbacks.note(reason)
-        else:
-            self._fallbacks.note_eager(str(refusal))
-        return result
 
     # weights
 

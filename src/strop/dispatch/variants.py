@@ -156,9 +156,7 @@ class VariantStore:
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
         self.cuttable = set[str]()  # failures of a trace of ours that Dynamo's may do without
-        self.of_code = set[
-            str
-        ]()  # failures of a whole forward, of which parts may be without fault
+        self.of_code = set[str]()  # failures of a whole forward: its parts may do better
         self.forward_of = _own_forward  # what is traced of a copy of the module, for a call
 
     def library(self, device: torch.device) -> KernelLoader:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 CHUNK = 1 << 14  # bytes that are allocated at once
 ALIGNED = 64  # bytes, as what torch allocates is at least
-SET_ASIDE = 1 << 20  # bytes for captures, of each device
+SET_ASIDE = 1 << 18  # bytes for captures, of each device
 
 
 class SetAside:
