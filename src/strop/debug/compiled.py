@@ -102,7 +102,7 @@ def _log_row(log: dynamo.AotLog, steps: Sequence[Counters], able: Machine) -> Co
         num_eager_calls=num_eager_calls,
         num_replays=0,
         num_rebinds=0,
-        num_launches=trained_launches(log),
+        num_launches=trained_launches(log.records),
         fallbacks=dict(sum((Counter(c.fallbacks) for c in steps), Counter(log.fallbacks))),
         nonfinite=(),
         traced_by_torch=dict(log.through_aot),

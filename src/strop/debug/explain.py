@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ from strop.runtime.run.layouts import bytes_of
 from strop.wording import counted
 
 if TYPE_CHECKING:
-    from strop.dispatch.dynamo import AotLog, AotRecord
+    from strop.dispatch.dynamo import AotRecord
 
 UNCOUNTED = "working memory that torch.cuda.memory_allocated does not count"
 UNRECORDED = (
@@ -165,7 +165,8 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
     latest = _latest(dispatcher)
     graphs = tuple(_graph(v, latest, able) for v in dispatcher.variants.all)
     log = getattr(dispatcher, "log", None)  # of a TrainingDispatcher
-    graphs += tuple(trained_row(record, able) for record in log.records) if log else ()
+    records = [*(log.records if log else ()), *dispatcher.cut.through_aot]
+    graphs += tuple(trained_row(record, able) for record in records)
     pieces = [graph for graph in dispatcher.cut.graphs if isinstance(graph, ServedGraph)]
     graphs += tuple(_graph(v, None, able) for piece in pieces for v in piece.variants.all)
     return ComponentRow(
@@ -179,7 +180,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         num_replays=counters.replays,
         num_rebinds=counters.rebinds,
         num_launches=counters.launches
-        + (trained_launches(log) if log else 0)
+        + trained_launches(records)
         + sum(d.counters.launches for piece in pieces for d in piece.dispatchers),
         fallbacks={**counters.fallbacks, **(log.fallbacks if log else {})},
         nonfinite=tuple(counters.nonfinite),
@@ -212,10 +213,10 @@ def _place_text(dispatcher: Dispatcher) -> str:
     return str(dispatcher.hosted) or offload_text(dispatcher.component)
 
 
-def trained_launches(log: AotLog) -> int:
+def trained_launches(records: Iterable[AotRecord]) -> int:
     """Count the launches of one step at the latest shapes: of each role, the newest graph that has
     run."""
-    latest = {r.role: r.runner.latest for r in log.records if r.runner and r.runner.latest}
+    latest = {r.role: r.runner.latest for r in records if r.runner and r.runner.latest}
     return sum(bound.num_launches for bound in latest.values())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -25,6 +25,9 @@ from strop.frontend.functional import OutsideWriteError
 from strop.frontend.silent_logs import silent
 from strop.frontend.symbols import SizeOfValuesError
 from strop.options import Options
+
+if TYPE_CHECKING:
+    from strop.dispatch.dynamo import AotRecord
 
 # Of one function. Torch's own limit is 8, and its count goes over all modules whose forward is the
 # same function: with diffusers that is one for most kinds of models.
@@ -57,15 +60,15 @@ def _is_truth(asked: Any) -> bool:
 
 class CutForward:
     """This is the forward of one module in pieces. ``graphs`` are those that served it,
-    ``num_through_aot`` counts those that write into arguments, which AOTAutograd has taken over,
-    and ``breaks`` counts why Dynamo has ended a graph. ``in_a_row`` calls came here, one after the
+    ``through_aot`` are those that write into arguments, which AOTAutograd has taken over, and
+    ``breaks`` counts why Dynamo has ended a graph. ``in_a_row`` calls came here, one after the
     other, the latest for ``usual``."""
 
     def __init__(self, module: nn.Module, options: Options) -> None:
         self._module, self._options = module, options
         self._compiled: tuple[Any, Callable[..., Any]] | None = None  # of which function
         self.graphs = dict[Any, None]()
-        self.num_through_aot = 0
+        self.through_aot: list[AotRecord] = []
         self.in_a_row, self.usual = 0, StropError()
         self.breaks = Counter[str]()
 
@@ -93,7 +96,7 @@ class CutForward:
 
     def _described(self, refusal: StropError) -> str:
         """Say how the forward runs; nothing if it is in eager."""
-        if not (self.graphs or self.num_through_aot):
+        if not (self.graphs or self.through_aot):
             return ""
         if not self.breaks:
             return f"Dynamo traces it: {refusal}"
@@ -128,6 +131,6 @@ class CutForward:
             cause = getattr(error, "inner_exception", error)
             return f"torch cannot trace it: {str(cause).splitlines()[0]}", None
         self.graphs |= dict.fromkeys(g for g in dynamo.AOT_LOG.served if g not in known)
-        self.num_through_aot += len(dynamo.AOT_LOG.records) - num_records
+        self.through_aot += dynamo.AOT_LOG.records[num_records:]
         self.breaks += Counter(dynamo_counters["graph_break"]) - breaks
         return "", result
