@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 import strop
-from strop.codegen.mutation import _is_read_later
+from strop.codegen.mutation import _is_read_behind
+from strop.fusion.plan import Group
+from strop.ir.loops import Schedule
 
 PLACES = torch.tensor([4, 1])
 
@@ -104,8 +107,10 @@ def test_on_a_gpu(
 
 def test_reads_that_may_move_behind_a_write_are_seen() -> None:
     """A group of statistics may run at the place of its reader."""
-    steps: list[Any] = ["statistics", "call", "reader"]
-    reads: Any = {"statistics": (None, ("cache",), ())}
-    for moves, found in (([("statistics", "reader")], True), ([("statistics", "call")], False)):
-        assert _is_read_later("cache", "call", steps, reads, moves) is found  # type: ignore[arg-type]
-    assert not _is_read_later("other", "call", steps, reads, [("statistics", "reader")])  # type: ignore[arg-type,list-item]
+    statistics, reader = (Group(kind, (), ()) for kind in (Schedule.ROW, Schedule.POINTWISE))
+    cache, other, call = object(), object(), SimpleNamespace(inputs=())
+    steps: Any = [statistics, call, reader]
+    reads: Any = {statistics: (None, (cache,), ()), reader: (None, (), ())}
+    for moves, found in (([(statistics, reader)], True), ([(statistics, call)], False)):
+        assert _is_read_behind(cache, call, None, steps, reads, moves) is found  # type: ignore[arg-type]
+    assert not _is_read_behind(other, call, None, steps, reads, [(statistics, reader)])  # type: ignore[arg-type]

@@ -51,26 +51,28 @@ def redirected_stores(
             continue
         if value in map(base_of, graph.outputs):
             continue  # the caller's result must not change with p
-        maker = makers[0]
-        if _is_read_later(destination, maker, plan.steps, lowered, moves):
+        if _is_read_behind(destination, makers[0], write, plan.steps, lowered, moves):
             continue
-        if _is_unseen(destination, value, maker, write, plan.steps, lowered):
+        if _is_read_before_it_is_written(destination, value, *lowered[makers[0]]):
             targets[value] = destination
     return targets
 
 
-def _is_read_later(
+def _is_read_behind(
     destination: Node,
     maker: Group | Node,
+    write: Node,
     steps: Sequence[Group | Node],
     lowered: Lowered,
     moves: Moves,
 ) -> bool:
-    """Tell whether a group reads a value in front of a step, and may be moved behind it."""
+    """Tell whether a value is read behind a step, or by a group that may be moved there."""
     at = steps.index(maker)
+    moved = (group for group, later in moves if steps.index(group) < at < steps.index(later))
     return any(
-        destination in lowered[group][1] and steps.index(group) < at < steps.index(later)
-        for group, later in moves
+        destination in _reads(step, lowered)
+        for step in (*steps[at + 1 :], *moved)
+        if step is not write
     )
 
 
@@ -85,12 +87,10 @@ def changed_in_place(
         destination, value = write.inputs
         if value.op != "aten" or destination.op != "input" or value in outputs | set(targets):
             continue
-        if _changes(value, destination) and value.strides == destination.strides:
-            if _is_read_later(destination, value, plan.steps, lowered, moves):
-                continue
-            after = plan.steps[plan.steps.index(value) + 1 :]
-            if not any(destination in _reads(s, lowered) for s in after if s is not write):
-                targets[value] = destination
+        if not _changes(value, destination) or value.strides != destination.strides:
+            continue
+        if not _is_read_behind(destination, value, write, plan.steps, lowered, moves):
+            targets[value] = destination
     return targets
 
 
@@ -109,18 +109,15 @@ def joins_of(graph: Graph) -> dict[Node, Node]:
     return {part: node for node in graph.nodes if node.op == "join" for part in node.inputs}
 
 
-def _is_unseen(
+def _is_read_before_it_is_written(
     destination: Node,
     value: Node,
-    maker: Group,
-    write: Node,
-    steps: Sequence[Group | Node],
-    lowered: Lowered,
+    kernel: LoopKernel,
+    buffers: tuple[Node, ...],
+    offsets: tuple[Expr, ...],
 ) -> bool:
-    after = steps[steps.index(maker) + 1 :]
-    if any(destination in _reads(s, lowered) for s in after if s is not write):
-        return False
-    kernel, buffers, offsets = lowered[maker]
+    """Tell whether the kernel that makes a value reads the memory that it goes to, if at all, where
+    it is about to write."""
     if destination not in buffers:
         return True
     return reads_before_it_writes(kernel, offsets, buffers.index(destination), buffers.index(value))
