@@ -213,28 +213,27 @@ class CountsCalls(Net):
         return self.q(x) * self.count
 
 
-def assert_three_calls_as_eager(module: Net, plain: Net, *, is_equal: bool) -> None:
-    with torch.no_grad():
+def three_calls_as_eager(kind: type[Net], caplog: Any, tolerance: dict[str, float]) -> Net:
+    """Return an optimised module after three calls."""
+    module, plain = optimized(kind()), kind().eval()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
         for _ in range(3):
             x, y = X.clone(), X.clone()
             torch.testing.assert_close(module(x), plain(y), **CLOSE)
-            torch.testing.assert_close(x, y, **({"rtol": 0, "atol": 0} if is_equal else CLOSE))
+            torch.testing.assert_close(x, y, **tolerance)
+    return module
 
 
 @pytest.mark.parametrize("kind", [Locked, ReadsValues, Branches])
 def test_modules_that_cannot_be_captured_run_in_eager(kind: type[Net], caplog: Any):
-    module, plain = optimized(kind()), kind().eval()
-    with caplog.at_level(logging.WARNING, "strop"):
-        assert_three_calls_as_eager(module, plain, is_equal=True)
+    module = three_calls_as_eager(kind, caplog, {"rtol": 0, "atol": 0})
     assert module.forward.counters.eager_calls == 3
     assert caplog.messages == [f"{kind.__name__} runs in eager: {the_reason(module)}"]
 
 
 @pytest.mark.parametrize("kind", [WritesInput, CountsCalls])
 def test_modules_that_write_outside_are_left_to_dynamo(kind: type[Net], caplog: Any):
-    module, plain = optimized(kind()), kind().eval()
-    with caplog.at_level(logging.WARNING, "strop"):
-        assert_three_calls_as_eager(module, plain, is_equal=False)
+    module = three_calls_as_eager(kind, caplog, CLOSE)
     assert module.forward.counters.eager_calls == 0
     assert caplog.messages == [f"{kind.__name__}: {the_reason(module)}"]
     assert the_reason(module).startswith("Dynamo traces it: ")

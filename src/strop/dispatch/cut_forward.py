@@ -64,8 +64,8 @@ class CutForward:
     ``breaks`` counts why Dynamo has ended a graph. ``in_a_row`` calls came here, one after the
     other, the latest for ``usual``."""
 
-    def __init__(self, module: nn.Module, options: Options) -> None:
-        self._module, self._options = module, options
+    def __init__(self, module: nn.Module, options: Options, fallbacks: Fallbacks) -> None:
+        self._module, self._options, self._fallbacks = module, options, fallbacks
         self._compiled: tuple[Any, Callable[..., Any]] | None = None  # of which function
         self.graphs = dict[Any, None]()
         self.through_aot: list[AotRecord] = []
@@ -85,14 +85,13 @@ class CutForward:
         need not be looked at: Dynamo has guards of its own."""
         return self.in_a_row >= USUAL
 
-    def noted(self, refusal: StropError, result: Any, fallbacks: Fallbacks) -> Any:
-        """Note how a call has run that was refused as a whole, and return its result."""
+    def _note(self, refusal: StropError) -> None:
+        """Note how a call has run that was refused as a whole."""
         self.in_a_row, self.usual = self.in_a_row + 1, refusal
         if reason := self._described(refusal):
-            fallbacks.note(reason)
+            self._fallbacks.note(reason)
         else:
-            fallbacks.note_eager(str(refusal))
-        return result
+            self._fallbacks.note_eager(str(refusal))
 
     def _described(self, refusal: StropError) -> str:
         """Say how the forward runs; nothing if it is in eager."""
@@ -108,9 +107,14 @@ class CutForward:
         return not serves_a_part(self._module)
 
     def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refusal: StropError,
     ) -> tuple[str, Any]:
-        """Return the result of ``forward``, or why Dynamo cannot trace it and None."""
+        """Return the result of ``forward``, a call of which has come to this ``refusal``, or why
+        Dynamo cannot trace it and None."""
         # To import these takes a third of a second, and few forwards are cut.
         from torch._dynamo import config as dynamo_config
         from torch._dynamo.exc import TorchDynamoException
@@ -133,4 +137,5 @@ class CutForward:
         self.graphs |= dict.fromkeys(g for g in dynamo.AOT_LOG.served if g not in known)
         self.through_aot += dynamo.AOT_LOG.records[num_records:]
         self.breaks += Counter(dynamo_counters["graph_break"]) - breaks
+        self._note(refusal)
         return "", result

@@ -91,7 +91,9 @@ class Dispatcher(ForwardStandIn):
         self.options, self.component = options, component or module
         model_offload.refuse_budget(self.component, options.weights_budget_bytes)
         self.adapter, self.loop = adapter or Adapter(), loop or DenoiseLoop()
-        self.cut, self.counters = CutForward(module, options), Counters()
+        self.counters, self.turned = Counters(), Turned()
+        self._fallbacks, self._refused = Fallbacks(self.name, self.counters), RefusedCalls()
+        self.cut, self._views = CutForward(module, options, self._fallbacks), KeptViews()
         self.cached = CachedParts(module, self.name, options, Dispatcher)
         self.on_leave: Callable[[], object] | None = None  # is called then
         cpu_fast_path.reserve_entrance(module)
@@ -105,7 +107,6 @@ class Dispatcher(ForwardStandIn):
         self.state.have_called(self._in_flight.wait)
         self.variants = variants or VariantStore(module, options, self.name)
         self._look = LastLook(module, self.state, self.loop)
-        self.turned, self._fallbacks = Turned(), Fallbacks(self.name, self.counters)
         self._may_hoist = options.may_hoist and loop is not None  # else no loop would ever begin
         self._maker = EntryMaker(
             self.state,
@@ -130,7 +131,6 @@ class Dispatcher(ForwardStandIn):
         self.short: cpu_fast_path.Short = cpu_fast_path.untaken  # of the call that came last
         self._prepared = PreparedCalls(self.options.cache_dir, self._in_flight)
         self.by_name: cpu_fast_path.ByName = self._prepared.by_name
-        self._refused, self._views = RefusedCalls(), KeptViews()
         self._replayed = self._replayed_calls()
         self._make_known()
 
@@ -180,9 +180,9 @@ class Dispatcher(ForwardStandIn):
             return self._run_eager(reason, args, kwargs)
         have_others_rest(self)
         if self.cut.is_usual and not torch.is_grad_enabled() and self._may_be_cut():
-            why, result = self.cut.run(self.eager, args, kwargs)
+            why, result = self.cut.run(self.eager, args, kwargs, self.cut.usual)
             if not why:
-                return self.cut.noted(self.cut.usual, result, self._fallbacks)
+                return result
         flight = Flight(self._in_flight, self._lock)
         try:
             with self._lock:
@@ -194,7 +194,8 @@ class Dispatcher(ForwardStandIn):
         if outcome.reason:
             return self._run_eager(outcome.reason, args, kwargs)
         refusal, result = outcome.refusal, outcome.result
-        self.cut.in_a_row *= refusal is not None
+        if refusal is None:
+            self.cut.in_a_row = 0
         if refusal is None and type(result) is not WithObjects:
             return result
         if refusal is None:
@@ -481,9 +482,9 @@ class Dispatcher(ForwardStandIn):
         if is_by_row or (self.options.strict and refusal.__cause__ is None):
             raise refusal
         if str(refusal) in self.variants.cuttable and self._may_be_cut():
-            why, result = self.cut.run(self.eager, args, kwargs)
+            why, result = self.cut.run(self.eager, args, kwargs, refusal)
             if not why:
-                return self.cut.noted(refusal, result, self._fallbacks)
+                return result
         may_serve_parts = not (self.options.strict or self.hosted.may_move)
         with self._lock:
             wants_blocks = str(refusal) in self.variants.of_code and self._is_denoiser
