@@ -269,11 +269,9 @@ def _exchange(attrs: Mapping[str, Any]) -> Call:
 
 def _write(attrs: Mapping[str, Any]) -> Call:
     """Write the second input over the first, or call an operator that changes a part of it."""
-    if "target" not in attrs:
-        return lambda inputs: inputs[0].copy_(inputs[1])
-    run, filled = overload(attrs["target"]), _filling(attrs["args"])
-    names, values = tuple(n for n, _ in attrs["kwargs"]), _filling([v for _, v in attrs["kwargs"]])
-    return lambda inputs: run(*filled(inputs), **dict(zip(names, values(inputs), strict=True)))
+    if "target" in attrs:
+        return _with_arguments(overload(attrs["target"]), attrs)
+    return lambda inputs: inputs[0].copy_(inputs[1])
 
 
 # What does a call of torch's on a CPU. Functions of torch take their arguments in less time than
@@ -289,17 +287,23 @@ def _aten_on_cpu(attrs: Mapping[str, Any]) -> Call:
     return _aten(attrs, _ON_CPU.get(attrs["target"]))
 
 
+def _with_arguments(run: Callable[..., Any], attrs: Mapping[str, Any]) -> Call:
+    """Return what calls an operator with inputs where its arguments name them."""
+    names, values = tuple(n for n, _ in attrs["kwargs"]), _filling([v for _, v in attrs["kwargs"]])
+    filled = _filling(attrs["args"])
+    return lambda inputs: run(*filled(inputs), **dict(zip(names, values(inputs), strict=True)))
+
+
 def _aten(attrs: Mapping[str, Any], instead: Callable[..., Any] | None = None) -> Call:
     """Call an operator, or what does the same ``instead``."""
     target = overload(attrs["target"])
-    run, filled = instead or target, _filling(attrs["args"])
-    names, values = tuple(n for n, _ in attrs["kwargs"]), _filling([v for _, v in attrs["kwargs"]])
+    run = _with_arguments(instead or target, attrs)
     outputs, is_single = attrs["outputs"], attrs.get("single", True)
     if target in _KEEPING:
         outputs = (outputs[0], *[None] * len(outputs[1:]))
 
     def call(inputs: Sequence[Tensor]) -> Any:
-        made = run(*filled(inputs), **dict(zip(names, values(inputs), strict=True)))
+        made = run(inputs)
         if is_single:
             return _as_traced(target, made, outputs[0])
         return [_as_traced(target, *one) for one in zip(made, outputs, strict=False)]
