@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
-from strop.ir.loops import Index, Load, Stmt, Store, outs_of
+from strop.ir.loops import Index, Load, Stmt, Store
 
 TILE = (64, 16)  # rows and cols: both sides use whole cache lines
 VECTOR = 16  # lanes of fp32
@@ -85,16 +85,14 @@ def _print_cols_of_rows(loops: Loops) -> None:
     stores, row = loops.col_stores(), loops.kernel.rows[-1].name
     roots = (store.value for store in stores)
     stmts = nest.closure(loops.kernel.body, roots, frozenset(loops.printed))
-    steady = [stmt for stmt in stmts if row not in loops.varies_over(stmt)]
     name, _ = loops.col_loops()[-1]
     loops.out("const int64_t one = 1 + sp::unseen_zero();")
     with loops.out.loop(name, "right", "left"):
-        loops.statements(steady)
+        loops.statements(stmt for stmt in stmts if row not in loops.varies_over(stmt))
         loops.simd()
         with loops.out.loop("row", "end", "begin"):
             loops.decode("row", loops.inner_rows)
             loops.out(f"const int64_t {FAR} = row * one;")
-            done = {out for stmt in steady for out in outs_of(stmt)}
-            rest = (stmt for stmt in stmts if done.isdisjoint(outs_of(stmt)))
-            loops.statements(_gathered(stmt, row) for stmt in rest)
+            varying = (stmt for stmt in stmts if row in loops.varies_over(stmt))
+            loops.statements(_gathered(stmt, row) for stmt in varying)
             loops.statements(stores)

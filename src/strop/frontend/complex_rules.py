@@ -212,25 +212,14 @@ def _converted(apart: Apart, node: Node) -> Any:
     in memory as a whole stays a call."""
     given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     if given.device != made.device:
-        return _moved(apart, node) if apart.is_apart(node.args[0]) else None
+        is_movable = made.dtype in REAL_OF and apart.is_apart(node.args[0])
+        return _partwise(apart, node) if is_movable else None
     if made.dtype in REAL_OF:
         return apart.parts(node.args[0], REAL_OF[made.dtype])
     if made.dtype == torch.bool or not made.dtype.is_floating_point:
         return None
     real, _ = apart.parts(node.args[0], _dtype(node))
     return apart.cast(real, made.dtype)
-
-
-def _moved(apart: Apart, node: Node) -> Parts | None:
-    """Move the parts of a complex value to another device, as another type of complex numbers."""
-    device, dtype = node.meta["val"].device, REAL_OF.get(node.meta["val"].dtype)
-    if dtype is None:
-        return None
-    real, imaginary = apart.parts(node.args[0], dtype)
-    if not isinstance(real, Node) or not isinstance(imaginary, Node):
-        return None
-    moved = (apart.call(aten._to_copy.default, x, device=device) for x in (real, imaginary))
-    return next(moved), next(moved)
 
 
 def _equal(both: Any, target: Any) -> Rule:
