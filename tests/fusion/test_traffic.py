@@ -32,10 +32,10 @@ MOST = 1.25  # times the least
 # of the timestep has at most 320 MiB of weights: Flux has three, Qwen-Image two, with a bias each
 KERNELS = {
     "flux": (39, 17),
-    "wan": (19, 11),
+    "wan": (21, 11),
     "sd3": (26, 8),
     "sd35": (27, 13),
-    "qwen": (25, 13),
+    "qwen": (26, 13),
     "vit": (9, 5),
     "t5": (9, 5),
 }

@@ -76,7 +76,7 @@ def _from(tensor: Tensor, offset: int) -> Tensor:
 
 SPLITS = 2  # programs that share a column reduction
 # Rows are cut into parts at sizes of this fuzzer, as long ones are on a GPU.
-CUTTING = Workers(busy=3, wide=2, holds=6, whole=2, cuts_unknown=True)
+CUTTING = Workers(busy=3, wide=2, holds=6, whole=2, cuts_unknown=True, launch=1 << 26)
 
 
 class _NoKernels:

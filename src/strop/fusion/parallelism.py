@@ -24,6 +24,7 @@ class Workers:
     ``busy``: rows that are as good as any number. ``wide``: rows that are so too where one program
     ``holds`` a whole one. ``whole``: elements that one program reduces as fast as several do, where
     their number is known; where it is not, ``cuts_unknown`` says whether a reduction is cut.
+    ``launch``: how many instructions for an element, over all elements, take as long as a launch.
     """
 
     busy: int
@@ -31,15 +32,16 @@ class Workers:
     holds: int
     whole: int
     cuts_unknown: bool
+    launch: int
 
 
 # The H100 has 132 multiprocessors. LayerNorm of 32 rows of 40,960 in fp16, each held by 32 warps,
 # moves 1.5 TB/s, half of what memory has; a second kernel would cost what the other half saves.
 # Longer rows are swept several times at 25 GB/s a program.
-GPU = Workers(busy=128, wide=32, holds=49152, whole=8192, cuts_unknown=True)
+GPU = Workers(busy=128, wide=32, holds=49152, whole=8192, cuts_unknown=True, launch=1 << 26)
 # Four cores use most of a memory's bandwidth, and a core's cache holds a MB. A launch is cheap, but
 # softmax in parts takes each exponential twice, so traced sizes decide.
-CPU = Workers(busy=4, wide=4, holds=1 << 18, whole=1 << 18, cuts_unknown=False)
+CPU = Workers(busy=4, wide=4, holds=1 << 18, whole=1 << 18, cuts_unknown=False, launch=1 << 19)
 
 
 def workers_of(device: str) -> Workers:

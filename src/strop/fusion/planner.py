@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 
-from strop.fusion.cost import has_loops, is_cheaper_again
+from strop.fusion.cost import Reading, has_loops, is_cheaper_again, times_computed
 from strop.fusion.legality import (
     DraftGroup,
     is_fusible,
@@ -40,7 +40,7 @@ NEAR = 3  # steps from an element that is looked up: widened, chosen, weighted
 def plan(graph: Graph, apart: Set[Node] = frozenset(), device: str = "cuda") -> FusionPlan:
     """Plan ``graph``; equal graphs give equal plans. Nodes ``apart`` share no kernel."""
     drafts, refusals = _Grouping(graph, apart, workers_of(device)).run()
-    stored = _stored(graph, drafts, apart)
+    stored = _stored(graph, drafts, apart, workers_of(device))
     groups = _groups(drafts, stored)
     calls = [node for node in graph.nodes if _is_call(node)]
     return FusionPlan(_in_order(graph, groups, calls, stored), tuple(refusals))
@@ -265,7 +265,9 @@ def computed_by(group: Group, stored: Set[Node]) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Node]:
+def _stored(
+    graph: Graph, drafts: list[DraftGroup], apart: Set[Node], workers: Workers
+) -> set[Node]:
     """Return the fusible values that some kernel writes to memory."""
     home = {node: draft for draft in drafts for node in draft.nodes}
     readers = _readers(graph)
@@ -282,24 +284,34 @@ def _stored(graph: Graph, drafts: list[DraftGroup], apart: Set[Node]) -> set[Nod
         outside = [r for r in readers[node] if home.get(r) is not draft]
         if not outside:
             continue
-        largest = max(home[r].domain.eval(graph.hints) for r in outside)
         kernels = len({id(ends[id(home[r])]) for r in readers[node]})
         if has_loops(node, stored) and not _is_read_once(node, outside, kernels, home):
             stored.add(node)
             continue
-        if (
-            node in draft.reduced
-            or node in apart
-            or not is_cheaper_again(
-                node, kernels, largest, stored, graph.hints, is_of_places=_look_up(node, outside)
-            )
-        ):
+        reading = _reading(node, outside, kernels, home, graph.hints)
+        is_cheap = node not in draft.reduced and node not in apart
+        if not is_cheap or not is_cheaper_again(node, reading, stored, graph.hints, workers.launch):
             stored.add(node)
     for node in sorted(stored - needed - apart, key=lambda n: n.serial):
         if (narrow := _before_widening(node)) is not None and home.get(narrow) is home[node]:
             stored.remove(node)
             stored.add(narrow)
     return stored
+
+
+def _reading(
+    node: Node,
+    outside: Sequence[Node],
+    kernels: int,
+    home: Mapping[Node, DraftGroup],
+    hints: Mapping[str, int],
+) -> Reading:
+    largest = max(home[r].domain.eval(hints) for r in outside)
+    again = dict[int, int]()  # a kernel computes a value once for all that reads it there
+    for reader in outside:
+        kernel, count = id(home[reader]), times_computed(node, reader, hints)
+        again[kernel] = max(again.get(kernel, 0), count)
+    return Reading(kernels, largest, sum(again.values()), _look_up(node, outside))
 
 
 def _look_up(node: Node, readers: Sequence[Node]) -> bool:
