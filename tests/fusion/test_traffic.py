@@ -31,11 +31,11 @@ MOST = 1.25  # times the least
 # kernels, and of them those that reduce rows: norms with what is before and behind them. A product
 # of the timestep has at most 320 MiB of weights: Flux has three, Qwen-Image two, with a bias each
 KERNELS = {
-    "flux": (39, 17),
+    "flux": (37, 17),
     "wan": (21, 11),
-    "sd3": (26, 8),
-    "sd35": (27, 13),
-    "qwen": (26, 13),
+    "sd3": (18, 8),
+    "sd35": (23, 13),
+    "qwen": (22, 13),
     "vit": (9, 5),
     "t5": (9, 5),
 }

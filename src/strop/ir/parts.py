@@ -48,14 +48,18 @@ def _places(whole: Node) -> Iterator[tuple[Node, Node]]:
 
 def place_of(whole: Node, piece: Node, start: Expr) -> Node:
     """Return the place of the call that a piece is a view of, within what begins at ``start`` of a
-    join: what the call writes into, rows (M, N) where it writes rows."""
+    join: what the call writes into, rows (M, N) where it writes rows that have one distance. Rows
+    of several pictures have no such place; their dims stay as the call has them."""
     b, dim = Builder(), whole.attrs["dim"]
     place = b.slice(whole, dim, start, piece.shape[dim])
     while piece.kind is Kind.VIEW:
         assert OPS[piece.op].has_all_once, piece
         place = undone(b, piece, place)
         piece = piece.inputs[0]
-    return as_rows(b, place) if piece.op in OF_ROWS else place
+    if piece.op not in OF_ROWS:
+        return place
+    view = strided(rows := as_rows(b, place))
+    return place if view is None or view.strides is None else rows
 
 
 def undone(b: Builder, view: Node, value: Node) -> Node:

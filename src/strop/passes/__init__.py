@@ -28,6 +28,7 @@ from strop.passes.gated_linear import gated_linear
 from strop.passes.grouped_heads import grouped_heads
 from strop.passes.joined_calls import joined_calls
 from strop.passes.joined_parts import joined_parts
+from strop.passes.joined_products import joined_products
 from strop.passes.linear_add import linear_add
 from strop.passes.looked_up_rows import looked_up_rows
 from strop.passes.low_rank_add import low_rank_add
@@ -70,6 +71,7 @@ PIPELINE: tuple[Pass, ...] = (
     gated_linear,  # a linear and the gate that follows it, which one kernel may be
     activated_linear,  # a linear and the GELU that follows it, which a library's GEMM computes
     aligned_linear,  # more columns of zeros, where rows of a result would begin anywhere
+    joined_products,  # rows of several products in one buffer, of which attention reads some
     bias_to_consumer,  # biases into the kernels that read the results
     product_sum,  # sums with a linear in the place of what is added, by kernels of ours
     linear_add,  # other sums with a linear where its product is added up
@@ -98,6 +100,7 @@ ONLY_ON = {
     "gated_linear": "cuda",
     "grouped_heads": "cuda",
     "joined_calls": "cuda",
+    "joined_products": "cuda",
     "linear_add": "cuda",
     "low_rank_add": "cuda",
     "low_rank_pair": "cuda",

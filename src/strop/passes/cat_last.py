@@ -71,14 +71,14 @@ def _dim_of(
     node: Node, cat: Node, dims: Mapping[Node, int], hints: Mapping[str, int]
 ) -> int | None:
     """Return the dim along which a node consists of what it has of each piece, if it does."""
-    found = {_dim_behind(node, x, dims[x]) for x in node.inputs if x in dims}
+    found = {dim_behind(node, x, dims[x]) for x in node.inputs if x in dims}
     dim = found.pop() if len(found) == 1 else None
     if dim is None or node.shape[dim] != cat.shape[cat.attrs["dim"]]:
         return None
     return dim if node.numel.eval(hints) <= cat.numel.eval(hints) else None
 
 
-def _dim_behind(node: Node, x: Node, dim: int) -> int | None:
+def dim_behind(node: Node, x: Node, dim: int) -> int | None:
     """Return the dim of a node that dim of its operand is; None where each piece of the one is not
     of the same piece of the other."""
     if node.op == "reshape":

@@ -58,6 +58,7 @@ from strop.runtime.run.native_calls import (
     fetch_ahead,
 )
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
+from strop.runtime.run.placed_rows import by_rows, has_rows
 from strop.runtime.run.shape_plan import ShapePlan
 from strop.runtime.run.sizes import Look
 from strop.runtime.run.zeroed_scratch import ZeroedScratch
@@ -241,14 +242,13 @@ def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
 
 
 def _placed_call(at: Linking, position: int, step: CallStep) -> Run:
-    """Bind a call whose result is a piece of a larger buffer. What a library allocates goes there
-    by a copy."""
+    """Bind a call whose result is a piece of a larger buffer, where a library's goes by a copy."""
     assert step.place is not None
     if native := _native_call(at, position, step):
         return native
-    table = _writing_table(at, position, step)
-    call, getters = _call(at, position, step, table), _getters(at, step)
-    out = _getter(at, step.place)
+    table, getters = _writing_table(at, position, step), _getters(at, step)
+    call, out = _call(at, position, step, table), _getter(at, step.place)
+    call = call if has_rows(step) else by_rows(call, table[step.op](dict(step.attrs)))
     return lambda: call([get() for get in getters], out())
 
 
@@ -309,7 +309,7 @@ def _native_call(
     """Bind a call that is one kernel on a CPU; None for other calls, and where operands lie
     otherwise. Where it ``allocates``, its result is yet to come."""
     choice, kernels = at.plan.choices.get(position), at.resources.kernels
-    if choice is None or choice.launches is None or kernels.device.arch:
+    if choice is None or choice.launches is None or kernels.device.arch or not has_rows(step):
         return None
     if (launch := choice.launches.only) is None:
         return None
