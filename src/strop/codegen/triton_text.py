@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from strop.codegen import triton_division
+from strop.codegen import triton_bfloat16, triton_division
 from strop.errors import CodegenError
 from strop.ir.dims import Expr, const, product, symbol, to_expr
 from strop.ir.loops import (
@@ -389,16 +389,8 @@ class Printer:
         elif isinstance(stmt, Apply):
             args = [self.values[arg] for arg in stmt.args]
             dims = frozenset().union(*(arg.dims for arg in args))
-            dtype = compute_dtype(stmt.dtype)
-            text = apply_text(stmt, [a.text for a in args])
-            is_exact = not dims or (self.is_exact and stmt.dtype is torch.float32)
-            if stmt.op in ("div", "reciprocal") and is_exact and dtype is torch.float32:
-                # once a launch, or what leaves in fp32
-                text = self._exact_quotient(stmt, [a.text for a in args])
-            elif stmt.op == "exp" and is_exact and dtype is torch.float32:
-                # tl.exp is off by the rounding of x log2(e), of which a sine behind it makes much
-                text = f"libdevice.exp({args[0].text})"
-            self.define(stmt.out, text, dims, dtype, prefix)
+            text = self._applied(stmt, args, dims, tile)
+            self.define(stmt.out, text, dims, compute_dtype(stmt.dtype), prefix)
         elif isinstance(stmt, OfPair):
             value = self.values[stmt.value]
             text = f"of_{stmt.take}({value.text})"
@@ -409,6 +401,22 @@ class Printer:
             self.out.add(f"tl.store({pointer}, {value.text}{', mask=' + mask if mask else ''})")
         else:
             raise CodegenError(f"{self.kernel.name}: {type(stmt).__name__} has no place here")
+
+    def _applied(
+        self, stmt: Apply, args: Sequence[TileValue], dims: frozenset[str], tile: Tile
+    ) -> str:
+        texts = [arg.text for arg in args]
+        is_exact = not dims or (self.is_exact and stmt.dtype is torch.float32)
+        if is_exact and compute_dtype(stmt.dtype) is torch.float32:
+            # once a launch, or what leaves in fp32
+            if stmt.op in ("div", "reciprocal"):
+                return self._exact_quotient(stmt, texts)
+            if stmt.op == "exp":
+                # tl.exp is off by the rounding of x log2(e), of which a sine behind it makes much
+                return f"libdevice.exp({texts[0]})"
+        if self._is_rounded_in_twos(stmt, tile, args):
+            return triton_bfloat16.rounded(texts[0])
+        return apply_text(stmt, texts)
 
     def _load(self, stmt: Load, tile: Tile, prefix: str) -> None:
         guard = self.values[stmt.guard] if stmt.guard else None
@@ -424,7 +432,8 @@ class Printer:
             mask = f"{mask} & {guard.text}" if mask else guard.text
         args = pointer + (f", mask={mask}" if mask else "") + (", other=0" if guard else "")
         stored = self.kernel.params[stmt.param].dtype
-        widen = "" if stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
+        in_twos = self._is_widened_in_twos(stmt, tile)
+        widen = "" if in_twos or stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
         if tile.leaves and not stmt.lookups and is_whole(self.kernel, stmt.index):
             with self.out.block(f"if {tile.leaves}:"):
                 first = f'tl.load({args}, eviction_policy="evict_first"){widen}'
@@ -433,6 +442,29 @@ class Printer:
                 self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
         else:
             self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
+        if in_twos:
+            text = triton_bfloat16.widened(prefix + stmt.out)
+            self.define(stmt.out, text, dims, stmt.dtype, prefix)
+
+    def _is_rounded_in_twos(self, stmt: Apply, tile: Tile, args: Sequence[TileValue]) -> bool:
+        """Tell whether a cast of fp32 to bf16 and back has neighbours in its thread."""
+        is_rounded = stmt.op == "cast" and stmt.dtype is torch.bfloat16
+        if not is_rounded or args[0].dtype is not torch.float32:
+            return False
+        is_along = list(tile.shape)[-1] in args[0].dims
+        return is_along and stmt.out not in triton_bfloat16.narrow(self.kernel)
+
+    def _is_widened_in_twos(self, stmt: Load, tile: Tile) -> bool:
+        """Tell whether a load of bf16 has neighbours in its thread that lie side by side in
+        memory."""
+        is_half = self.kernel.params[stmt.param].dtype is torch.bfloat16
+        if not is_half or stmt.dtype is not torch.float32 or is_transposing(self.kernel):
+            return False
+        if stmt.out in triton_bfloat16.narrow(self.kernel):
+            return False
+        last = list(tile.shape)[-1]
+        cols = next((flat.axes for flat in tile.flats if flat.dim == last), ())
+        return triton_bfloat16.lies_in_twos(stmt, cols, is_masked=last in tile.masks)
 
     def _place(self, stmt: CheckIndex, tile: Tile, prefix: str) -> None:
         """Print a place. One that is outside sets the flag, by whichever lane has it, and becomes
