@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 
 from strop.codegen import triton_bfloat16, triton_division
+from strop.codegen.triton_halves import halves
 from strop.errors import CodegenError
 from strop.ir.dims import Expr, const, product, symbol, to_expr
 from strop.ir.loops import (
@@ -184,6 +185,7 @@ class Tile:
     masks: Mapping[str, str]  # dim -> name of its mask, where one is needed
     spread: bool = False  # load vectors along the cols once for each row, see ``_load``
     leaves: str = ""  # a flag of the kernel: what it loads may leave the cache first
+    half: Tile | None = None  # has each pair of cols once, see ``triton_halves``
 
     def block(self, dims: Iterable[str]) -> str:
         return (
@@ -318,6 +320,23 @@ class Printer:
                     seen.add(run.name)
                     self.out.add(f"{run.name} = {self._run_text(flat, run)}")
 
+    def half(self, tile: Tile, flat: Flat, first: str) -> Tile | None:
+        """Return half of a tile, where ``first`` is the number of its first pair and a sign, or
+        nothing for the first tile; None where nothing is computed for pairs."""
+        outs = halves(self.kernel)
+        if not outs:
+            return None
+        pairs = replace(flat, name=f"half_{flat.name}", axes=flat.axes[:-1])
+        self.out.add(f"{pairs.name} = {first}tl.arange(0, COLS // 2)[None, :]")
+        masks = dict(tile.masks)
+        if "c" in masks:
+            size = product(axis.size for axis in pairs.axes)
+            masks["c"] = f"{pairs.name}_mask"
+            self.out.add(f"{masks['c']} = {pairs.name} < {self.scalars.text(size)}")
+        self.ids(pairs, [stmt for stmt in self.kernel.body if not outs.isdisjoint(outs_of(stmt))])
+        flats = tuple(pairs if each is flat else each for each in tile.flats)
+        return replace(tile, flats=flats, shape={**tile.shape, "c": "COLS // 2"}, masks=masks)
+
     def _run_text(self, flat: Flat, run: AddressTerm) -> str:
         text = flat.name if run.dim else flat.first or flat.name
         if run.inner != const(1):
@@ -376,6 +395,8 @@ class Printer:
 
     def statement(self, stmt: Stmt, tile: Tile, prefix: str = "") -> None:
         """Print any statement but a Reduce, whose text depends on the schedule."""
+        if tile.half is not None and not halves(self.kernel).isdisjoint(outs_of(stmt)):
+            tile = tile.half
         if isinstance(stmt, Load):
             self._load(stmt, tile, prefix)
         elif isinstance(stmt, CheckIndex):
@@ -393,7 +414,8 @@ class Printer:
             self.define(stmt.out, text, dims, compute_dtype(stmt.dtype), prefix)
         elif isinstance(stmt, OfPair):
             value = self.values[stmt.value]
-            text = f"of_{stmt.take}({value.text})"
+            is_whole = stmt.take == "both" and tile.half is None
+            text = value.text if is_whole else f"of_{stmt.take}({value.text})"
             self.define(stmt.out, text, value.dims, value.dtype, prefix)
         elif isinstance(stmt, Store):
             value = self.values[stmt.value]

@@ -38,7 +38,7 @@ _CHANCE = """    a = tl.abs(x)
 """
 #
 # of_even, of_odd: each lane gets what the even or the odd lane of its pair has. Both lie in one
-# thread, so nothing moves.
+# thread, so nothing moves. of_both: both get what half a tile has for the pair.
 _PAIR = """    even, odd = tl.split(tl.reshape(x, [x.numel // 2, 2]))
 """
 #
@@ -124,6 +124,8 @@ FUNCTIONS: Mapping[str, str] = {
 {_PAIR}    return tl.reshape(tl.join(even, even), x.shape)""",
     "of_odd": f"""def of_odd(x):
 {_PAIR}    return tl.reshape(tl.join(odd, odd), x.shape)""",
+    "of_both": """def of_both(x):
+    return tl.reshape(tl.join(x, x), [x.shape[0], x.shape[1] * 2])""",
     "half_gelu": f"""def half_gelu(x):
 {_CHANCE}    return x * tl.where(x > 0, 1.0 - chance, chance)""",
     "gelu_slope": f"""def gelu_slope(x):
