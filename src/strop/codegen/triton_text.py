@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -13,6 +12,7 @@ import torch
 
 from strop.codegen import triton_bfloat16, triton_division
 from strop.codegen.triton_halves import halves
+from strop.codegen.triton_lines import Lines
 from strop.errors import CodegenError
 from strop.ir.dims import Expr, const, product, symbol, to_expr
 from strop.ir.loops import (
@@ -94,24 +94,6 @@ def of_whole_vectors(kernel: LoopKernel, size: Expr, mosts: Iterable[int]) -> It
         divided = with_sizes(kernel, {root: size * ALIGNED})
         meaning = {root: size // ALIGNED}
         yield from (Form(divided, size, most, ALIGNED, meaning) for most in mosts)
-
-
-@dataclass
-class Lines:
-    """Collect source text under construction."""
-
-    lines: list[str] = field(default_factory=list)
-    depth: int = 1
-
-    def add(self, text: str) -> None:
-        self.lines.append("    " * self.depth + text)
-
-    @contextmanager
-    def block(self, header: str) -> Iterator[None]:
-        self.add(header)
-        self.depth += 1
-        yield
-        self.depth -= 1
 
 
 @dataclass
@@ -457,16 +439,17 @@ class Printer:
         in_twos = self._is_widened_in_twos(stmt, tile)
         widen = "" if in_twos or stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
         if tile.leaves and not stmt.lookups and is_whole(self.kernel, stmt.index):
-            with self.out.block(f"if {tile.leaves}:"):
+            with self.out.choice(f"if {tile.leaves}:"):
                 first = f'tl.load({args}, eviction_policy="evict_first"){widen}'
                 self.define(stmt.out, first, dims, stmt.dtype, prefix)
-            with self.out.block("else:"):
+            with self.out.choice("else:"):
                 self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
         else:
             self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
         if in_twos:
-            text = triton_bfloat16.widened(prefix + stmt.out)
-            self.define(stmt.out, text, dims, stmt.dtype, prefix)
+            # behind loads that follow, so that the compiler makes one choice of two for all
+            name = prefix + stmt.out
+            self.out.add_later(name, f"{name} = {triton_bfloat16.widened(name)}")
 
     def _is_rounded_in_twos(self, stmt: Apply, tile: Tile, args: Sequence[TileValue]) -> bool:
         """Tell whether a cast of fp32 to bf16 and back has neighbours in its thread."""
