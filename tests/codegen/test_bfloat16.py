@@ -12,7 +12,6 @@ from torch import Tensor
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
-from strop.codegen.triton_bfloat16 import narrow
 from strop.codegen.triton_lines import Lines
 from strop.ir.functions import FUNCTIONS, SM_90
 from strop.ir.graph import Ref
@@ -108,14 +107,6 @@ def test_products_of_what_was_rounded_are_of_bf16(tmp_path: Path) -> None:
         assert "rounded_to_bfloat16(" not in source.text
         found = counted(source, tmp_path)
         assert [name for name in found if name.startswith(("HMUL2.BF16", "HFMA2.MMA.BF16"))]
-
-
-def test_values_that_stay_narrow() -> None:
-    traced = trace(rms_norm, "b t 64", "64", "b 1 64", dtype=BF16, b=2, t=5)
-    made = model_of(compile_graph(traced.graph, Signature([Ref(0)], ()), "cuda", Options()))
-    kernels = [sample.kernel for sample, _ in made.samples.values()]
-    assert kernels
-    assert not any(narrow(kernel) for kernel in kernels)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -224,11 +215,3 @@ def test_a_line_waits_until_it_is_needed() -> None:
         "v5 = v4",
     ]
     assert lines.lines[6].startswith(" " * 8)
-
-
-def test_every_number_is_every_number() -> None:
-    wide, narrow_ones = every_number()
-    assert wide.numel() == narrow_ones.numel() == 8 * 65536
-    assert wide.isnan().any()
-    assert narrow_ones.unique(dim=0).numel() > 65000
-    assert wide.numel() % PER_PROGRAM == 0
