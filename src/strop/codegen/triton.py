@@ -22,7 +22,8 @@ from strop.codegen import (
     triton_short_column,
 )
 from strop.codegen.effort import effort_of
-from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
+from strop.codegen.triton_lines import Lines
+from strop.codegen.triton_text import Form, Printer, is_transposing
 from strop.errors import CodegenError
 from strop.ir.dims import Expr
 from strop.ir.functions import EARLY, FUNCTIONS, SM_90

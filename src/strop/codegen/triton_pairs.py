@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from strop.codegen.triton_guards import PURE, Conditions, Guards, freed
+from strop.codegen.triton_halves import with_halves
 from strop.codegen.triton_text import is_transposing
 from strop.ir.dims import Expr, const
 from strop.ir.loops import (
@@ -32,12 +34,6 @@ from strop.ir.loops import (
     spaces,
     with_args,
 )
-from strop.ir.ops import OPS
-
-PURE = Apply | Literal | Position  # of these the guards are computed
-
-
-Conditions = frozenset[str]  # names of values that hold all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +61,23 @@ class PairMember:
 
 
 def with_pairs(kernel: LoopKernel) -> LoopKernel:
-    """Return the kernel with one load for each pair, if it reads any; else the kernel itself."""
+    """Return the kernel with one load for each pair, and one for both of its cols where these read
+    the same, if there is any; else the kernel itself."""
     if len(kernel.cols) < 2 or kernel.cols[-1].size != const(2) or is_transposing(kernel):
         return kernel
+    free = freed(kernel)
+    made = with_halves(_with_whole_pairs(free))
+    return kernel if made is free else made
+
+
+def _with_whole_pairs(kernel: LoopKernel) -> LoopKernel:
     made = {out: stmt for stmt in kernel.body for out in outs_of(stmt)}
     space = spaces(kernel)
-    guards = PairGuards(made, space, kernel.cols[-1].name)
+    guards = Guards(made, space, kernel.cols[-1:])
     found = {
         load.out: PairMember(pair, take, conditions)
         for pair, members in _members(kernel, space).items()
-        if members.keys() != {"whole"} and (conditions := guards.conditions(members)) is not None
+        if members.keys() != {"whole"} and (conditions := _conditions(guards, members)) is not None
         for take, loads in members.items()
         for load in loads
     }
@@ -113,64 +116,16 @@ def _place(kernel: LoopKernel, load: Load) -> tuple[PairLoad, str] | None:
     return found, "whole" if step is not None else "odd" if is_odd else "even"
 
 
-@dataclass(frozen=True)
-class PairGuards:
-    """Find under which conditions, the same in both cols of a pair, any of the two is read."""
-
-    made: Mapping[str, Stmt]
-    spaces: Mapping[str, frozenset[str]]
-    pair: str  # the axis
-
-    def conditions(self, members: Members) -> frozenset[Conditions] | None:
-        """Return conditions of which any must hold; none if loads cannot share one guard."""
-        found = set()
-        for load in (load for loads in members.values() for load in loads):
-            if load.guard is None:
-                return frozenset({frozenset()})
-            own = self._conditions(load.guard)
-            if own is None:
-                return None
-            found.add(own)
-        return frozenset({frozenset()}) if frozenset() in found else frozenset(found)
-
-    def _conditions(self, guard: str) -> Conditions | None:
-        """Return what has to hold besides conditions on the col of the pair. Returns None if these
-        are mixed, hold in no col, or if something is read for them."""
-        kept, holds = set(), torch.tensor([True, True])
-        waiting = [guard]
-        while waiting:
-            name = waiting.pop()
-            stmt = self.made[name]
-            if isinstance(stmt, Apply) and stmt.op == "logical_and":
-                waiting += stmt.args
-            elif self.spaces[name] == {self.pair} and (values := self._values(name)) is not None:
-                holds = holds & values
-            elif self.pair in self.spaces[name] or not self._is_pure(name):
-                return None
-            else:
-                kept.add(name)
-        return frozenset(kept) if holds.any() else None
-
-    def _values(self, name: str) -> torch.Tensor | None:
-        """Return a value that depends on the col of the pair alone, in both, if that is known."""
-        stmt = self.made[name]
-        if isinstance(stmt, Position):
-            offset, stride = stmt.index.offset, dict(stmt.index.strides).get(self.pair, const(0))
-            is_known = offset.is_const and stride.is_const
-            return offset.value + stride.value * torch.arange(2) if is_known else None
-        if isinstance(stmt, Literal):
-            return None if isinstance(stmt.value, Expr) else torch.tensor(stmt.value)
-        if not isinstance(stmt, Apply) or (reference := OPS[stmt.op].reference) is None:
+def _conditions(guards: Guards, members: Members) -> frozenset[Conditions] | None:
+    """Return conditions, the same in both cols of a pair, of which any must hold; none if loads
+    cannot share one guard."""
+    found = set()
+    for load in (load for loads in members.values() for load in loads):
+        own = frozenset[str]() if load.guard is None else guards.conditions(load.guard)
+        if own is None:
             return None
-        args = [self._values(arg) for arg in stmt.args]
-        if any(arg is None for arg in args):
-            return None
-        result: torch.Tensor = reference(*args, **dict(stmt.attrs))
-        return result
-
-    def _is_pure(self, name: str) -> bool:
-        stmt = self.made[name]
-        return isinstance(stmt, PURE) and all(map(self._is_pure, args_of(stmt)))
+        found.add(own)
+    return frozenset({frozenset()}) if frozenset() in found else frozenset(found)
 
 
 @dataclass

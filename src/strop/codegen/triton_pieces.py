@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strop.codegen import triton_pointwise
-from strop.codegen.triton_text import Lines, Printer, TritonScalars
+from strop.codegen.triton_lines import Lines
+from strop.codegen.triton_text import Printer, TritonScalars
 from strop.ir.dims import Expr, const
 from strop.ir.functions import SM_90
 from strop.ir.loops import LoopKernel

@@ -108,6 +108,10 @@ def pointwise(printer: Printer, most: int | None = None) -> tuple[Expr, int]:
     tile = Tile(flats, shape, masks)
     for each in flats:
         printer.ids(each, kernel.body)
+    if not flat:
+        tile = replace(
+            tile, half=printer.half(tile, col, _first(printer, col_tiles, "(COLS // 2)"))
+        )
     for stmt in kernel.body:
         printer.statement(stmt, tile)
     symbolic = printer.scalars.symbolic
@@ -128,12 +132,15 @@ def _tile_ids(
     if flat:
         add("col = tile * COLS + tl.arange(0, COLS)")
         return
-    one = col_tiles == const(1)
-    row_tile = "tile" if one else f"tile // {text(col_tiles)}"
-    col_tile = "" if one else f"tile % {text(col_tiles)} * COLS + "
+    row_tile = "tile" if col_tiles == const(1) else f"tile // {text(col_tiles)}"
     add(f"first_row = {row_tile} * ROWS")
     add("row = first_row + tl.arange(0, ROWS)[:, None]")
-    add(f"col = {col_tile}tl.arange(0, COLS)[None, :]")
+    add(f"col = {_first(printer, col_tiles, 'COLS')}tl.arange(0, COLS)[None, :]")
+
+
+def _first(printer: Printer, col_tiles: Expr, cols: str) -> str:
+    """Return the number of a tile's first col, of so many, and a sign."""
+    return "" if col_tiles == const(1) else f"tile % {printer.scalars.text(col_tiles)} * {cols} + "
 
 
 def _outer_and_inner(kernel: LoopKernel) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:

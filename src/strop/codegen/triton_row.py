@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strop.codegen import triton_reduce
 from strop.codegen.effort import effort_of
@@ -256,7 +256,10 @@ class _Pieces:
             masks = masks | {"c": mask}
         col = Flat(name, kernel.cols, "c")
         printer.ids(col, kernel.body)
-        return Tile((row, col), {"r": "ROWS", "c": "COLS"}, masks, row.tile > 1, "fills")
+        shape = {"r": "ROWS", "c": "COLS"}
+        whole = Tile((row, col), shape, masks, row.tile > 1, "fills")
+        first = f"{number * tile.cols // 2} + " if number else ""
+        return replace(whole, half=printer.half(whole, col, first))
 
     def body(self) -> None:
         count = self.printer.scalars.text(self.kernel.num_cols)

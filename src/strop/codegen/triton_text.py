@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 
-from strop.codegen import triton_division
+from strop.codegen import triton_bfloat16, triton_division
+from strop.codegen.triton_halves import halves
+from strop.codegen.triton_lines import Lines
 from strop.errors import CodegenError
 from strop.ir.dims import Expr, const, product, symbol, to_expr
 from strop.ir.loops import (
@@ -96,24 +97,6 @@ def of_whole_vectors(kernel: LoopKernel, size: Expr, mosts: Iterable[int]) -> It
 
 
 @dataclass
-class Lines:
-    """Collect source text under construction."""
-
-    lines: list[str] = field(default_factory=list)
-    depth: int = 1
-
-    def add(self, text: str) -> None:
-        self.lines.append("    " * self.depth + text)
-
-    @contextmanager
-    def block(self, header: str) -> Iterator[None]:
-        self.add(header)
-        self.depth += 1
-        yield
-        self.depth -= 1
-
-
-@dataclass
 class TritonScalars:
     """Turn sizes into integer arguments, one for each distinct expression."""
 
@@ -184,6 +167,7 @@ class Tile:
     masks: Mapping[str, str]  # dim -> name of its mask, where one is needed
     spread: bool = False  # load vectors along the cols once for each row, see ``_load``
     leaves: str = ""  # a flag of the kernel: what it loads may leave the cache first
+    half: Tile | None = None  # has each pair of cols once, see ``triton_halves``
 
     def block(self, dims: Iterable[str]) -> str:
         return (
@@ -318,6 +302,23 @@ class Printer:
                     seen.add(run.name)
                     self.out.add(f"{run.name} = {self._run_text(flat, run)}")
 
+    def half(self, tile: Tile, flat: Flat, first: str) -> Tile | None:
+        """Return half of a tile, where ``first`` is the number of its first pair and a sign, or
+        nothing for the first tile; None where nothing is computed for pairs."""
+        outs = halves(self.kernel)
+        if not outs:
+            return None
+        pairs = replace(flat, name=f"half_{flat.name}", axes=flat.axes[:-1])
+        self.out.add(f"{pairs.name} = {first}tl.arange(0, COLS // 2)[None, :]")
+        masks = dict(tile.masks)
+        if "c" in masks:
+            size = product(axis.size for axis in pairs.axes)
+            masks["c"] = f"{pairs.name}_mask"
+            self.out.add(f"{masks['c']} = {pairs.name} < {self.scalars.text(size)}")
+        self.ids(pairs, [stmt for stmt in self.kernel.body if not outs.isdisjoint(outs_of(stmt))])
+        flats = tuple(pairs if each is flat else each for each in tile.flats)
+        return replace(tile, flats=flats, shape={**tile.shape, "c": "COLS // 2"}, masks=masks)
+
     def _run_text(self, flat: Flat, run: AddressTerm) -> str:
         text = flat.name if run.dim else flat.first or flat.name
         if run.inner != const(1):
@@ -376,6 +377,8 @@ class Printer:
 
     def statement(self, stmt: Stmt, tile: Tile, prefix: str = "") -> None:
         """Print any statement but a Reduce, whose text depends on the schedule."""
+        if tile.half is not None and not halves(self.kernel).isdisjoint(outs_of(stmt)):
+            tile = tile.half
         if isinstance(stmt, Load):
             self._load(stmt, tile, prefix)
         elif isinstance(stmt, CheckIndex):
@@ -389,19 +392,12 @@ class Printer:
         elif isinstance(stmt, Apply):
             args = [self.values[arg] for arg in stmt.args]
             dims = frozenset().union(*(arg.dims for arg in args))
-            dtype = compute_dtype(stmt.dtype)
-            text = apply_text(stmt, [a.text for a in args])
-            is_exact = not dims or (self.is_exact and stmt.dtype is torch.float32)
-            if stmt.op in ("div", "reciprocal") and is_exact and dtype is torch.float32:
-                # once a launch, or what leaves in fp32
-                text = self._exact_quotient(stmt, [a.text for a in args])
-            elif stmt.op == "exp" and is_exact and dtype is torch.float32:
-                # tl.exp is off by the rounding of x log2(e), of which a sine behind it makes much
-                text = f"libdevice.exp({args[0].text})"
-            self.define(stmt.out, text, dims, dtype, prefix)
+            text = self._applied(stmt, args, dims, tile)
+            self.define(stmt.out, text, dims, compute_dtype(stmt.dtype), prefix)
         elif isinstance(stmt, OfPair):
             value = self.values[stmt.value]
-            text = f"of_{stmt.take}({value.text})"
+            is_whole = stmt.take == "both" and tile.half is None
+            text = value.text if is_whole else f"of_{stmt.take}({value.text})"
             self.define(stmt.out, text, value.dims, value.dtype, prefix)
         elif isinstance(stmt, Store):
             value = self.values[stmt.value]
@@ -409,6 +405,22 @@ class Printer:
             self.out.add(f"tl.store({pointer}, {value.text}{', mask=' + mask if mask else ''})")
         else:
             raise CodegenError(f"{self.kernel.name}: {type(stmt).__name__} has no place here")
+
+    def _applied(
+        self, stmt: Apply, args: Sequence[TileValue], dims: frozenset[str], tile: Tile
+    ) -> str:
+        texts = [arg.text for arg in args]
+        is_exact = not dims or (self.is_exact and stmt.dtype is torch.float32)
+        if is_exact and compute_dtype(stmt.dtype) is torch.float32:
+            # once a launch, or what leaves in fp32
+            if stmt.op in ("div", "reciprocal"):
+                return self._exact_quotient(stmt, texts)
+            if stmt.op == "exp":
+                # tl.exp is off by the rounding of x log2(e), of which a sine behind it makes much
+                return f"libdevice.exp({texts[0]})"
+        if self._is_rounded_in_twos(stmt, tile, args):
+            return triton_bfloat16.rounded(texts[0])
+        return apply_text(stmt, texts)
 
     def _load(self, stmt: Load, tile: Tile, prefix: str) -> None:
         guard = self.values[stmt.guard] if stmt.guard else None
@@ -424,15 +436,40 @@ class Printer:
             mask = f"{mask} & {guard.text}" if mask else guard.text
         args = pointer + (f", mask={mask}" if mask else "") + (", other=0" if guard else "")
         stored = self.kernel.params[stmt.param].dtype
-        widen = "" if stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
+        in_twos = self._is_widened_in_twos(stmt, tile)
+        widen = "" if in_twos or stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
         if tile.leaves and not stmt.lookups and is_whole(self.kernel, stmt.index):
-            with self.out.block(f"if {tile.leaves}:"):
+            with self.out.choice(f"if {tile.leaves}:"):
                 first = f'tl.load({args}, eviction_policy="evict_first"){widen}'
                 self.define(stmt.out, first, dims, stmt.dtype, prefix)
-            with self.out.block("else:"):
+            with self.out.choice("else:"):
                 self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
         else:
             self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
+        if in_twos:
+            # behind loads that follow, so that the compiler makes one choice of two for all
+            name = prefix + stmt.out
+            self.out.add_later(name, f"{name} = {triton_bfloat16.widened(name)}")
+
+    def _is_rounded_in_twos(self, stmt: Apply, tile: Tile, args: Sequence[TileValue]) -> bool:
+        """Tell whether a cast of fp32 to bf16 and back has neighbours in its thread."""
+        is_rounded = stmt.op == "cast" and stmt.dtype is torch.bfloat16
+        if not is_rounded or args[0].dtype is not torch.float32:
+            return False
+        is_along = list(tile.shape)[-1] in args[0].dims
+        return is_along and stmt.out not in triton_bfloat16.narrow(self.kernel)
+
+    def _is_widened_in_twos(self, stmt: Load, tile: Tile) -> bool:
+        """Tell whether a load of bf16 has neighbours in its thread that lie side by side in
+        memory."""
+        is_half = self.kernel.params[stmt.param].dtype is torch.bfloat16
+        if not is_half or stmt.dtype is not torch.float32 or is_transposing(self.kernel):
+            return False
+        if stmt.out in triton_bfloat16.narrow(self.kernel):
+            return False
+        last = list(tile.shape)[-1]
+        cols = next((flat.axes for flat in tile.flats if flat.dim == last), ())
+        return triton_bfloat16.lies_in_twos(stmt, cols, is_masked=last in tile.masks)
 
     def _place(self, stmt: CheckIndex, tile: Tile, prefix: str) -> None:
         """Print a place. One that is outside sets the flag, by whichever lane has it, and becomes

@@ -38,7 +38,7 @@ _CHANCE = """    a = tl.abs(x)
 """
 #
 # of_even, of_odd: each lane gets what the even or the odd lane of its pair has. Both lie in one
-# thread, so nothing moves.
+# thread, so nothing moves. of_both: both get what half a tile has for the pair.
 _PAIR = """    even, odd = tl.split(tl.reshape(x, [x.numel // 2, 2]))
 """
 #
@@ -61,6 +61,12 @@ _PAIR = """    even, odd = tl.split(tl.reshape(x, [x.numel // 2, 2]))
 # quotient_by: x / divisor for a known number, whose reciprocal is rounded to the nearest: the
 # product of both, and one step of Newton's method. The rest of what is infinite is NaN, and that of
 # -0 would make it 0.
+#
+# rounded_to_bfloat16: fp32 to bf16 and back, two neighbours at once. A cast of one number takes
+# F2F, of which there are 16 a clock, and a shift. Both make the same NaN of any (PTX ISA, cvt).
+#
+# widened: bf16 to fp32, two neighbours at once: PTX that takes halves of a register apart takes an
+# instruction more for the upper one.
 SM_90 = "SM_90"
 FUNCTIONS: Mapping[str, str] = {
     "half_gelu_tanh": f"""def half_gelu_tanh(x, {SM_90}: tl.constexpr):
@@ -95,10 +101,31 @@ FUNCTIONS: Mapping[str, str] = {
         code = tl.minimum(tl.where(size < 0x3C800000, small, normal), 0x7E)
         code = tl.where(size <= 0x7F800000, code, 0x7F) | ((bits >> 24) & 0x80)
     return code""",
+    "rounded_to_bfloat16": f"""def rounded_to_bfloat16(x, {SM_90}: tl.constexpr):
+    if {SM_90}:
+        y = tl.inline_asm_elementwise(
+            "{{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; "
+            "shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}}",
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(tl.bfloat16).to(tl.float32)
+    return y""",
+    "widened": f"""def widened(x, {SM_90}: tl.constexpr):
+    if {SM_90}:
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(tl.float32)
+    return y""",
     "of_even": f"""def of_even(x):
 {_PAIR}    return tl.reshape(tl.join(even, even), x.shape)""",
     "of_odd": f"""def of_odd(x):
 {_PAIR}    return tl.reshape(tl.join(odd, odd), x.shape)""",
+    "of_both": """def of_both(x):
+    return tl.reshape(tl.join(x, x), [x.shape[0], x.shape[1] * 2])""",
     "half_gelu": f"""def half_gelu(x):
 {_CHANCE}    return x * tl.where(x > 0, 1.0 - chance, chance)""",
     "gelu_slope": f"""def gelu_slope(x):

@@ -183,13 +183,13 @@ class Reduce:
 @dataclass(frozen=True, slots=True)
 class OfPair:
     """Take out = what the pair of cols has in which each col lies: the ``value`` of its even or its
-    odd col. The last col axis has two elements.
+    odd col, or of both where they have the same. The last col axis has two elements.
 
     Lowering makes none: ``codegen.triton_pairs`` does, where both cols lie in one thread.
     """
 
     out: str
-    take: str  # "even" or "odd"
+    take: str  # "even", "odd" or "both"
     value: str
     dtype: torch.dtype
 
