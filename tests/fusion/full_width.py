@@ -80,6 +80,27 @@ def _qwen() -> Model:
     }
 
 
+class _ZImage(nn.Module):
+    """One picture and one text, which Z-Image takes in lists."""
+
+    def __init__(self) -> None:
+        from diffusers import ZImageTransformer2DModel
+
+        super().__init__()
+        self.inner = ZImageTransformer2DModel(n_layers=BLOCKS, n_refiner_layers=1)
+
+    def forward(self, x: Tensor, t: Tensor, text: Tensor, return_dict: bool) -> Any:
+        return self.inner([x], t, [text], return_dict=return_dict)
+
+
+def _z_image() -> Model:
+    return _ZImage(), {
+        "x": _like(16, 1, 128, 128),
+        "t": _like(1),
+        "text": _like(64, 2560),
+    }
+
+
 def _vit() -> Model:
     from transformers import ViTConfig, ViTModel
 
@@ -102,6 +123,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "sd3": _sd3,
     "sd35": partial(_sd3, dual_attention_layers=(0,), qk_norm="rms_norm"),
     "qwen": _qwen,
+    "z-image": _z_image,
     "vit": _vit,
     "t5": _t5,
 }

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
-from strop.ir.graph import Graph
+from strop.ir.graph import Builder, Graph, Node, finish
 from strop.ir.program import Program
 from strop.options import Options
-from strop.passes import ONLY_ON
+from strop.passes import ONLY_ON, joined_products
 from strop.passes import run as run_passes
 from strop.runtime.run.placed_rows import by_rows
 from strop.testing import assert_as_accurate_as_eager
@@ -153,6 +153,8 @@ JOINED = {
     "bare": Block(bias=False),
     "narrow text": Block(text=40),
 }
+
+
 APART = {
     "a kernel reads": Kernels(),
     "different columns": Different(),
@@ -203,6 +205,24 @@ def compile_off(module: Block) -> Program:
 @pytest.mark.parametrize("name", APART)
 def test_what_stays_apart(name: str) -> None:
     assert "linear" not in placed(graph_of(APART[name]))
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_argument_is_written_between_products(after: int) -> None:
+    """What reads the first product, and that argument, would run behind the write."""
+    given = trace(Plain().half(), *shapes(Plain()), dtype=torch.float16, b=2, s=96, t=24).graph
+    graph = run_passes(given, Options(disable=(*PASSES, "bias_to_consumer")))[0]
+    b, new, count = Builder(), dict[Node, Node](), 0
+    for node in dict.fromkeys((*graph.inputs, *graph.nodes)):
+        new[node] = b.copy_of(node, tuple(new[x] for x in node.inputs))
+        count += node.op == "linear"
+        if count == after + 1 and node.op == "linear":
+            x = new[graph.inputs[-1]]
+            b.make("write", (x, b.pointwise("neg", x, dtype=x.dtype)), x.shape, x.dtype)
+    inputs, outputs = ([new[node] for node in of] for of in (graph.inputs, graph.outputs))
+    written = finish(b, inputs, outputs, graph.hints)
+    assert [n.op for n in written.nodes].count("write") == 1
+    assert ops(joined_products(written, Options())).count("join") == (after > 0)
 
 
 def test_on_processors_they_stay_apart() -> None:

@@ -59,8 +59,13 @@ def _joints(graph: Graph) -> list[_Joint]:
             if _dim_seen(product, views) == cat.attrs["dim"]:
                 found[products][cat] = views
     joints, taken = list[_Joint](), set[Node]()
+    writes = [node.serial for node in graph.nodes if node.op == "write"]
     for products, cats in found.items():
-        if taken.isdisjoint(products) and _are_apart(products):
+        if (
+            taken.isdisjoint(products)
+            and _are_apart(products)
+            and not _is_between(products, writes)
+        ):
             taken.update(products)
             joints.append(_Joint(products, cats))
     return joints
@@ -144,6 +149,13 @@ def _are_apart(products: Sequence[Node]) -> bool:
             seen.add(node)
             stack += node.inputs
     return True
+
+
+def _is_between(products: Sequence[Node], writes: Sequence[int]) -> bool:
+    """Tell whether an argument is written after one product and before another. What reads the
+    first waits for the other, and might find that argument's new values."""
+    first, *_, last = sorted(product.serial for product in products)
+    return any(first < serial < last for serial in writes)
 
 
 def _rebuilt(graph: Graph, joints: Sequence[_Joint]) -> Graph:
