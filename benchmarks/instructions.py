@@ -28,6 +28,7 @@ from strop.options import Options
 from strop.runtime.build.ahead import AheadLoader
 from strop.runtime.build.cubin import compile_cubin
 from strop.runtime.run.shape_plan import ShapePlan, plan_shape
+from strop.wording import counted
 from tests.fusion.full_width import MODELS, planned
 
 SCHEDULERS, CLOCK = 132 * 4, 1755  # of an H100, which starts an instruction of a warp each; MHz
@@ -37,7 +38,7 @@ SHOWN = ("LDG", "STG", "LDS", "STS", "MUFU", "F2F", "BRA")
 LINE = re.compile(r"\s*/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(\w+)")
 
 
-def counted(source: KernelSource) -> tuple[Counter[str], int]:
+def code_of(source: KernelSource) -> tuple[Counter[str], int]:
     """Return how often each instruction is in a kernel's machine code, and its warps."""
     cubin = compile_cubin(source, 90)
     program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -64,12 +65,12 @@ def rows_of(plan: ShapePlan, texts: list[int]) -> None:
         seen.add((step.kernel, launch.scalars))
         names = {f"s{i}": value for i, value in enumerate(launch.scalars)} | {"splits": 1}
         programs = math.prod(size.eval(names) for size in launch.source.grid)
-        count, warps = counted(launch.source)
+        count, warps = code_of(launch.source)
         issue = count.total() * warps * programs / SCHEDULERS / CLOCK
         shown = " ".join(f"{name} {count[name]}" for name in SHOWN)
         print(
-            f"{step.kernel:3} {launch.source.name:40} {count.total():5} instructions, "
-            f"{warps} warps, {programs} programs: {issue:6.1f} us, "
+            f"{step.kernel:3} {launch.source.name:40} {counted(count.total(), 'instruction', '5')}, "
+            f"{counted(warps, 'warp')}, {counted(programs, 'program')}: {issue:6.1f} us, "
             f"{moved / BANDWIDTH:6.1f} us of bytes | {shown}",
             flush=True,
         )
