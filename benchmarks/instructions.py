@@ -69,7 +69,8 @@ def rows_of(plan: ShapePlan, texts: list[int]) -> None:
         issue = count.total() * warps * programs / SCHEDULERS / CLOCK
         shown = " ".join(f"{name} {count[name]}" for name in SHOWN)
         print(
-            f"{step.kernel:3} {launch.source.name:40} {counted(count.total(), 'instruction', '5')}, "
+            f"{step.kernel:3} {launch.source.name:40} "
+            f"{counted(count.total(), 'instruction', '5')}, "
             f"{counted(warps, 'warp')}, {counted(programs, 'program')}: {issue:6.1f} us, "
             f"{moved / BANDWIDTH:6.1f} us of bytes | {shown}",
             flush=True,
