@@ -126,6 +126,18 @@ class OneOfTheOther(Block):
         return [torch.cat(pair, self.dim) for pair in zip(text, picture, strict=True)]
 
 
+class Dropped(Turned):
+    """The first row of the text is left out."""
+
+    def joined(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        picture = self.qkv(x, self.of_picture, self.norms[:2])
+        text = (z[:, :, 1:] for z in self.qkv(y, self.of_text, self.norms[2:]))
+        return [torch.cat(pair, self.dim) for pair in zip(picture, text, strict=True)]
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.out(self.attended(*self.joined(x, y))).relu()
+
+
 class Twice(Block):
     """The same rows come twice."""
 
@@ -159,6 +171,7 @@ APART = {
     "a kernel reads": Kernels(),
     "different columns": Different(),
     "one of the other": OneOfTheOther(),
+    "dropped": Dropped(),
     "twice": Twice(),
     "given": Given(),
 }

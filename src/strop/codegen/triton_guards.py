@@ -37,14 +37,21 @@ from strop.ir.ops import OPS
 PURE = Apply | Literal | Position  # of these guards are computed
 MOST_PLACES = 2**16  # at which it is tried whether a condition holds
 
+Made = Mapping[str, Stmt]  # by name
 Conditions = frozenset[str]  # names of values that hold all at once
+
+
+def is_pure(name: str, made: Made) -> bool:
+    """Tell whether nothing is read for a value."""
+    stmt = made[name]
+    return isinstance(stmt, PURE) and all(is_pure(arg, made) for arg in args_of(stmt))
 
 
 @dataclass(frozen=True)
 class Guards:
     """Find what guards ask besides conditions on some ``axes`` alone, whose sizes are known."""
 
-    made: Mapping[str, Stmt]
+    made: Made
     spaces: Mapping[str, frozenset[str]]
     axes: tuple[Axis, ...]
 
@@ -61,7 +68,7 @@ class Guards:
                 waiting += stmt.args
             elif space and space <= own and (values := self._values(name)) is not None:
                 holds = holds & values
-            elif own & space or not self._is_pure(name):
+            elif own & space or not is_pure(name, self.made):
                 return None
             else:
                 kept.add(name)
@@ -92,10 +99,6 @@ class Guards:
             stride = strides.get(axis.name, const(0)).value
             places = places + stride * torch.arange(axis.size.value).reshape(shape)
         return places
-
-    def _is_pure(self, name: str) -> bool:
-        stmt = self.made[name]
-        return isinstance(stmt, PURE) and all(map(self._is_pure, args_of(stmt)))
 
 
 def freed(kernel: LoopKernel) -> LoopKernel:

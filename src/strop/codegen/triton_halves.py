@@ -11,14 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from strop.codegen.triton_guards import PURE, is_pure
 from strop.ir.loops import (
     Apply,
     CheckIndex,
-    Literal,
     Load,
     LoopKernel,
     OfPair,
-    Position,
     S,
     Stmt,
     args_of,
@@ -26,8 +25,6 @@ from strop.ir.loops import (
     spaces,
     with_args,
 )
-
-PURE = Apply | Literal | Position
 
 
 def with_halves(kernel: LoopKernel) -> LoopKernel:
@@ -73,11 +70,7 @@ class _Halving:
     def _is_half(self, stmt: Apply | CheckIndex | Load) -> bool:
         space = self.space[stmt.out]
         is_alike = bool(space & self.cols) and self.kernel.cols[-1].name not in space
-        return is_alike and not self._is_pure(stmt.out)
-
-    def _is_pure(self, name: str) -> bool:
-        stmt = self.made[name]
-        return isinstance(stmt, PURE) and all(map(self._is_pure, args_of(stmt)))
+        return is_alike and not is_pure(stmt.out, self.made)
 
     def body(self) -> tuple[Stmt, ...]:
         for stmt in self.kernel.body:

@@ -56,7 +56,8 @@ def _joints(graph: Graph) -> list[_Joint]:
         products = tuple(product for product, _ in pieces)
         if _can_share(cat, products, graph) and len({_look(*each) for each in pieces}) == 1:
             product, views = pieces[0]
-            if _dim_seen(product, views) == cat.attrs["dim"]:
+            *before, dim = _dims(product, views)
+            if len(before) == len(views) and dim == cat.attrs["dim"]:
                 found[products][cat] = views
     joints, taken = list[_Joint](), set[Node]()
     writes = [node.serial for node in graph.nodes if node.op == "write"]
@@ -79,26 +80,24 @@ def _seen(piece: Node) -> tuple[Node, Views]:
     return piece, tuple(reversed(views))
 
 
-def _dim_seen(product: Node, views: Views) -> int | None:
-    """Return the dim in which the last view has the rows of a product."""
-    dim, x = len(product.shape) - 2, product
+def _dims(product: Node, views: Views) -> tuple[int, ...]:
+    """Return the dim in which each view has a product's rows, up to one that has them apart."""
+    found, x = [len(product.shape) - 2], product
     for view in views:
-        behind = dim_behind(view, x, dim)
-        if behind is None:
-            return None
-        dim, x = behind, view
-    return dim
+        if (dim := dim_behind(view, x, found[-1])) is None:
+            break
+        found.append(dim)
+        x = view
+    return tuple(found)
 
 
 def _look(product: Node, views: Views) -> object:
     """Return what is alike for products that may share a buffer."""
-    dim, x, looks = len(product.shape) - 2, product, list[object]()
-    for view in views:
-        behind = dim_behind(view, x, dim)
-        dim, x = -1 if behind is None else behind, view
+    looks = list[object]()
+    for view, dim in zip(views, _dims(product, views)[1:], strict=False):
         sizes = (*view.shape[:dim], *view.shape[dim + 1 :])
         looks.append((view.op, dim, sizes, tuple(sorted(view.attrs.items()))))
-    return (*product.shape[:-2], product.shape[-1]), tuple(looks)
+    return (*product.shape[:-2], product.shape[-1]), len(views), tuple(looks)
 
 
 def _can_share(cat: Node, products: Sequence[Node], graph: Graph) -> bool:
@@ -191,11 +190,8 @@ def _rows(b: Builder, whole: Node, joint: _Joint) -> Iterator[tuple[Node, Node]]
 
 def _viewed(b: Builder, whole: Node, joint: _Joint, views: Views) -> Node:
     """See all rows as a cat's first piece sees those of the first product."""
-    dim, value, x = joint.dim, whole, joint.products[0]
-    for view in views:
-        behind = dim_behind(view, x, dim)
-        assert behind is not None, view
-        dim, x = behind, view
+    value = whole
+    for view, dim in zip(views, _dims(joint.products[0], views)[1:], strict=True):
         shape = (*view.shape[:dim], joint.rows, *view.shape[dim + 1 :])
         if view.op == "reshape":
             value = b.reshape(value, shape)
