@@ -126,6 +126,28 @@ class OneOfTheOther(Block):
         return [torch.cat(pair, self.dim) for pair in zip(text, picture, strict=True)]
 
 
+class Returned(Block):
+    """The caller gets what was put together, and a view of it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        q, k, v = self.joined(x, y)
+        return self.out(self.attended(q, k, v)).relu(), v, v.transpose(1, 2)
+
+
+class Sorted(Block):
+    """An operator of torch's reads them, whose results lie as they do."""
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attended(q, k, v) + v.sort(-1).values.flatten(2)
+
+
+class SortedAlone(ValuesAlone):
+    """The same of what one product made."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return *super().forward(x, y), self.of_text[2](y).sort(-1).values
+
+
 class Dropped(Turned):
     """The first row of the text is left out."""
 
@@ -172,6 +194,9 @@ APART = {
     "different columns": Different(),
     "one of the other": OneOfTheOther(),
     "dropped": Dropped(),
+    "returned": Returned(),
+    "sorted": Sorted(),
+    "sorted alone": SortedAlone(),
     "twice": Twice(),
     "given": Given(),
 }

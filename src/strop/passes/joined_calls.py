@@ -30,7 +30,7 @@ MOST_OTHERS = 1  # pieces that kernels compute: each would be a kernel, and the 
 
 def joined_calls(graph: Graph, options: Options) -> Graph:
     users = graph.users()
-    found = {cat: set(_pieces(cat, graph, users, _writes)) for cat in cats_for_calls(graph, users)}
+    found = {cat: set(_pieces(cat, graph, users, _writes)) for cat in _cats(graph, users)}
     joined = {cat: pieces for cat, pieces in found.items() if _pays(cat, pieces)}
     told = {base_of(piece) for pieces in joined.values() for piece in pieces}
 
@@ -58,7 +58,7 @@ def joined_activations(graph: Graph, options: Options) -> set[Node]:
         return _writes(value, graph) or _linear_of(value, graph) is not None
 
     users, found = graph.users(), set[Node]()
-    for cat in cats_for_calls(graph, users):
+    for cat in _cats(graph, users):
         pieces = list(_pieces(cat, graph, users, will_write))
         if _pays(cat, pieces):
             linears = (_linear_of(base_of(piece), graph) for piece in pieces)
@@ -66,7 +66,7 @@ def joined_activations(graph: Graph, options: Options) -> set[Node]:
     return found
 
 
-def cats_for_calls(graph: Graph, users: Users) -> Iterator[Node]:
+def _cats(graph: Graph, users: Users) -> Iterator[Node]:
     """Yield the cats that calls alone read, or callers: what a kernel reads it puts together on its
     way."""
     for node in graph.nodes:

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, finish
+from strop.ir.ops import Kind
 from strop.ir.parts import ZERO, has_strides, join, place_of
 from strop.options import Options
 from strop.passes.cat_last import dim_behind
-from strop.passes.joined_calls import PIECE, cats_for_calls
+from strop.passes.joined_calls import PIECE
+from strop.passes.linear_add import Users
 
+OF_STROP = frozenset({Kind.CONTRACTION, Kind.POINTWISE, Kind.REDUCTION})  # kinds of nodes
 Views = tuple[Node, ...]  # from what a call writes to what a cat reads, in this order
 
 
@@ -51,9 +54,14 @@ def joined_products(graph: Graph, options: Options) -> Graph:
 def _joints(graph: Graph) -> list[_Joint]:
     """Find products of which each is in one joint, and none needs what is made of another's."""
     users, found = graph.users(), defaultdict[tuple[Node, ...], dict[Node, Views]](dict)
-    for cat in cats_for_calls(graph, users):
+    results = frozenset(graph.outputs)
+    for cat in (node for node in graph.nodes if node.op == "cat"):
+        if not _takes_any_strides(cat, results, users):
+            continue
         pieces = [_seen(piece) for piece in cat.inputs]
         products = tuple(product for product, _ in pieces)
+        if not all(_takes_any_strides(x, results, users, OF_STROP) for x in products):
+            continue
         if _can_share(cat, products, graph) and len({_look(*each) for each in pieces}) == 1:
             product, views = pieces[0]
             *before, dim = _dims(product, views)
@@ -70,6 +78,20 @@ def _joints(graph: Graph) -> list[_Joint]:
             taken.update(products)
             joints.append(_Joint(products, cats))
     return joints
+
+
+def _takes_any_strides(
+    value: Node, results: Set[Node], users: Users, kinds: Set[Kind] = frozenset({Kind.CONTRACTION})
+) -> bool:
+    """Tell whether only nodes of these kinds read a value, or views of it. The caller gets eager's
+    strides, and what an operator of torch's returns may lie as its operand does."""
+    readers = users[value]
+    is_known = all(
+        reader.kind in kinds
+        or (reader.kind is Kind.VIEW and _takes_any_strides(reader, results, users, kinds))
+        for reader in readers
+    )
+    return bool(readers) and is_known and value not in results
 
 
 def _seen(piece: Node) -> tuple[Node, Views]:
