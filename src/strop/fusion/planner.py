@@ -288,9 +288,11 @@ def _stored(
         if has_loops(node, stored) and not _is_read_once(node, outside, kernels, home):
             stored.add(node)
             continue
+        if node in draft.reduced or node in apart:
+            stored.add(node)
+            continue
         reading = _reading(node, outside, kernels, home, graph.hints)
-        is_cheap = node not in draft.reduced and node not in apart
-        if not is_cheap or not is_cheaper_again(node, reading, stored, graph.hints, workers.launch):
+        if not is_cheaper_again(node, reading, stored, graph.hints, workers.launch):
             stored.add(node)
     for node in sorted(stored - needed - apart, key=lambda n: n.serial):
         if (narrow := _before_widening(node)) is not None and home.get(narrow) is home[node]:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from strop.ir.dims import Expr, const
+from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, finish
 from strop.ir.ops import Kind
 from strop.ir.parts import ZERO, has_strides, join, place_of
@@ -40,10 +40,6 @@ class _Joint:
     @property
     def dim(self) -> int:
         return len(self.products[0].shape) - 2
-
-    @property
-    def rows(self) -> Expr:
-        return sum((x.shape[self.dim] for x in self.products), start=const(0))
 
 
 def joined_products(graph: Graph, options: Options) -> Graph:
@@ -136,7 +132,7 @@ def _can_share(cat: Node, products: Sequence[Node], graph: Graph) -> bool:
 
 
 def _are_linears(cat: Node, products: Sequence[Node], graph: Graph) -> bool:
-    given = {*graph.outputs, *graph.given()}
+    given = graph.given()
     return all(
         product.op == "linear"
         and len(product.shape) > 2
@@ -214,7 +210,7 @@ def _viewed(b: Builder, whole: Node, joint: _Joint, views: Views) -> Node:
     """See all rows as a cat's first piece sees those of the first product."""
     value = whole
     for view, dim in zip(views, _dims(joint.products[0], views)[1:], strict=True):
-        shape = (*view.shape[:dim], joint.rows, *view.shape[dim + 1 :])
+        shape = (*view.shape[:dim], whole.shape[joint.dim], *view.shape[dim + 1 :])
         if view.op == "reshape":
             value = b.reshape(value, shape)
         elif view.op == "permute":
