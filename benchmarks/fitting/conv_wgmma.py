@@ -100,6 +100,7 @@ def bound(
     stream: int,
     *,
     late: bool = False,
+    dtype: torch.dtype = torch.float16,
 ) -> Callable[[], None]:
     product, scalars = each.product, scalars_of(each, of.ins, late=late)
     columns = of.outs * of.windows * (2 if product.gated else 1)
@@ -109,7 +110,7 @@ def bound(
     views[0] = (*views[0], (*each.box, LINE))
     if each.results:
         views.append((of.result, dense(of.result), each.results))
-    source = wgmma_gemm(product, torch.float16)
+    source = wgmma_gemm(product, dtype)
     # a convolution adds nothing
     pointers = ([*(t.data_ptr() for t in tensors), 0][:4] for tensors in sets)
     return contest.launched_in_turn(library, source, pointers, scalars, stream, views)

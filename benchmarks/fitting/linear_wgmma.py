@@ -4,7 +4,8 @@ One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, 
 gelu(gate) at the end ("gated", N columns of the product, beside cuBLAS with a kernel behind it):
 see ``strop/kernels/gemm/wgmma_gemm.py``; or with biases and what lies where results go ("sum"); or
 with biases and GELU's tanh form ("activated", beside cuBLASLt's epilogue). Chains of
-launches that may begin early.
+launches that may begin early. ``--wide``: in bf16, at the sizes of large transformers, whose gates
+are SiLU's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from benchmarks.fitting import contest
 from benchmarks.fitting.conv_narrow import SETS
 from benchmarks.fitting.conv_wgmma import bound, forms
 from strop.bench.select import HELD_OUT
-from strop.ir.contractions import GELU_TANH, Gate
+from strop.ir.contractions import GELU, GELU_TANH, SILU, Gate
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import geglu
 from strop.kernels.gemm.rows import GemmForm, line_of
@@ -159,6 +161,18 @@ WIDTHS = (
         for m, n, k in ((4096, 9216, 1152), (4096, 12288, 1536), (512, 20480, 4096))
     ),
 )
+# Of large transformers: Z-Image, Flux, Qwen-Image, Wan, SD3, Klein, T5-XXL and Qwen2.5-VL
+WIDE = (
+    *((m, n, k, GATED) for m, n, k in ((4160, 20480, 3840), (4608, 18432, 3072))),
+    *((m, n, k, GATED) for m, n, k in ((512, 20480, 4096), (512, 37888, 3584))),
+    *((4160, n, k, PLAIN) for n, k in ((11520, 3840), (3840, 3840), (3840, 10240))),
+    *((4608, n, k, PLAIN) for n, k in ((21504, 3072), (9216, 3072), (3072, 15360))),
+    *((4096, n, k, PLAIN) for n, k in ((9216, 3072), (3072, 3072), (3072, 12288))),
+    *((512, n, k, PLAIN) for n, k in ((9216, 3072), (3072, 3072), (3072, 12288))),
+    *((8192, n, k, PLAIN) for n, k in ((4608, 1536), (1536, 1536), (1536, 6144))),
+    *((14040, n, k, PLAIN) for n, k in ((4608, 1536), (1536, 1536), (1536, 8960))),
+    *((8192, n, k, PLAIN) for n, k in ((15360, 5120), (5120, 5120), (5120, 13824))),
+)
 # Rows, columns and depth of feed-forward layers: PixArt, SD3, Wan, Flux and Qwen-Image
 FEED_FORWARD = tuple(
     (m, n, k, ACTIVATED)
@@ -228,24 +242,34 @@ ACTIVATED_TILES = (
     *(GemmTile(2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3), (192, 4))),
 )
 OF_ENDS = {PLAIN: TILES, GATED: GATED_TILES, SUM: SUM_TILES, ACTIVATED: ACTIVATED_TILES}
-GELU_AT_THE_END = Gate(GELU_TANH)
 
 
-def forms_of(shape: tuple[Any, ...]) -> list[GemmForm]:
-    end = shape[-1]
-    found = forms(line_of(*shape), end, OF_ENDS[end], WORST)
-    if end != ACTIVATED:
-        return found
-    made = [replace(f, product=replace(f.product, gate=GELU_AT_THE_END)) for f in found]
-    return [form for form in made if form.product.shared <= MOST_SHARED]
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Say of a sweep's products what is no size."""
+
+    dtype: torch.dtype
+    gated_by: str  # the activation of gates
+    worst: float = WORST
+
+    def forms_of(self, shape: tuple[Any, ...]) -> list[GemmForm]:
+        end = shape[-1]
+        found = forms(line_of(*shape), end, OF_ENDS[end], self.worst)
+        if end not in (ACTIVATED, GATED):
+            return found
+        gate = Gate(GELU_TANH if end == ACTIVATED else self.gated_by)
+        made = [replace(form, product=replace(form.product, gate=gate)) for form in found]
+        return [form for form in made if form.product.shared <= MOST_SHARED]
+
+    def sources(self, shape: tuple[Any, ...]) -> Iterator[KernelSource]:
+        yield from (wgmma_gemm(each.product, self.dtype) for each in self.forms_of(shape))
 
 
-def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
-    yield from (wgmma_gemm(each.product, torch.float16) for each in forms_of(shape))
+OF_HALVES, OF_WIDE = Sweep(torch.float16, GELU), Sweep(torch.bfloat16, SILU, 1.2)
 
 
 def library_call(
-    sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
+    sets: list[tuple[Tensor, ...]], end: str, gated_by: str, library: Any, stream: int
 ) -> Callable[[], object]:
     """cuBLAS's; gates are a kernel of ours behind it, sums one of torch's."""
     turns = itertools.cycle(sets)
@@ -255,7 +279,8 @@ def library_call(
         return torch.mm(x, w.t(), out=out)
 
     x, w, _, bias = sets[0]
-    problem = Problem("geglu", (), (tuple(x.shape), tuple(w.shape), tuple(bias.shape)), x.dtype)
+    shapes, attrs = tuple(tuple(t.shape) for t in (x, w, bias)), Gate(gated_by).attrs
+    problem = Problem("geglu", tuple(attrs.items()), shapes, x.dtype)
     launches = geglu.launch(problem, h100.DEVICE)
     memory = torch.empty(scratch_bytes(launches), dtype=torch.uint8, device="cuda")
     site = CallSite(library, stream, is_early=False, is_steady=True)
@@ -276,9 +301,9 @@ def library_call(
     return {PLAIN: plain, GATED: gated, SUM: added, ACTIVATED: activated}[end]
 
 
-def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
+def arguments(shape: tuple[Any, ...], dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     rows, cols, depth, _ = shape
-    new: dict[str, Any] = {"device": "cuda", "dtype": torch.float16}
+    new: dict[str, Any] = {"device": "cuda", "dtype": dtype}
     outs, found = line_of(*shape).outs, []
     for seed in range(SETS):
         torch.manual_seed(seed)
@@ -287,27 +312,28 @@ def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
     return found
 
 
-def truth_of(end: str, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+def truth_of(end: str, gated_by: str, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     product = x.double() @ w.double().t()
     if end == GATED:
         value, gate = (product + bias).chunk(2, -1)
-        return value * torch.nn.functional.gelu(gate)
+        activation = torch.nn.functional.silu if gated_by == SILU else torch.nn.functional.gelu
+        return value * activation(gate)
     if end == ACTIVATED:
         return torch.nn.functional.gelu(product + bias, approximate="tanh")
     return product + bias if end == SUM else product
 
 
-def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
+def measure(sweep: Sweep, shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
     end, of, stream = shape[-1], line_of(*shape), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
-        sets = arguments(shape)
+        sets = arguments(shape, sweep.dtype)
         x, w, out, bias = sets[0]
-        calls = {"cublas": library_call(sets, end, library, stream.cuda_stream)}
-        for each in forms_of(shape):
+        calls = {"cublas": library_call(sets, end, sweep.gated_by, library, stream.cuda_stream)}
+        for each in sweep.forms_of(shape):
             calls[str(astuple(each.product.tile))] = bound(
-                each, of, sets, library, stream.cuda_stream
+                each, of, sets, library, stream.cuda_stream, dtype=sweep.dtype
             )
-        truth, errors = truth_of(end, x, w, bias), {}
+        truth, errors = truth_of(end, sweep.gated_by, x, w, bias), {}
         for name, call in calls.items():
             out.fill_(0.0 if end == SUM else float("nan"))
             for _ in range(SETS):
@@ -320,15 +346,17 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
     parser.add_argument("--widths", action="store_true", help="the widths of transformers")
+    parser.add_argument("--wide", action="store_true", help="large transformers, in bf16")
     parser.add_argument("--end", choices=(*ENDS, ACTIVATED), help="those of one end")
 
 
 def run(args: argparse.Namespace) -> None:
-    shapes: Sequence[tuple[Any, ...]] = WIDTHS if args.widths else SHAPES
+    shapes: Sequence[tuple[Any, ...]] = WIDTHS if args.widths else WIDE if args.wide else SHAPES
+    sweep = OF_WIDE if args.wide else OF_HALVES
     if args.end == ACTIVATED:  # SD's UNets have none
         shapes = FEED_FORWARD
     if args.held_out:
         shapes = sorted(HELD_OUT["linear_wgmma"])
     shapes = [shape for shape in shapes if args.end in (None, shape[-1])]
-    wanted = itertools.chain.from_iterable(map(sources, shapes))
-    contest.hold("linear_wgmma", args, wanted, shapes, measure)
+    wanted = itertools.chain.from_iterable(map(sweep.sources, shapes))
+    contest.hold("linear_wgmma", args, wanted, shapes, partial(measure, sweep))

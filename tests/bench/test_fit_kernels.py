@@ -14,7 +14,7 @@ from benchmarks import fit_kernels
 from benchmarks.fitting import contest, linear_libraries
 from strop.bench import select
 from strop.ir.source import KernelSource
-from strop.kernels.gemm.tile import ACTIVATED
+from strop.kernels.gemm.tile import ACTIVATED, GATED, PLAIN
 from strop.kernels.tuned import tuned
 from tests.gpus import H100
 
@@ -69,6 +69,20 @@ def test_a_kernel_that_is_unknown_is_named() -> None:
 
 def test_every_rule_has_a_sweep() -> None:
     assert select.RULES.keys() <= fit_kernels.SWEEPS.keys()
+
+
+def test_wide_products_are_measured_in_bf16_with_gates_by_silu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: dict[str, Any] = {}
+    monkeypatch.setattr(
+        contest, "hold", lambda n, a, sources, shapes, m: held.update(all=[*sources], of=shapes)
+    )
+    args = fit_kernels.parser().parse_args(["linear_wgmma", "--out", "somewhere", "--wide"])
+    fit_kernels.SWEEPS["linear_wgmma"].run(args)
+    assert {shape[-1] for shape in held["of"]} == {PLAIN, GATED}
+    assert all("bf16" in source.text for source in held["all"])
+    assert any("rcp.approx" in source.text for source in held["all"])
 
 
 def test_activations_at_the_end_are_measured_beside_cublas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from strop.bench import (
     report,
 )
 from strop.bench.infer_contenders import DTYPES, Deadline, Field, Plan, attempt, in_order
-from strop.bench.infer_rows import EIGHT_BIT_ROWS, ROWS, chosen_rows, groups_of
+from strop.bench.infer_rows import NUMERICS_ROWS, ROWS, chosen_rows, groups_of
 from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
 from strop.dispatch.variants import VariantStore
@@ -53,15 +53,18 @@ def test_rows_of_one_model_share_a_process() -> None:
     ]
 
 
-def test_rows_in_8_bits_are_exact_ones_by_another_name() -> None:
-    assert names(EIGHT_BIT_ROWS) == ["F1", "F2", "F3", "F4", "F5"]
-    for row, exact in zip(EIGHT_BIT_ROWS, chosen_rows(["P3", "P5x", "P2", "D1"]), strict=False):
-        assert row.numerics in ("int8", "fp8")
-        assert row.title.endswith(f", {row.numerics}")
+def test_rows_by_numerics_are_exact_ones_by_another_name() -> None:
+    assert names(NUMERICS_ROWS) == ["F1", "F2", "F3", "F4", "F5", "F6", "F7"]
+    exact_rows = [chosen_rows([name])[0] for name in ("P3", "P5x", "P2", "D1", "P3", "P5x", "P5x")]
+    for row, exact in zip(NUMERICS_ROWS, exact_rows, strict=True):
+        assert row.model == exact.model
+        assert row.title == f"{exact.title}, {', '.join(row.numerics.split(','))}"
         assert {r.numerics for r in chosen_rows([row.name])} == {row.numerics}
         assert not exact.numerics
     found = Field.of(chosen_rows(["F5"], tiny=True)[0], TINY, "cache")
     assert found.options.numerics == ("int8",)
+    found = Field.of(chosen_rows(["F7"], tiny=True)[0], TINY, "cache")
+    assert found.options.numerics == ("fp8", "step_cache")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -201,7 +201,7 @@ class Field:
     def of(row: InferRow, plan: Plan, cache: str) -> Field:
         options = strop.Options.from_environment(cache_dir=cache)
         if row.numerics:
-            options = replace(options, numerics=(row.numerics,))
+            options = replace(options, numerics=tuple(row.numerics.split(",")))
         case = row.case(DTYPES[plan.dtype_of(row)])
         return Field(case, plan.where, options, parallel=row.parallel)
 

@@ -413,30 +413,33 @@ PARALLEL_ROWS = (
 )
 
 
-def _eight_bit_row(
+def _numerics_row(
     name: str, exact: str, numerics: str, must: float | None = None, stretch: float | None = None
 ) -> InferRow:
-    """Return an exact row of ``ROWS`` in 8 bits."""
+    """Return an exact row of ``ROWS`` with numerics by name, commas between them."""
     row = next(row for row in ROWS if row.name == exact)
-    title = f"{row.title}, {numerics}"
+    title = f"{row.title}, {numerics.replace(',', ', ')}"
     return replace(row, name=name, title=title, must=must, stretch=stretch, numerics=numerics)
 
 
 # By name only, as they are less exact. With the peer "strop-one-gpu", Strop with default options,
-# they say what 8 bits gain. F5 is for ``--arch 80``: what a GPU without products of fp8 does.
-EIGHT_BIT_ROWS = (
-    _eight_bit_row("F1", "P3", "fp8", 19, 16.5),
-    _eight_bit_row("F2", "P5x", "fp8", 0.62, 0.55),
-    _eight_bit_row("F3", "P2", "fp8", 17, 15.5),
-    _eight_bit_row("F4", "D1", "fp8", 89, 82),  # 28 of them take 2.5 and 2.3 s
-    _eight_bit_row("F5", "P3", "int8"),
+# they say what other numerics gain. F5 is for ``--arch 80``: what a GPU without products of fp8
+# does.
+NUMERICS_ROWS = (
+    _numerics_row("F1", "P3", "fp8", 19, 16.5),
+    _numerics_row("F2", "P5x", "fp8", 0.62, 0.55),
+    _numerics_row("F3", "P2", "fp8", 17, 15.5),
+    _numerics_row("F4", "D1", "fp8", 89, 82),  # 28 of them take 2.5 and 2.3 s
+    _numerics_row("F5", "P3", "int8"),
+    _numerics_row("F6", "P5x", "step_cache", 0.42),
+    _numerics_row("F7", "P5x", "fp8,step_cache", 0.35),
 )
 
 
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, ...]:
     """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
     all rows of ``ROWS``."""
-    every = (*ROWS, *FAMILY_ROWS, *SPEED_ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)
+    every = (*ROWS, *FAMILY_ROWS, *SPEED_ROWS, *PARALLEL_ROWS, *NUMERICS_ROWS)
     known = {row.name.lower(): {row.name} for row in every}
     for row in every:
         known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
@@ -444,7 +447,7 @@ def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[InferRow, 
     if unknown:
         listed = ", ".join(
             (
-                *(row.name for row in (*ROWS, *FAMILY_ROWS, *PARALLEL_ROWS, *EIGHT_BIT_ROWS)),
+                *(row.name for row in (*ROWS, *FAMILY_ROWS, *PARALLEL_ROWS, *NUMERICS_ROWS)),
                 "D7-<network>-b<batch>",
             )
         )

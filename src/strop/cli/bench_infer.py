@@ -26,6 +26,7 @@ EXAMPLES = """[bold]Rows[/]
 - D1q: a step of Qwen-Image at 1024x1024
 - D1s, D1s35: a step of SD3 medium and of SD3.5 medium at 1024x1024 and batch 2
 - F1 to F4: P3, P5x, SD1.5 at 1024x1024 and D1 in fp8; F5: P3 in int8, for --arch 80; by name only
+- F6, F7: P5x with a step cache, and with fp8 besides; by name only
 
 [bold]Examples[/]
 $ strop bench infer P1 P4 --device cpu --tiny   # any machine: tries the code, not the speed
