@@ -54,7 +54,7 @@ def linear_us(problem: Problem, device: Device) -> float:
     columns = problem.shapes[1][0]
     numel = of.width * columns
     begin = times.linear_begin_us + times.gap_us
-    us = begin + times.linear_us(2 * of.width * of.ins * columns)
+    us = begin + 2 * of.width * of.ins * columns / times.linear_ops
     us += 2 * numel / times.linear_bytes
     # with few rows, or beside a kernel that hides it, what a GEMM waits for are its weights
     if end == SUM or of.width <= max(skinny.ROWS):
@@ -63,7 +63,7 @@ def linear_us(problem: Problem, device: Device) -> float:
         # it waits for its input, or few programs add up a long sum
         us += max(2 * of.width * of.ins / times.linear_bytes, of.ins / times.linear_depth)
     if of.further:  # a product of its own, which reads and writes the results once more
-        us += begin + times.linear_us(2 * of.width * of.further * columns)
+        us += begin + 2 * of.width * of.further * columns / times.linear_ops
         us += 4 * numel / times.behind_bytes
     if end == GATED:
         us += times.behind_begin_us + 3 * numel / times.behind_bytes

@@ -150,10 +150,7 @@ def kind_of(of: ConvShape, end: str) -> str:
 
 def us_of(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:
     """Return about how many microseconds it takes, on a GPU that does nothing else."""
-    busy_us = _busy_us(found, of, times)
-    if of.size == 1:
-        busy_us = times.throttle.us(busy_us)
-    return max(busy_us, _waiting_us(found, of, times))
+    return max(_busy_us(found, of, times), _waiting_us(found, of, times))
 
 
 def _busy_us(found: GemmForm, of: ConvShape, times: GemmTimes) -> float:

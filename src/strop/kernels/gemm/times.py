@@ -37,20 +37,6 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Throttle:
-    """Say how a GPU slows down while it multiplies: a long product draws all the power that the
-    card may have, so its clock falls. ``most``: the share by which the longest products take
-    longer. ``half_us``: the microseconds of a product that takes longer by half of that share."""
-
-    most: float
-    half_us: float
-
-    def us(self, busy_us: float) -> float:
-        """Return what a product takes that would take so many microseconds at full speed."""
-        return busy_us * (1 + self.most * busy_us / (busy_us + self.half_us))
-
-
-@dataclass(frozen=True, slots=True)
 class LibraryTimes:
     """Hold what cuDNN, cuBLAS and the kernels around them reach: operations and bytes a
     microsecond, and microseconds to begin."""
@@ -58,8 +44,7 @@ class LibraryTimes:
     conv_ops: float
     conv_bytes: float
     conv_begin_us: float
-    linear_ops: float  # at full speed
-    linear_throttle: Throttle
+    linear_ops: float
     linear_bytes: float  # of results
     linear_begin_us: float
     linear_depth: float  # channels a microsecond, of a product with few rows and columns
@@ -72,10 +57,6 @@ class LibraryTimes:
     behind_begin_us: float
     adding_us: float  # a launch of torch's behind a GEMM
 
-    def linear_us(self, ops: float) -> float:
-        """Return what cuBLAS takes to multiply, without its beginning and its results."""
-        return self.linear_throttle.us(ops / self.linear_ops)
-
     def weights_us(self, size_bytes: float) -> float:
         """Return what so many bytes of weights take to come."""
         return size_bytes / self.weight_bytes + self.weight_begin_us
@@ -84,13 +65,11 @@ class LibraryTimes:
 @dataclass(frozen=True, slots=True)
 class GemmTimes:
     """Hold the times of GEMMs. ``tiles``: by the kind of GEMM, see ``rows.kind_of``. ``clusters``:
-    how many clusters of so many programs, one a multiprocessor, the driver runs at a time.
-    ``throttle``: of linears; the tiles of convolutions are fitted to long ones."""
+    how many clusters of so many programs, one a multiprocessor, the driver runs at a time."""
 
     tiles: Mapping[str, Mapping[GemmTile, Cost]]
     clusters: Mapping[int, int]
     library: LibraryTimes
-    throttle: Throttle
 
     def busy_us(self, cost: Cost, num_tiles: int, steps: float, split: int = 1) -> float:
         """Return what so many tiles of so many steps take, where operands come as fast as they are
@@ -108,7 +87,7 @@ class GemmTimes:
         }
         sms = _ratio(device.sms, fitted.sms)
         clusters = {programs: max(int(count * sms), 1) for programs, count in self.clusters.items()}
-        return GemmTimes(tiles, clusters, self._library_on(device, fitted), self.throttle)
+        return GemmTimes(tiles, clusters, self._library_on(device, fitted))
 
     def _library_on(self, device: Device, fitted: Device) -> LibraryTimes:
         flops = _ratio(device.half_flops, fitted.half_flops)
