@@ -187,6 +187,9 @@ def _take(node: Node, x: list[Tensor], env: Env) -> Tensor:
 
 def _bag(node: Node, x: list[Tensor]) -> Tensor:
     table, ids, offsets, *weights = x
+    if node.attrs.get("is_part"):
+        part = slice(int(offsets[0]), int(offsets[-1]))
+        ids, weights, offsets = ids[part], [w[part] for w in weights], offsets - offsets[0]
     return F.embedding_bag(
         ids.long(),
         table,

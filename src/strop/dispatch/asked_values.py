@@ -86,8 +86,7 @@ def _questions(value: Any, names: frozenset[str]) -> Iterator[Question]:
     elif isinstance(value, ContextVar):
         yield Question(".get()", Answers(lambda: value.get(None)), "get")
     elif isinstance(value, threading.local):
-        for name in sorted(names.difference(dir(type(value)))):
-            yield Question(f".{name}", _attribute(value, name), name)
+        yield from _of_thread(value, names.difference(dir(type(value))))
     elif isinstance(value, _OF_PRODUCTS):
         for name in sorted(names & _SETTINGS_OF_PRODUCTS):
             yield Question(f".{name}", _attribute(value, name), name)
@@ -95,6 +94,23 @@ def _questions(value: Any, names: frozenset[str]) -> Iterator[Question]:
         for name in sorted(names & vars(type(value)).keys()):
             if not name.startswith("_"):
                 yield Question(f".{name}", _attribute(value, name), name)
+
+
+def _of_thread(value: threading.local, names: frozenset[str]) -> Iterator[Question]:
+    """Yield one question for all names, as code of a large file has hundreds; one for each where a
+    class makes up values."""
+    if hasattr(type(value), "__getattr__"):
+        for name in sorted(names):
+            yield Question(f".{name}", _attribute(value, name), name)
+    elif names:
+        yield Question(".*", Answers(lambda: _own_values(value, names)), "*")
+
+
+def _own_values(value: threading.local, names: frozenset[str]) -> str:
+    """Return a text that tells what a thread has under these names."""
+    own = vars(value)
+    found = ((name, own[name]) for name in sorted(names & own.keys()))
+    return repr([(n, type(v), v if isinstance(v, CONSTANTS) else _OTHER) for n, v in found])
 
 
 def _attribute(value: Any, name: str) -> Answers:

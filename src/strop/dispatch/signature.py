@@ -22,9 +22,12 @@ from strop.frontend.objects import (
     is_cache,
     is_cache_class,
     is_record,
+    is_registered,
     made,
     made_record,
+    made_registered,
     made_shape,
+    parts_of,
 )
 from strop.frontend.python_classes import mark_parameter
 from strop.frontend.stable_text import qualified
@@ -37,7 +40,9 @@ from strop.wording import counted
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
 Skeleton = Any
-_OF_CLASSES = frozenset(("class", "member", "named tuple", "record", "dataclass", "object"))
+_OF_CLASSES = frozenset(
+    ("class", "member", "named tuple", "record", "dataclass", "object", "registered")
+)
 NUM_ARGUMENTS = 3  # its items that are the arguments: "tuple", by place, by name
 _NO_ITEMS = ("dict",)
 _NUMBERS: dict[str, Callable[[str], Any]] = {
@@ -214,7 +219,20 @@ def _flatten_object(
             beside.generators.append(value)
         number = known[0] if known else len(beside.generators) - 1
         return ("generator", GeneratorRef(number), value.device)
-    raise UnsupportedError(f"argument of type {kind.__name__}")
+    return _flatten_registered(value, kind, tensors, beside)
+
+
+def _flatten_registered(
+    value: Any, kind: type, tensors: list[Tensor], beside: Beside | None
+) -> Skeleton:
+    if not is_registered(kind):
+        raise UnsupportedError(f"argument of type {kind.__name__}")
+    parts, context = parts_of(value)
+    among = list[Tensor]()
+    known = flatten(context, among)
+    if among:
+        raise UnsupportedError(f"argument of type {kind.__name__}, whose context has tensors")
+    return ("registered", kind, known, *[flatten(v, tensors, beside) for v in parts])
 
 
 def _flatten_member(value: Enum, kind: type) -> Skeleton:
@@ -283,6 +301,9 @@ def _of_class(kind: str, items: list[Any], tensors: Sequence[Any]) -> Any:
         return class_named(own)
     if kind == "member":
         return own.__dict__["_member_map_"][held[0]]
+    if kind == "registered":
+        context, *parts = (rebuild(item, tensors) for item in held)
+        return made_registered(own, parts, context)
     if kind == "named tuple":
         return tuple.__new__(own, [rebuild(item, tensors) for item in held])
     attributes = {name: rebuild(value, tensors) for name, value in held}

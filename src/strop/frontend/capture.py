@@ -62,6 +62,7 @@ from strop.frontend.other_memory import refuse_unfollowed
 from strop.frontend.python_classes import mark_parameters
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_loading_compilers, without_tensor_meta
+from strop.frontend.ragged_tables import ragged_tables
 from strop.frontend.repeated_blocks import UNWATCHED, RepeatedBlocks, TraceWatch
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
@@ -454,6 +455,7 @@ def tracing(
             _as_compiling(),
             symbolic_builtins(module),
             inlined(),
+            ragged_tables(),
             python_texts(),
             retarget,
             overlap_by_traced_sizes(),

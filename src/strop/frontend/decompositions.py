@@ -19,6 +19,7 @@ from strop.frontend.library_operators import MIXED_PRODUCT
 from strop.frontend.linear_scans import SCANS
 from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
+from strop.frontend.ragged_tables import BAGS
 from strop.frontend.random import RANDOM_RULES
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
 from strop.ir.contractions import NHWC
@@ -289,6 +290,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     torch.ops.strop.conv2d.default: _conv2d,
     MIXED_PRODUCT: _mixed_product,
     **SCANS,
+    **BAGS,
     aten.convolution.default: _convolution,
     torch.ops.strop.convolution.default: _convolution,
     torch.ops.strop.attention.default: _attention,

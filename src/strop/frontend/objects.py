@@ -114,7 +114,10 @@ class Contents:
                 continue
             left = _left(number, before, now, not isinstance(container, list))
             is_nested = any(id(inner) in given for inner in containers_of(left.items))
-            if len(now) > len(before) or is_nested or is_record(container):
+            if is_lazy(container) and _is_filled(before, now):
+                continue
+            has_class = is_record(container) or is_registered(type(container))
+            if len(now) > len(before) or is_nested or has_class:
                 raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
             found.append(left)
         return found
@@ -133,9 +136,9 @@ def containers_of(value: Any) -> Iterator[Any]:
     elif type(value) is dict:
         for item in value.values():
             yield from containers_of(item)
-    elif is_record(value):
+    elif is_record(value) or is_registered(type(value)):
         yield value
-        for item in attributes_of(value).values():
+        for _, item in _items_of(value):
             yield from containers_of(item)
 
 
@@ -144,6 +147,8 @@ def _items_of(container: Any) -> _Items:
     name."""
     if isinstance(container, list):
         return list(enumerate(container))
+    if is_registered(type(container)) and not is_record(container):
+        return list(enumerate(parts_of(container)[0]))
     return list((container if isinstance(container, dict) else attributes_of(container)).items())
 
 
@@ -245,6 +250,40 @@ def is_record(value: Any) -> bool:
     as a dict of a class of its own does."""
     kind = type(value)
     return is_dataclass(kind) and kind.__new__ is object.__new__ and not is_cache(value)
+
+
+def is_registered(kind: type) -> bool:
+    """Tell whether torch's pytree was told how to take objects of a class apart, as torchrec tells
+    it of its jagged tensors. Which of them are plain containers is asked before."""
+    is_known = kind in _CONTAINERS or kind.__module__ in (__name__, _MODULE)
+    return kind in pytree.SUPPORTED_NODES and not is_known
+
+
+_CONTAINERS = (tuple, list, dict, torch.Size)
+# These note what they have computed of what they were given, which nobody else sees.
+_LAZY = ("torchrec.sparse.jagged_tensor", ("KeyedJaggedTensor", "JaggedTensor"))
+
+
+def is_lazy(value: Any) -> bool:
+    """Tell whether an object's empty parts are filled when somebody asks for them."""
+    module, names = _LAZY
+    return type(value).__module__ == module and type(value).__name__ in names
+
+
+def _is_filled(before: _Items, now: _Items) -> bool:
+    pairs = zip(before, now, strict=True)
+    return all(was is None or was is found for (_, was), (_, found) in pairs)
+
+
+def parts_of(value: Any) -> tuple[list[Any], Any]:
+    """Return the parts of an object of a registered class, and what else makes it."""
+    parts, context = pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
+    return list(parts), context
+
+
+def made_registered(kind: type, parts: list[Any], context: Any) -> Any:
+    """Return an object of a registered class."""
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, context)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

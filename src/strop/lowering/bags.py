@@ -72,7 +72,8 @@ def _view(node: Node) -> Strided:
 
 def _extent(values: Values, node: Node, index: NodeIndex, guard: str | None) -> tuple[str, str]:
     """Return the first id of a bag and how many it has, both within what there is. Offsets that
-    begin elsewhere than at 0, decrease, or go beyond the last id are faults, as in eager."""
+    begin elsewhere than at 0, decrease, or go beyond the last id are faults, as in eager; those of
+    a part of all ids (``is_part``) may begin anywhere."""
     write, ids, offsets = values.drafts, node.inputs[1], node.inputs[2]
     count, place = ids.numel, index[0]
     begin = write.convert(values.value(offsets, (place,), guard), torch.int64)
@@ -89,17 +90,21 @@ def _extent(values: Values, node: Node, index: NodeIndex, guard: str | None) -> 
         end = write.emit("apply", sides, torch.int64, detail="where")
         if guard:
             end = write.emit("apply", (guard, end, begin), torch.int64, detail="where")
-    is_first = write.emit(
-        "apply", (write.position(place), _number(values, ZERO)), torch.bool, detail="eq"
-    )
-    zero = _number(values, ZERO)
-    start = write.emit("apply", (is_first, begin, zero), torch.int64, detail="where")
-    start = write.emit("place", (start,), torch.int64, detail=(ONE, False))  # is 0
+    start = None if node.attrs.get("is_part") else _start(values, index, begin)
     begin = write.emit("place", (begin,), torch.int64, detail=(count + ONE, False))
     end = write.emit("place", (end,), torch.int64, detail=(count + ONE, False))
     length = write.binary("sub", end, begin, torch.int64)
     length = write.emit("place", (length,), torch.int64, detail=(count + ONE, False))
-    return write.binary("add", begin, start, torch.int64), length
+    first = begin if start is None else write.binary("add", begin, start, torch.int64)
+    return first, length
+
+
+def _start(values: Values, index: NodeIndex, begin: str) -> str:
+    """Return 0, checked: where the first of all bags begins."""
+    write, zero = values.drafts, _number(values, ZERO)
+    is_first = write.emit("apply", (write.position(index[0]), zero), torch.bool, detail="eq")
+    start = write.emit("apply", (is_first, begin, zero), torch.int64, detail="where")
+    return write.emit("place", (start,), torch.int64, detail=(ONE, False))
 
 
 def _number(values: Values, size: Expr) -> str:
