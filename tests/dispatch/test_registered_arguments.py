@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 import strop
@@ -125,3 +127,26 @@ def test_what_is_refused(given: Any, why: str) -> None:
     strop.optimize(module)
     torch.testing.assert_close(module(given), given.values * 2)
     assert list(strop.explain(module).components[0].fallbacks) == [why]
+
+
+@dataclass
+class Output(BaseOutput):
+    """A result of diffusers, which is a dict and a dataclass, and given on to another module."""
+
+    values: Tensor
+    found: Tensor | None = None
+
+
+class Fills(nn.Module):
+    def forward(self, given: Output) -> Tensor:
+        given.found = given.values * 2
+        return given.found + 1
+
+
+def test_a_result_of_diffusers_that_a_forward_fills() -> None:
+    module, given, expected = Fills().eval(), Output(torch.ones(3)), Output(torch.ones(3))
+    strop.optimize(module)
+    with torch.no_grad():
+        torch.testing.assert_close(module(given), Fills()(expected))
+    assert given.found is not None
+    torch.testing.assert_close(given.found, expected.found)
