@@ -91,8 +91,9 @@ def test_weights_are_never_stale(change, folder):
     found = module(*x)
     strop.restore(module)
     rule = in_torch(module, "int8", IN_BLOCKS)
-    assert off(found, rule(*x)) < 1e-4  # a code that is rounded to the other side is 5e-5
-    assert off(found, before) > 2e-4
+    # a code that a last bit rounds to the other side is 5e-5, and 8e-4 where rows attend to it
+    assert off(found, rule(*x)) < 2e-3
+    assert off(found, before) > 1e-2
     assert num_writes == 1
 
 
