@@ -50,6 +50,8 @@ class Scaled(nn.Module):
             found = found * 2
         if ragged.name == "seen":
             ragged.seen = found
+        if isinstance(ragged.name, list):
+            ragged.name.append("more")
         return found if ragged.lengths is None else found + ragged.lengths.unsqueeze(1)
 
 
@@ -106,6 +108,15 @@ def test_what_a_forward_writes_is_left_to_eager() -> None:
     torch.testing.assert_close(given.seen, expected.seen)
     (why,) = strop.explain(module).components[0].fallbacks
     assert "it changes a Ragged among its arguments" in why
+
+
+def test_what_a_forward_adds_to_the_rest_is_left_to_eager() -> None:
+    module, plain = pair()
+    given = ragged(4, ["one"])
+    equal(module, plain, torch.randn(4, 8), given)
+    assert given.name == ["one", "more", "more"]
+    (why,) = strop.explain(module).components[0].fallbacks
+    assert "among its arguments" in why
 
 
 @pytest.mark.parametrize(

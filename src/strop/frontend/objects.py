@@ -144,11 +144,12 @@ def containers_of(value: Any) -> Iterator[Any]:
 
 def _items_of(container: Any) -> _Items:
     """Pair each item of a dict with its key, of a list with its place, of an object with its
-    name."""
+    name; of a registered class, what is no part is a text."""
     if isinstance(container, list):
         return list(enumerate(container))
     if is_registered(type(container)) and not is_record(container):
-        return list(enumerate(parts_of(container)[0]))
+        parts, context = parts_of(container)
+        return [*enumerate(parts), (repr(context), None)]
     return list((container if isinstance(container, dict) else attributes_of(container)).items())
 
 
@@ -271,8 +272,10 @@ def is_lazy(value: Any) -> bool:
 
 
 def _is_filled(before: _Items, now: _Items) -> bool:
-    pairs = zip(before, now, strict=True)
-    return all(was is None or was is found for (_, was), (_, found) in pairs)
+    return len(before) == len(now) and all(
+        name == other and (was is None or was is found)
+        for (name, was), (other, found) in zip(before, now, strict=True)
+    )
 
 
 def parts_of(value: Any) -> tuple[list[Any], Any]:
