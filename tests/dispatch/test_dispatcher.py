@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,7 @@ class Reads(nn.Module):
 @pytest.mark.parametrize(
     ("value", "read"),
     [
-        (OrderedDict(x=X), lambda v: v["x"]),
+        (defaultdict(list, x=X), lambda v: v["x"]),
         ({1.5: X, "a": X}, lambda v: v[1.5]),
         (SimpleNamespace(x=X), lambda v: v.x),
     ],
