@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from strop.backend import compile_graph
 from strop.codegen import pieces
 from strop.codegen.assemble import Signature
 from strop.codegen.cpp import emit
 from strop.ir.loops import Apply, Load, LoopKernel, Position
+from strop.ir.tensor_spec import TensorSpec
 from strop.lowering.lower import lower
 from strop.options import Options
 from strop.runtime.build.cubin import compile_cubin
 from tests.codegen.kernels import Sample, numels_of
 from tests.codegen.test_model_kernels import check
-from tests.frontend.tracing import trace
+from tests.frontend.tracing import Function, Traced, trace, trace_specs
 from tests.views.cases import Case, make
 from tests.views.running import assert_equal, optimized
 
@@ -28,12 +30,19 @@ ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 17, "w
 
 
 def _kernels(function: Callable[..., Any], *shapes: str) -> list[LoopKernel]:
-    traced = trace(function, *shapes, b=2, h=4, w=6)
+    return _kernels_of(trace(function, *shapes, b=2, h=4, w=6))
+
+
+def _kernels_of(traced: Traced) -> list[LoopKernel]:
     signature = Signature(traced.returned, traced.captured.guards)
     compiled = compile_graph(traced.graph, signature, "cpu", Options())
     groups = compiled.plan.groups
     stored = {node for group in groups for node in group.stores}
     return [lower(group, stored, compiled.graph.hints).kernel for group in groups]
+
+
+def _bags(kernel: LoopKernel) -> int:
+    return sum(isinstance(stmt, Load) and stmt.bag is not None for stmt in kernel.body)
 
 
 def _exps(kernel: LoopKernel) -> int:
@@ -64,6 +73,30 @@ def test_two_pieces_of_much_work_that_alternate_are_cut_on_a_cpu() -> None:
     (kernel,) = _kernels(lambda x, y: torch.stack([x.exp(), y.exp()], -1), "b h", "b h")
     assert pieces.cut_programs(kernel) == (kernel,)
     assert [_exps(part) for part in pieces.cut_loops(kernel)] == [1, 1]
+
+
+def test_few_bags_beside_a_narrow_piece_are_cut_on_a_cpu() -> None:
+    """A bag adds up rows, which costs more than steps between short pieces."""
+    specs = [
+        TensorSpec(tuple(shape.split()), dtype, torch.device("cpu"))
+        for shape, dtype in (
+            ("b 13", torch.float32),
+            *[("50 16", torch.float32), ("h", torch.int64), ("b", torch.int64)] * 2,
+        )
+    ]
+
+    def looked_up(dense: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        bags = (
+            F.embedding_bag(ids, table, begins, mode="sum")
+            for table, ids, begins in (given[:3], given[3:])
+        )
+        return torch.cat([dense, *bags], 1)
+
+    function = Function(looked_up)
+    (kernel,) = _kernels_of(trace_specs(function, function, specs, {"b": 2, "h": 4}))
+    assert _bags(kernel) == 2
+    assert pieces.cut(kernel) == (kernel,)
+    assert sorted(map(_bags, pieces.cut_loops(kernel))) == [0, 1, 1]
 
 
 def test_many_pieces_that_alternate_are_cut() -> None:

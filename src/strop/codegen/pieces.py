@@ -67,8 +67,13 @@ def cut(kernel: LoopKernel, most_together: int = ALTERNATING) -> tuple[LoopKerne
 
 def cut_loops(kernel: LoopKernel) -> tuple[LoopKernel, ...]:
     """Cut a kernel for a CPU, where no piece of much work is computed for elements of others."""
-    applied = (stmt for stmt in kernel.body if isinstance(stmt, Apply))
-    return cut(kernel, 1 if any(OPS[stmt.op].is_heavy for stmt in applied) else ALTERNATING)
+    return cut(kernel, 1 if any(map(_is_heavy, kernel.body)) else ALTERNATING)
+
+
+def _is_heavy(stmt: Stmt) -> bool:
+    if isinstance(stmt, Load):
+        return stmt.bag is not None  # which adds up rows
+    return isinstance(stmt, Apply) and OPS[stmt.op].is_heavy
 
 
 def cut_programs(kernel: LoopKernel) -> tuple[LoopKernel, ...]:

@@ -41,9 +41,8 @@ from strop.frontend.module_parts import OF_EVERY_MODULE, named_parts, own_attrib
 from strop.frontend.stable_text import is_plain
 
 # Packages whose code is not followed: of torch only the layers and functions that a forward names.
-UNWATCHED = {"torch", "torchvision", "numpy", "triton", "strop", *sys.stdlib_module_names} - {
-    "__main__"
-}
+_OF_TORCH = {"torch", "torchvision", "functorch", "tensordict", "fbgemm_gpu"}
+UNWATCHED = _OF_TORCH | {"numpy", "triton", "strop", *sys.stdlib_module_names} - {"__main__"}
 FRAMEWORKS = {"diffusers", "transformers", "peft", "accelerate"}
 LIBRARIES = UNWATCHED | FRAMEWORKS
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, np.ndarray)
