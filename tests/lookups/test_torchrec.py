@@ -89,6 +89,17 @@ def test_features_without_ids_and_single_rows() -> None:
     assert not fallbacks(module)
 
 
+def test_tables_in_fp16() -> None:
+    """Their rows are added up in fp32, so that a sum is rounded once."""
+    module, plain = pair(dtype=torchrec.modules.embedding_configs.DataType.FP16)
+    dense, features = torch.randn(6, 4), jagged(6, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            module(dense, features), plain(dense, features), rtol=2e-3, atol=2e-3
+        )
+    assert not fallbacks(module)
+
+
 def test_new_rows_are_seen() -> None:
     module, plain = pair()
     dense, features = torch.randn(6, 4), jagged(6, 1)
