@@ -71,15 +71,21 @@ def test_every_rule_has_a_sweep() -> None:
     assert select.RULES.keys() <= fit_kernels.SWEEPS.keys()
 
 
-def test_wide_products_are_measured_in_bf16_with_gates_by_silu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def linears(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """Return the kernels and the shapes that a sweep of linears would measure."""
     held: dict[str, Any] = {}
     monkeypatch.setattr(
         contest, "hold", lambda n, a, sources, shapes, m: held.update(all=[*sources], of=shapes)
     )
-    args = fit_kernels.parser().parse_args(["linear_wgmma", "--out", "somewhere", "--wide"])
+    args = fit_kernels.parser().parse_args(["linear_wgmma", "--out", "somewhere", *words])
     fit_kernels.SWEEPS["linear_wgmma"].run(args)
+    return held
+
+
+def test_wide_products_are_measured_in_bf16_with_gates_by_silu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = linears(monkeypatch, "--wide")
     assert {shape[-1] for shape in held["of"]} == {PLAIN, GATED}
     assert all("bf16" in source.text for source in held["all"])
     assert any("rcp.approx" in source.text for source in held["all"])
@@ -87,14 +93,7 @@ def test_wide_products_are_measured_in_bf16_with_gates_by_silu(
 
 def test_activations_at_the_end_are_measured_beside_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tiles are guesses until then; each of them is measured."""
-    held: dict[str, Any] = {}
-    monkeypatch.setattr(
-        contest, "hold", lambda n, a, sources, shapes, m: held.update(all=[*sources], of=shapes)
-    )
-    args = fit_kernels.parser().parse_args(
-        ["linear_wgmma", "--out", "somewhere", "--end", ACTIVATED]
-    )
-    fit_kernels.SWEEPS["linear_wgmma"].run(args)
+    held = linears(monkeypatch, "--end", ACTIVATED)
     assert {shape[-1] for shape in held["of"]} == {ACTIVATED}
     assert all("rcp.approx" in source.text for source in held["all"])
     sweep = fit_kernels.SWEEPS["linear_wgmma"]

@@ -91,8 +91,10 @@ def test_weights_are_never_stale(change, folder):
     found = module(*x)
     strop.restore(module)
     rule = in_torch(module, "int8", IN_BLOCKS)
-    # a code that a last bit rounds to the other side is 5e-5, and 8e-4 where rows attend to it
-    assert off(found, rule(*x)) < 2e-3
+    # a code that a last bit rounds to the other side is 5e-5, and more where rows attend to it
+    expected = rule(*x)
+    moved = off(rule(*(part * (1 + 1e-7) for part in x)), expected)
+    assert off(found, expected) < 1e-4 + 1.5 * moved
     assert off(found, before) > 1e-2
     assert num_writes == 1
 
