@@ -58,7 +58,7 @@ from strop.runtime.build.processors import check_system
 from strop.runtime.loop.denoise_loop import DenoiseLoop
 from strop.runtime.run.fair_turns import FairLock
 from strop.runtime.run.host_draws import draw_on_host
-from strop.runtime.run.library_calls import drawing_by
+from strop.runtime.run.operator_calls import drawing_by
 
 _AS_IT_IS = contextlib.nullcontext()
 

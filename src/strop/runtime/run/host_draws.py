@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from strop.ir.program import HostDraw
-from strop.runtime.run.library_calls import overload
+from strop.runtime.run.operator_calls import overload
 
 
 def draw_on_host(draws: tuple[HostDraw, ...]) -> None:

@@ -7,19 +7,14 @@ not lie in memory as the plan says.
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.errors import ShapeError, UnsupportedError
 from strop.ir.code_conv import code_conv2d, scaled_conv2d
 from strop.ir.contractions import (
     AMONG_COLUMNS,
@@ -33,37 +28,20 @@ from strop.ir.contractions import (
 from strop.ir.device import Device
 from strop.ir.e4m3 import as_e4m3
 from strop.ir.exchange import exchanged
-from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.linear_scan import linear_scan
 from strop.ir.mixed_product import mixed_product
 from strop.ir.normed_linear import normed_linear
-from strop.ir.overloads import overload_of
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 from strop.runtime.run import attention_calls, scaled_calls
-from strop.runtime.run.cpu_convolutions import convolve
 from strop.runtime.run.library_settings import convolves_in_tf32, wants_same_bits
+from strop.runtime.run.operator_calls import Call, aten, aten_on_cpu, overload, with_arguments
 
 # This is torch's own, whatever a user has put in its place in torch.nn.functional.
 _torchs_attention = torch._C._nn.scaled_dot_product_attention
 
-Call = Callable[[Sequence[Tensor]], Any]
-Getter = Callable[[], Tensor]
+
 OutCall = Callable[[Sequence[Tensor], Tensor], Any]
-
-
-_given = threading.local()
-
-
-@contextmanager
-def drawing_by(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Let the call that runs meanwhile, in this thread, draw from these generators."""
-    before = getattr(_given, "generators", ())
-    _given.generators = generators
-    try:
-        yield
-    finally:
-        _given.generators = before
 
 
 def _linear(attrs: Mapping[str, Any]) -> OutCall:
@@ -270,112 +248,8 @@ def _exchange(attrs: Mapping[str, Any]) -> Call:
 def _write(attrs: Mapping[str, Any]) -> Call:
     """Write the second input over the first, or call an operator that changes a part of it."""
     if "target" in attrs:
-        return _with_arguments(overload(attrs["target"]), attrs)
+        return with_arguments(overload(attrs["target"]), attrs)
     return lambda inputs: inputs[0].copy_(inputs[1])
-
-
-# What does a call of torch's on a CPU. Functions of torch take their arguments in less time than
-# its operators do: an LSTM's 20 tensors in 7 us less.
-_ON_CPU: Mapping[str, Callable[..., Any]] = {
-    "aten.convolution.default": convolve,
-    "aten.lstm.input": torch._VF.lstm,
-    "aten.gru.input": torch._VF.gru,
-}
-
-
-def _aten_on_cpu(attrs: Mapping[str, Any]) -> Call:
-    return _aten(attrs, _ON_CPU.get(attrs["target"]))
-
-
-def _with_arguments(run: Callable[..., Any], attrs: Mapping[str, Any]) -> Call:
-    """Return what calls an operator with inputs where its arguments name them."""
-    names, values = tuple(n for n, _ in attrs["kwargs"]), _filling([v for _, v in attrs["kwargs"]])
-    filled = _filling(attrs["args"])
-    return lambda inputs: run(*filled(inputs), **dict(zip(names, values(inputs), strict=True)))
-
-
-def _aten(attrs: Mapping[str, Any], instead: Callable[..., Any] | None = None) -> Call:
-    """Call an operator, or what does the same ``instead``."""
-    target = overload(attrs["target"])
-    run = _with_arguments(instead or target, attrs)
-    outputs, is_single = attrs["outputs"], attrs.get("single", True)
-    if target in _KEEPING:
-        outputs = (outputs[0], *[None] * len(outputs[1:]))
-
-    def call(inputs: Sequence[Tensor]) -> Any:
-        made = run(inputs)
-        if is_single:
-            return _as_traced(target, made, outputs[0])
-        return [_as_traced(target, *one) for one in zip(made, outputs, strict=False)]
-
-    # a view of the arena would not outlive its operand
-    return _copied(call) if _returns_view(target) else call
-
-
-# What these keep for their gradient, which alone reads it, is as long as that needs it: empty, or a
-# number longer than torch's shape rule says, where offsets have the end of the last bag.
-_KEEPING = {
-    torch.ops.aten._embedding_bag.default,
-    torch.ops.aten._embedding_bag_forward_only.default,
-}
-
-
-def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
-    """Return a result as the plan takes it to be. Torch's shape rules are not always right: that of
-    ``_native_batch_norm_legit`` says fp32 for running statistics of any type. Raises ShapeError
-    where the sizes differ."""
-    if traced is None or value is None:
-        return value
-    shape, dtype = traced
-    if value.shape != shape and math.prod(shape):  # of an empty one nothing is read
-        raise ShapeError(
-            f"{target} gives {tuple(value.shape)}, and torch's shape rule says {shape}"
-        )
-    return value if value.dtype is dtype else value.to(dtype)
-
-
-def _filling(template: Sequence[Any]) -> Callable[[Sequence[Tensor]], list[Any]]:
-    """Return what puts inputs where arguments name them. None of it is a function within the call:
-    one that names itself is a cycle, and would keep the inputs, activations of a whole step, until
-    garbage is collected."""
-    fixed = [None if _is_given(arg) else _listed(arg) for arg in template]
-    given = [(place, _giving(arg)) for place, arg in enumerate(template) if _is_given(arg)]
-
-    def fill(inputs: Sequence[Tensor]) -> list[Any]:
-        args = fixed.copy()
-        for place, give in given:
-            args[place] = give(inputs)
-        return args
-
-    return fill
-
-
-def _is_given(arg: Any) -> bool:
-    if isinstance(arg, tuple):
-        return any(map(_is_given, arg))
-    return isinstance(arg, Ref | GeneratorRef)
-
-
-def _listed(arg: Any) -> Any:
-    return [_listed(a) for a in arg] if isinstance(arg, tuple) else arg
-
-
-def _giving(arg: Any) -> Callable[[Sequence[Tensor]], Any]:
-    if isinstance(arg, Ref):
-        return itemgetter(arg.index)
-    if isinstance(arg, GeneratorRef):
-        index = arg.index
-        return lambda inputs: _given.generators[index]
-    return _filling(arg)
-
-
-def overload(target: str) -> Callable[..., Any]:
-    """Return the OpOverload of a name such as "aten.embedding.default". Raises UnsupportedError
-    where this torch has none."""
-    found: Callable[..., Any] | None = overload_of(target)
-    if found is None:
-        raise UnsupportedError(f"this torch ({torch.__version__}) has no operator {target}")
-    return found
 
 
 def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
@@ -532,10 +406,10 @@ ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "attention": _attention,
     "exchange": _exchange,
     "write": _write,
-    "aten": _aten_on_cpu,
+    "aten": aten_on_cpu,
     "pattern": Replacement,
 }
-CUDA_ALLOCATING = {**ALLOCATING, "attention": _cuda_attention, "aten": _aten}
+CUDA_ALLOCATING = {**ALLOCATING, "attention": _cuda_attention, "aten": aten}
 
 
 def widest_of_cudnn(device: Device) -> int:
@@ -570,29 +444,3 @@ def copying(call: Call) -> OutCall:
 def planned_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], OutCall]]:
     """Return the calls that write where they are told on this device."""
     return CUDA_PLANNED_OUT if device.arch else PLANNED_OUT
-
-
-def _returns_view(target: Any) -> bool:
-    schema = target._schema
-    return any(r.alias_info is not None for r in schema.returns)
-
-
-def in_own_memory(target: str, getters: list[Getter], is_given: Sequence[bool]) -> list[Getter]:
-    """Return the getters of an operator's tensors. as_strided and its like count from where the
-    memory of a tensor begins, which is the arena's: they get copies, except of what a caller has
-    given."""
-    schema = overload(target)._schema  # type: ignore[attr-defined]
-    if not any(argument.name == "storage_offset" for argument in schema.arguments):
-        return getters
-    return [
-        get if own else (lambda get=get: get().clone())  # type: ignore[misc]
-        for get, own in zip(getters, is_given, strict=True)
-    ]
-
-
-def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
-    def run(inputs: Sequence[Tensor]) -> Any:
-        made = call(inputs)
-        return made.clone() if isinstance(made, Tensor) else tuple(m.clone() for m in made)
-
-    return run

@@ -44,10 +44,8 @@ from strop.runtime.run.layouts import laid_out, read_as, reshaped
 from strop.runtime.run.library_calls import (
     CUDA_PLANNED_OUT,
     PLANNED_OUT,
-    Getter,
     allocating_on,
     copying,
-    in_own_memory,
     planned_on,
 )
 from strop.runtime.run.memory import aligned
@@ -57,6 +55,7 @@ from strop.runtime.run.native_calls import (
     OperandPlace,
     fetch_ahead,
 )
+from strop.runtime.run.operator_calls import Getter, in_own_memory
 from strop.runtime.run.packed_calls import PRODUCTS, allocating, packed_call, way_of
 from strop.runtime.run.placed_rows import by_rows, has_rows
 from strop.runtime.run.shape_plan import ShapePlan
