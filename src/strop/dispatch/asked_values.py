@@ -31,6 +31,7 @@ QUESTIONS: tuple[Callable[[], Any], ...] = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.mha.get_fastpath_enabled,
 )
 ENVIRONMENT = os.environ  # noqa: TID251 - the user's code reads it
 OF_ENVIRONMENT = frozenset({"environ", "getenv"})

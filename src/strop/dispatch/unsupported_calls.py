@@ -11,6 +11,8 @@ from strop.dispatch.training_mode import is_in_training
 from strop.frontend.four_bits import is_yet_to_be_packed
 from strop.frontend.layerwise_casting import is_cast_as_one
 
+LAZY = "a lazy layer learns the sizes of its weights in a call of its own, once"
+
 
 def unfit_call(module: nn.Module) -> str:
     """Say why not, in the mode that torch is in; nothing where it can."""
@@ -25,6 +27,8 @@ def unfit_module(state: ModuleState) -> str:
     """Say why not, as the module is now; nothing where it can."""
     if is_in_training(state.modules, state.train_sensitive):
         return "the module, or a part of it, is in training mode: call .eval()"
+    if state.is_lazy:
+        return LAZY
     if any(state.hooks) and any(map(hooks.is_untraced, state.hooks)):
         return "a submodule has forward hooks, which compiled code would not run"
     if is_cast_as_one(state.module):

@@ -497,7 +497,6 @@ class VariantStore:
         """Trace the module's forward in a clone, within ``foresight``."""
         self.num_captures += 1
         clone = state.clone()
-        forward = self.forward_of(clone, asked)
 
         def call(*given: Any) -> Any:
             args, kwargs, *settings = rebuild(asked.skeleton, given)
@@ -505,7 +504,7 @@ class VariantStore:
             turned = state.turned.put(clone, settings[0] if settings else ())
             with foresight, turned, rows_counted(args, kwargs):
                 effects.begin()
-                result = forward(*args, **kwargs)  # its own hooks run outside
+                result = self.forward_of(clone, asked)(*args, **kwargs)  # its hooks run outside
             effects.look([value for value in given if isinstance(value, Tensor)])
             return with_objects(result, (args, kwargs), contents)
 

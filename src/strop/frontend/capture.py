@@ -59,6 +59,7 @@ from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.origins import record_origins, settle_origins
 from strop.frontend.other_memory import refuse_unfollowed
+from strop.frontend.padded_encoders import padded_encoders
 from strop.frontend.python_classes import mark_parameters
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_loading_compilers, without_tensor_meta
@@ -456,6 +457,7 @@ def tracing(
             symbolic_builtins(module),
             inlined(),
             ragged_tables(),
+            padded_encoders(),
             python_texts(),
             retarget,
             overlap_by_traced_sizes(),
@@ -505,7 +507,8 @@ def _line(error: Exception) -> str:
 @contextmanager
 def _as_compiling() -> Iterator[None]:
     """Say so, as torch.export does: libraries then leave out caches keyed by sizes, and checks of
-    values. Other threads may see it too; it changes no result."""
+    values. Other threads may see it too. Code that computes something else then is eager's
+    twin only if it says so: torch's encoders do not (``padded_encoders``)."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

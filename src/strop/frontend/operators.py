@@ -530,6 +530,7 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.affine_grid: _call_affine_grid,
     torch.affine_grid_generator: _call_affine_grid,
     F.embedding_bag: _call_embedding_bag,
+    F.multilabel_margin_loss: whole.call_multilabel_margin_loss,
     torch.linspace: _call_linspace,
     torch.tensor: _from_size(torch.tensor),
     torch.as_tensor: _from_size(torch.as_tensor),

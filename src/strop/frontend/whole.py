@@ -53,6 +53,12 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_types(x, weight, bias)
 
 
+def call_multilabel_margin_loss(input: Tensor, target: Tensor, *how: Any, **named: Any) -> Tensor:
+    """Give the loss of a single sample as a number. torch's decomposition leaves it a dim."""
+    loss = F.multilabel_margin_loss(input, target, *how, **named)
+    return loss if input.dim() > 1 else loss.reshape(())
+
+
 def call_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Call a linear whose bias has a number for each column, or one for all. torch adds others."""
     if bias is not None and bias.dim() > 1:
