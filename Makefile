@@ -25,7 +25,7 @@ demo: $(READY)
 
 # Two processes of one thread, as one of two uses little more than one core: two of two get in each
 # other's way. The second's report comes after the first's.
-HALF := tests/fuzz tests/cli tests/serve tests/train tests/e2e tests/bench tests/badinput tests/kernels tests/meta tests/ops tests/reductions tests/views tests/lookups tests/patterns
+HALF := tests/artefacts tests/debug tests/fusion tests/fuzz tests/cli tests/serve tests/train tests/e2e tests/bench tests/badinput tests/kernels tests/meta tests/ops tests/reductions tests/views tests/lookups tests/patterns
 OTHERS = $(filter-out $(HALF) %.py %__pycache__ tests/golden,$(wildcard tests/*))
 CHOICE := -p no:cacheprovider -m "not nightly" --durations=30
 test: export OMP_NUM_THREADS ?= 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,15 @@ _NAMED_OTHERWISE = {
     torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
     torch.ops.aten.pow_.Tensor: torch.ops.aten.pow.Tensor_Tensor,
     torch.ops.aten.floor_divide_.Tensor: torch.ops.aten.floor_divide.default,
+}
+
+
+_CUTS = {  # calls whose results are parts of one value, without an element in two of them
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
 }
 
 
@@ -55,6 +64,7 @@ class _Writes:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
+        self._over: dict[Node, Node] = {}  # what was written -> what it was written over
         # What stands for a write has the write's place.
         self._places = {node: place for place, node in enumerate(graph.nodes)}
         outer = (fx for fx in graph.nodes if fx.op in ("placeholder", "get_attr"))
@@ -72,11 +82,14 @@ class _Writes:
         place, lying = self._places[write], self._lying[storage_of(write)]
         lying.remove(write)
         earlier = [fx for fx in lying if self._places[fx] < place and fx is not target]
-        read = [fx for fx in earlier if self._later_users(fx, place)]
+        read = [
+            fx for fx in earlier if self._later_users(fx, place) and not self._are_apart(fx, target)
+        ]
         with self._graph.inserting_after(write):
             kwargs = {**_defaults(write, overload), **write.kwargs}
             value = self._graph.call_function(overload, write.args, kwargs)
         self._add(value, write.meta, place)
+        self._over[value] = target
         write.replace_all_uses_with(value)
         value.name = write.name
         self._graph.erase_node(write)
@@ -112,6 +125,19 @@ class _Writes:
     def _read_instead(self, target: Node, value: Node, place: int) -> None:
         for user in self._later_users(target, place):
             user.replace_input_with(target, value)
+
+    def _are_apart(self, one: Node, other: Node) -> bool:
+        """Tell whether two values lie in different pieces of what one call has cut."""
+        pieces = dict(_pieces(self._overwritten(one)))
+        return any(
+            pieces.get(cut, number) != number for cut, number in _pieces(self._overwritten(other))
+        )
+
+    def _overwritten(self, fx: Node) -> Node:
+        """Return the value in whose memory ``fx`` has been written, itself if it was not."""
+        while fx in self._over:
+            fx = self._over[fx]
+        return fx
 
     def _later_users(self, fx: Node, place: int) -> list[Node]:
         return [user for user in fx.users if self._places[user] > place]
@@ -167,6 +193,16 @@ def memory_of(tensor: torch.Tensor) -> int:
 def view_root(fx: Node) -> Node:
     """Follow views from ``fx`` to the value that all of them look at; ``fx`` if it is no view."""
     return views_to(fx)[0]
+
+
+def _pieces(fx: Node) -> Iterator[tuple[Node, int]]:
+    """Yield the calls that have cut what ``fx`` looks at, and the number of its piece. Pieces of a
+    view may be the same memory, as those of an expanded one are: nothing is said of them."""
+    root, views = views_to(fx)
+    for view in (root, *views):
+        cut = view.args[0] if view.target is operator.getitem else None
+        if isinstance(cut, Node) and cut.target in _CUTS and not views_to(cut.args[0])[1]:  # type: ignore[arg-type]
+            yield cut, view.args[1]  # type: ignore[misc]
 
 
 def views_to(fx: Node) -> tuple[Node, list[Node]]:

@@ -531,6 +531,7 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.affine_grid_generator: _call_affine_grid,
     F.embedding_bag: _call_embedding_bag,
     F.multilabel_margin_loss: whole.call_multilabel_margin_loss,
+    **whole.WITH_VIEWS,
     torch.linspace: _call_linspace,
     torch.tensor: _from_size(torch.tensor),
     torch.as_tensor: _from_size(torch.as_tensor),

@@ -269,6 +269,8 @@ VIEWS: dict[Any, Rule] = {
     aten.select.int: _select,
     aten.split.Tensor: _pieces,
     aten.split_with_sizes.default: _pieces,
+    aten.unsafe_split.Tensor: _pieces,
+    aten.unsafe_split_with_sizes.default: _pieces,
     aten.unbind.int: _unbind,
     aten.diagonal.default: _diagonal,
     aten.unfold.default: _unfold,

@@ -53,6 +53,18 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_types(x, weight, bias)
 
 
+# Pieces are views, though schemas of the calls on the left do not say so: what is written into one
+# shows in the whole.
+WITH_VIEWS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.unsafe_chunk: torch.chunk,
+    Tensor.unsafe_chunk: torch.chunk,
+    torch.unsafe_split: torch.split,
+    Tensor.unsafe_split: torch.split,
+    torch.unsafe_split_with_sizes: torch.split_with_sizes,
+    Tensor.unsafe_split_with_sizes: torch.split_with_sizes,
+}
+
+
 def call_multilabel_margin_loss(input: Tensor, target: Tensor, *how: Any, **named: Any) -> Tensor:
     """Give the loss of a single sample as a number. torch's decomposition leaves it a dim."""
     loss = F.multilabel_margin_loss(input, target, *how, **named)
