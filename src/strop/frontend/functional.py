@@ -37,6 +37,9 @@ _CUTS = {  # calls whose results are parts of one value, without an element in t
 }
 
 
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
 class WriteThroughViewError(CaptureError):
     """A tensor is written through one view and read through another."""
 
@@ -50,6 +53,7 @@ def make_functional(gm: GraphModule) -> None:
     ]
     if mutable:
         writes = _Writes(gm.graph)
+        writes.tell_copies(mutable)
         for node in mutable:
             writes.take_out(node)
         gm.recompile()
@@ -72,6 +76,29 @@ class _Writes:
         self._lying: defaultdict[int | None, list[Node]] = defaultdict(list)  # by their memory
         for fx in graph.nodes:
             self._lying[storage_of(fx)].append(fx)
+
+    def tell_copies(self, writes: Sequence[Node]) -> None:
+        """Ask whether a size is 1 of each value that is copied for its order in memory alone, as by
+        ``contiguous``, where a write shows in one of the two and the other is read: a value of
+        fewer dims than it seems may lie in that order, and is no copy then."""
+        for copy, source in _copies_for_order(self._graph):
+            memory, other = storage_of(copy), storage_of(source)
+            if any(
+                self._places[write] > self._places[copy]
+                and (
+                    (storage_of(write) == memory and self._may_show(other, write))
+                    or (storage_of(write) == other and self._may_show(memory, write))
+                )
+                for write in writes
+            ):
+                for size in source.meta["val"].shape:
+                    bool(size == 1)  # a guard
+
+    def _may_show(self, memory: int | None, write: Node) -> bool:
+        """Tell whether memory is read behind a write, or is the caller's."""
+        place = self._places[write]
+        lying = self._lying[memory]
+        return memory in self._outer or any(self._later_users(fx, place) for fx in lying)
 
     def take_out(self, write: Node) -> None:
         target, overload = write.args[0], _functional_overload(write.target)
@@ -146,6 +173,15 @@ class _Writes:
         node.meta = dict(meta)
         self._places[node] = place
         self._lying[storage_of(node)].append(node)
+
+
+def _copies_for_order(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Yield values that torch has copied to have them in an order that it names, and of what."""
+    for fx in graph.nodes:
+        if fx.target in _COPIES and "memory_format" in fx.kwargs:
+            (source,) = fx.all_input_nodes
+            if source.meta["val"].dtype is fx.meta["val"].dtype:
+                yield fx, source
 
 
 def _functional_overload(overload: Any) -> Any:
