@@ -507,8 +507,8 @@ def _line(error: Exception) -> str:
 @contextmanager
 def _as_compiling() -> Iterator[None]:
     """Say so, as torch.export does: libraries then leave out caches keyed by sizes, and checks of
-    values. Other threads may see it too. Code that computes something else then is eager's
-    twin only if it says so: torch's encoders do not (``padded_encoders``)."""
+    values. Other threads may see it too. Code that computes something else while torch
+    compiles has other results than in eager. torch's encoders do: see ``padded_encoders``."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

@@ -53,7 +53,7 @@ def make_functional(gm: GraphModule) -> None:
     ]
     if mutable:
         writes = _Writes(gm.graph)
-        writes.tell_copies(mutable)
+        writes.guard_copies(mutable)
         for node in mutable:
             writes.take_out(node)
         gm.recompile()
@@ -77,10 +77,10 @@ class _Writes:
         for fx in graph.nodes:
             self._lying[storage_of(fx)].append(fx)
 
-    def tell_copies(self, writes: Sequence[Node]) -> None:
-        """Ask whether a size is 1 of each value that is copied for its order in memory alone, as by
-        ``contiguous``, where a write shows in one of the two and the other is read: a value of
-        fewer dims than it seems may lie in that order, and is no copy then."""
+    def guard_copies(self, writes: Sequence[Node]) -> None:
+        """Guard that no size is 1 of a value that ``contiguous`` and its like copy, where the copy or
+        the value is written and the other one is read. With a size of 1 a value may have the order
+        that is asked for, and torch copies nothing: the write shows in both."""
         for copy, source in _copies_for_order(self._graph):
             memory, other = storage_of(copy), storage_of(source)
             if any(
