@@ -78,9 +78,9 @@ class _Writes:
             self._lying[storage_of(fx)].append(fx)
 
     def guard_copies(self, writes: Sequence[Node]) -> None:
-        """Guard that no size is 1 of a value that ``contiguous`` and its like copy, where the copy or
-        the value is written and the other one is read. With a size of 1 a value may have the order
-        that is asked for, and torch copies nothing: the write shows in both."""
+        """Guard that no size is 1 of a value that ``contiguous`` and its like copy, where the copy
+        or the value is written and the other one is read. With a size of 1 a value may have the
+        order that is asked for, and torch copies nothing: the write shows in both."""
         for copy, source in _copies_for_order(self._graph):
             memory, other = storage_of(copy), storage_of(source)
             if any(
