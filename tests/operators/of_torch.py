@@ -1,6 +1,6 @@
-"""Torch's table of operators and their samples.
+"""Torch's tables of operators and of modules, and their samples.
 
-Its module forbids the whole process to set the flags of ``torch.backends``, which other tests do:
+Their module forbids the whole process to set the flags of ``torch.backends``, which other tests do:
 that call is left out while the module is imported.
 """
 
@@ -12,8 +12,17 @@ import torch
 
 with mock.patch.object(torch.backends, "disable_global_flags"):
     from torch.testing._internal import common_methods_invocations as invocations
+    from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-__all__ = ["OpInfo", "SampleInput", "invocations", "op_db"]
+__all__ = [
+    "ModuleInfo",
+    "ModuleInput",
+    "OpInfo",
+    "SampleInput",
+    "invocations",
+    "module_db",
+    "op_db",
+]
 
 op_db = invocations.op_db

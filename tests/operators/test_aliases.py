@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.runtime.run.operator_calls import UNSAID
-
-pytest.importorskip("expecttest")  # torch's table wants it
-from torch.testing._internal.common_methods_invocations import op_db
+from tests.operators.of_torch import op_db
 
 MOST_SAMPLES = 8
 pytestmark = pytest.mark.filterwarnings("ignore")

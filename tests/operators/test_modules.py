@@ -18,9 +18,7 @@ from torch import Tensor
 
 import strop
 from strop.options import Options
-
-pytest.importorskip("expecttest")  # torch's table wants it
-from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
+from tests.operators.of_torch import ModuleInfo, ModuleInput, module_db
 
 MOST_FORMS = 8  # of a module: others differ in one argument from these
 TABLE = {info.name: info for info in module_db}

@@ -497,6 +497,7 @@ class VariantStore:
         """Trace the module's forward in a clone, within ``foresight``."""
         self.num_captures += 1
         clone = state.clone()
+        forward = self.forward_of(clone, asked)
 
         def call(*given: Any) -> Any:
             args, kwargs, *settings = rebuild(asked.skeleton, given)
@@ -504,7 +505,7 @@ class VariantStore:
             turned = state.turned.put(clone, settings[0] if settings else ())
             with foresight, turned, rows_counted(args, kwargs):
                 effects.begin()
-                result = self.forward_of(clone, asked)(*args, **kwargs)  # its hooks run outside
+                result = forward(*args, **kwargs)  # its own hooks run outside
             effects.look([value for value in given if isinstance(value, Tensor)])
             return with_objects(result, (args, kwargs), contents)
 
@@ -536,8 +537,8 @@ class VariantStore:
 
 
 def _own_forward(clone: nn.Module, asked: GivenCall) -> Callable[..., Any]:
-    forward: Callable[..., Any] = clone.forward
-    return forward
+    # looked up within the trace, which puts other forwards into classes
+    return lambda *args, **kwargs: clone.forward(*args, **kwargs)
 
 
 def _on(device: torch.device, variant: Variant) -> Variant:
