@@ -80,6 +80,19 @@ def test_one_graph_for_all_lengths(by: str, is_weighted: bool) -> None:
     assert len(report.graphs) == 1
 
 
+def test_a_collection_by_itself() -> None:
+    plain = Ranker().eval().tables
+    module: Any = strop.optimize(copy.deepcopy(plain))
+    with torch.no_grad():
+        for batch, seed in ((6, 1), (9, 2)):
+            features = jagged(batch, seed)
+            found, expected = module(features), plain(features)
+            assert found.keys() == expected.keys()
+            torch.testing.assert_close(found.values(), expected.values())
+    assert strop.explain(module).num_graphs == 1
+    assert not fallbacks(module)
+
+
 def test_features_without_ids_and_single_rows() -> None:
     module, plain = pair()
     with torch.no_grad():
