@@ -6,7 +6,7 @@ them, and what else the code reads (``global_guards``). It takes the host some 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.nn.parameter import is_lazy
 
 from strop.dispatch.adapted_weights import AdaptedWeights
 from strop.dispatch.coded_weights import CodedWeights
@@ -49,7 +48,7 @@ from strop.frontend.composed_tensors import (
     watched_places,
 )
 from strop.frontend.module_parts import graph_text, is_exported, named_parts, own_attributes
-from strop.frontend.module_tensors import plain_places, tensor_places
+from strop.frontend.module_tensors import plain_places, tensor_places, with_sizes
 from strop.frontend.stable_text import is_plain
 from strop.frontend.tables import table_names
 from strop.ir.program import Program
@@ -125,7 +124,7 @@ class ModuleState:
         self.computed = computed_weights.computed_in(everything[1:])
         held = list(tensor_places(self.parts, self.effective.tables))
         self._scan_modules(held)
-        places = self._with_sizes(plain_places(held, self._looks))
+        places, self.lazy = with_sizes(plain_places(held, self._looks))
         used = {id(table) for _, table, _ in places}
         self._looks = {number: t for number, t in self._looks.items() if id(t) in used}
         self.names = [name for name, _, _ in places]
@@ -152,12 +151,6 @@ class ModuleState:
         self._memory = KnownMemory(self.tensors)
         for pieces in (self.merged, self.padded):
             pieces.keep_at({*self.pointers})
-
-    def _with_sizes(self, places: Iterable[Place]) -> list[Place]:
-        """Leave out weights that are yet to learn their sizes."""
-        held = list(places)
-        self._lazy: list[Tensor] = [table[key] for _, table, key in held if is_lazy(table[key])]
-        return [place for place in held if not is_lazy(place[1][place[2]])]
 
     def _scan_tables(self) -> None:
         """Look at tables of embeddings, whose numbers of rows are data."""
@@ -362,7 +355,7 @@ class ModuleState:
 
     def _has_new_parts(self) -> bool:
         try:
-            if self._lazy or not self._edges.hold():
+            if self.lazy or not self._edges.hold():
                 return True
         except KeyError:  # gone
             return True
@@ -451,11 +444,6 @@ class ModuleState:
         absent = {n for n, value in found.items() if value is None and is_scale(part, n)}
         kept = found.keys() - unread - absent
         return {n: self.turned.form_of(path, n) or found[n] for n in found if n in kept}
-
-    @property
-    def is_lazy(self) -> bool:
-        """Say whether a weight is yet to learn its sizes from a call in eager."""
-        return any(map(is_lazy, self._lazy))
 
     @property
     def devices(self) -> list[torch.device]:

@@ -29,7 +29,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.dynamo import AotLog, compile_dynamo
 from strop.dispatch.signature import flatten
 from strop.dispatch.training_steps import Steps
-from strop.dispatch.unsupported_calls import LAZY
+from strop.dispatch.unsupported_calls import unfit_weights
 from strop.dispatch.variants import REFUSALS
 from strop.errors import EagerOnlyError, UnsupportedError
 from strop.frontend.capture import without_reports
@@ -73,9 +73,8 @@ class TrainingDispatcher(Dispatcher):
         """Run, instead of eager, graphs that have gradients."""
         if hooks.has_global_hooks():  # of which Dynamo asks nothing
             return super()._run_eager(hooks.REASON, args, kwargs)
-        if self.state.is_lazy:
-            return super()._run_eager(LAZY, args, kwargs)
-        refusal = ""
+        if refusal := unfit_weights(self.state):
+            return super()._run_eager(refusal, args, kwargs)
         try:
             result = self._run_step(args, kwargs)
         except EagerOnlyError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.nn.parameter import is_lazy
 
 from strop.frontend.composed_tensors import (
     Place,
@@ -50,6 +51,20 @@ def plain_places(held: Iterable[Place], looks: dict[int, PlainLook]) -> Iterator
             if (number := identity(one)) not in seen:
                 seen.add(number)
                 yield one
+
+
+def with_sizes(places: Iterable[Place]) -> tuple[list[Place], list[Tensor]]:
+    """Divide places into those of tensors that have sizes, and the tensors that are yet to learn
+    them."""
+    sized: list[Place] = []
+    lazy: list[Tensor] = []
+    for place in places:
+        tensor = place[1][place[2]]
+        if is_lazy(tensor):
+            lazy.append(tensor)
+        else:
+            sized.append(place)
+    return sized, lazy
 
 
 def tensor_places(
