@@ -10,7 +10,6 @@ A scan that is a linear recurrence is one operator (``linear_scans``).
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.jit._state import _try_get_jit_cached_function as scripted
 
 from strop.frontend.linear_scans import scanned
-from strop.frontend.quick import replaced
+from strop.frontend.quick import replaced_here
 
 # the package has the function under this name
 scans: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
@@ -30,37 +29,27 @@ _Run = Callable[..., Any]
 @contextmanager
 def inlined() -> Iterator[None]:
     """Have both in Python within the body, in this thread."""
-    thread = threading.get_ident()
-
-    def as_written(usual: _Run) -> _Run:
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            own = _written(function) if threading.get_ident() == thread else None
-            return usual(function, *args, **kwargs) if own is None else own(*args, **kwargs)
-
-        return call
-
-    def taken_apart(usual: _Run) -> _Run:
-        def scan(run: _Run, combine: _Run, leaves: Sequence[Tensor]) -> Any:
-            if threading.get_ident() != thread:
-                return usual(run, combine, leaves)
-            return scans.generic_associative_scan(combine, leaves, additional_inputs=())
-
-        return scan
-
-    def whole(usual: _Run) -> _Run:
-        def scan(combine: _Run, leaves: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            own = threading.get_ident() == thread and not any(args) and not any(kwargs.values())
-            found = scanned(combine, leaves) if own else None
-            return usual(combine, leaves, *args, **kwargs) if found is None else found
-
-        return scan
-
     with (
-        replaced(torch._C.ScriptFunction, "__call__", as_written),
-        replaced(scans, "generic_associative_scan", whole),
-        replaced(scans, "_maybe_compile_and_run_fn", taken_apart),
+        replaced_here(torch._C.ScriptFunction, "__call__", _as_written),
+        replaced_here(scans, "generic_associative_scan", _whole),
+        replaced_here(scans, "_maybe_compile_and_run_fn", _taken_apart),
     ):
         yield
+
+
+def _as_written(usual: _Run, function: Any, *args: Any, **kwargs: Any) -> Any:
+    own = _written(function)
+    return usual(function, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def _taken_apart(usual: _Run, run: _Run, combine: _Run, leaves: Sequence[Tensor]) -> Any:
+    return scans.generic_associative_scan(combine, leaves, additional_inputs=())
+
+
+def _whole(usual: _Run, combine: _Run, leaves: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    may_be = not any(args) and not any(kwargs.values())
+    found = scanned(combine, leaves) if may_be else None
+    return usual(combine, leaves, *args, **kwargs) if found is None else found
 
 
 def _written(function: Any) -> _Run | None:

@@ -11,7 +11,6 @@ Source: torch/nn/modules/transformer.py.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import transformer
 
-from strop.frontend.quick import replaced
+from strop.frontend.quick import replaced_here
 
 _Run = Callable[..., Any]
 
@@ -29,38 +28,29 @@ _Run = Callable[..., Any]
 @contextmanager
 def padded_encoders() -> Iterator[None]:
     """Ask no mask for its values within the body, in this thread."""
-    thread = threading.get_ident()
-
-    def encoded(usual: _Run) -> _Run:
-        def forward(
-            self: nn.TransformerEncoder,
-            src: Tensor,
-            mask: Tensor | None = None,
-            src_key_padding_mask: Tensor | None = None,
-            is_causal: bool | None = None,
-        ) -> Tensor:
-            padding = src_key_padding_mask
-            packs = threading.get_ident() == thread and mask is None and padding is not None
-            if packs and _may_pack(self, src):
-                return _as_packed(self, src, padding)  # type: ignore[arg-type]
-            result: Tensor = usual(self, src, mask, padding, is_causal)
-            return result
-
-        return forward
-
-    def told(usual: _Run) -> _Run:
-        def is_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-            if threading.get_ident() != thread:
-                return bool(usual(mask, is_causal, size))
-            return is_causal is True
-
-        return is_causal_mask
-
     with (
-        replaced(nn.TransformerEncoder, "forward", encoded),
-        replaced(transformer, "_detect_is_causal_mask", told),
+        replaced_here(nn.TransformerEncoder, "forward", _encoded),
+        replaced_here(transformer, "_detect_is_causal_mask", _told),
     ):
         yield
+
+
+def _encoded(
+    usual: _Run,
+    encoder: nn.TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Any:
+    padding = src_key_padding_mask
+    if mask is None and padding is not None and _may_pack(encoder, src):
+        return _as_packed(encoder, src, padding)
+    return usual(encoder, src, mask, padding, is_causal)
+
+
+def _told(usual: _Run, mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+    return is_causal is True
 
 
 def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:

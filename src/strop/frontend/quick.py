@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch._logging._internal import trace_log
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
@@ -38,15 +37,11 @@ def quick() -> Iterator[None]:
 def without_tensor_meta() -> Iterator[None]:
     """Leave out ``tensor_meta`` of traced values, which nobody here reads and which asks for every
     memory format of symbolic sizes: ``val`` says everything. Other threads keep it."""
-    thread = threading.get_ident()
 
-    def replacement(usual: Callable[..., Any]) -> Callable[..., Any]:
-        def extract(value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return None if threading.get_ident() == thread else usual(value, *args, **kwargs)
+    def nothing(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        return None
 
-        return extract
-
-    with replaced(proxy_tensor, _META, replacement):
+    with replaced_here(proxy_tensor, _META, nothing):
         yield
 
 
@@ -109,6 +104,25 @@ def _muted(graph_compile: Any, result: Any) -> Callable[[Any], Any]:
         return log
 
     return replacement
+
+
+@contextmanager
+def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Iterator[None]:
+    """Call ``instead``, with a module's or class's own ``name`` before the arguments, in its place
+    within the body. Other threads keep it."""
+    thread = threading.get_ident()
+
+    def replacement(usual: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(usual)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return usual(*args, **kwargs)
+            return instead(usual, *args, **kwargs)
+
+        return call
+
+    with replaced(owner, name, replacement):
+        yield
 
 
 @contextmanager

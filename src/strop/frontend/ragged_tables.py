@@ -10,7 +10,6 @@ Source: https://github.com/meta-pytorch/torchrec, torchrec/modules/embedding_mod
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from torch.fx import Node as FxNode
 
 from strop.errors import EagerOnlyError
 from strop.frontend.differentiated import define, is_differentiated, is_transformed
-from strop.frontend.quick import replaced
+from strop.frontend.quick import replaced_here
 from strop.ir.dims import const
 from strop.ir.graph import Node
 
@@ -74,31 +73,24 @@ BAGS: dict[Any, Callable[..., Any]] = {torch.ops.strop.bags.default: _bags}
 @contextmanager
 def ragged_tables() -> Iterator[None]:
     """Look up whole tables within the body, in this thread, where torchrec is loaded."""
-    thread, modules = threading.get_ident(), sys.modules.get(_MODULES)
-    jagged: Any = sys.modules.get(_JAGGED)
-
-    def looked_up(usual: _Run) -> _Run:
-        def forward(tables: Any, features: Any) -> Any:
-            if threading.get_ident() != thread or type(features) is not jagged.KeyedJaggedTensor:
-                return usual(tables, features)
-            return _pooled(tables, features, jagged.KeyedTensor)
-
-        return forward
-
-    def refused(usual: _Run) -> _Run:
-        def lengths(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return usual(*args, **kwargs)
-            raise EagerOnlyError("it asks how many ids a feature of a KeyedJaggedTensor has")
-
-        return lengths
-
+    modules, jagged = sys.modules.get(_MODULES), sys.modules.get(_JAGGED)
     with ExitStack() as stack:
         if modules is not None and jagged is not None:
             owner = modules.EmbeddingBagCollection
-            stack.enter_context(replaced(owner, "forward", looked_up))
-            stack.enter_context(replaced(jagged, _CUTS, refused))
+            stack.enter_context(replaced_here(owner, "forward", _looked_up))
+            stack.enter_context(replaced_here(jagged, _CUTS, _refused))
         yield
+
+
+def _looked_up(usual: _Run, tables: Any, features: Any) -> Any:
+    jagged: Any = sys.modules[_JAGGED]
+    if type(features) is not jagged.KeyedJaggedTensor:
+        return usual(tables, features)
+    return _pooled(tables, features, jagged.KeyedTensor)
+
+
+def _refused(usual: _Run, *args: Any, **kwargs: Any) -> Any:
+    raise EagerOnlyError("it asks how many ids a feature of a KeyedJaggedTensor has")
 
 
 def _pooled(tables: Any, features: Any, made: Any) -> Any:
