@@ -24,7 +24,7 @@ from strop.bench.pipelines.actions_weights import (
     load_state_dict_assign,
     new_parameter,
 )
-from strop.dispatch import replayed_calls
+from strop.dispatch import dynamo, replayed_calls
 from strop.dispatch.native_look import native_look
 from strop.runtime.run import graph_keep_alive
 from strop.runtime.run.cuda_graphs import NoGraphError
@@ -551,3 +551,24 @@ def test_other_models_rest_and_offloading_is_followed(
         monkeypatch.setattr(replayed_calls, "is_cast_as_one", lambda module: True)
         assert_same(plain, fast, given(1))
     assert short_of(fast) == seen + 1
+
+
+def test_graphs_of_dynamo_take_it_too(
+    pool: Pool, tmp_path: Path, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sizes have names that Dynamo gave, and their arguments are as those of any module."""
+    monkeypatch.setattr(dynamo, "AOT_LOG", dynamo.AotLog())
+    torch.manual_seed(0)
+    plain = (
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval().requires_grad_(False)
+    )
+    own = {"cache_dir": str(tmp_path), "strict": True}
+    fast = torch.compile(copy.deepcopy(plain), backend="strop", options=own)
+    with torch.no_grad():
+        for shift in range(5):
+            assert_same(plain, fast, given(shift))
+        (served,) = dynamo.AOT_LOG.served
+        (dispatcher,) = served.dispatchers
+        assert dispatcher.counters.short_replays == 2
+        assert_same(plain, fast, given(rows=2))  # other sizes are another call
+    assert dispatcher.counters.short_replays == 2

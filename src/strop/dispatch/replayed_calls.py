@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 MOST_KNOWN = 256  # kinds of calls of one module
 NO_RESULT = object()  # the long way must be taken
 MOST_NESTED = 8  # containers in containers
+_OF_ARGUMENTS = ("normalise", "steady", "timestep")  # what an adapter says of them
 _CONSTANTS = frozenset({type(None), bool, int, str})
 _CONTAINERS = frozenset({list, tuple, dict})
 _is_inference, _is_grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
@@ -246,8 +247,11 @@ class ReplayedCalls:
 
 def may_have(served: Dispatcher, kind: type[Dispatcher]) -> bool:
     """Say whether calls of a module go to one program as they are: ``kind`` is a dispatcher that
-    does not divide them among steps, devices or processes."""
-    return type(served) is kind and type(served.adapter) is Adapter
+    does not divide them among steps, devices or processes. The adapter may name sizes, but has to
+    leave arguments as they are."""
+    adapter = type(served.adapter)
+    is_plain = all(getattr(adapter, name) is getattr(Adapter, name) for name in _OF_ARGUMENTS)
+    return type(served) is kind and is_plain
 
 
 def _is_as_it_was(served: Dispatcher, way: ShortWay) -> bool:
