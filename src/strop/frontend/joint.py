@@ -37,6 +37,8 @@ _STATISTICS = {  # where gradients of norms take mean and reciprocal deviation
     aten.native_layer_norm_backward.default: (3, 4),
     aten.native_group_norm_backward.default: (2, 3),
 }
+_BATCH_STATISTICS = slice(5, 7)  # where the gradient of a batch norm takes those of the batch
+_IN_TRAINING = 7  # and whether it does
 _EXTREMES = {
     aten.amax.default,
     aten.amin.default,
@@ -247,6 +249,7 @@ def keep_less(joint: GraphModule) -> None:
     _drop_clones(joint)
     _read_wide_statistics(joint)
     _widen_again(joint)
+    _drop_batch_statistics(joint)
     _keep_extremes(joint)
     for node in joint.graph.nodes:
         is_seed = node.target is torch.ops.strop.seed.default
@@ -281,6 +284,17 @@ def _read_wide_statistics(joint: GraphModule) -> None:
             for place in places:
                 if node.args[place].target is aten._to_copy.default:
                     node.update_arg(place, node.args[place].args[0])
+
+
+def _drop_batch_statistics(joint: GraphModule) -> None:
+    """Have no gradient of a batch norm ask for the statistics of a batch that it does not read. In
+    evaluation they are zeros, two tensors of each norm that the forward would write and keep."""
+    of_norm = aten.native_batch_norm_backward.default
+    for node in joint.graph.find_nodes(op="call_function", target=of_norm):
+        if not node.args[_IN_TRAINING]:
+            args = list(node.args)
+            args[_BATCH_STATISTICS] = None, None
+            node.args = tuple(args)
 
 
 def _keep_extremes(joint: GraphModule) -> None:
