@@ -18,6 +18,7 @@ import strop.frontend.joint  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.lookups import take
 from strop.frontend.norms import group_statistics, layer_statistics, rstd_of
 from strop.frontend.reductions import Rule, binary, unary
+from strop.ir.contractions import NHWC
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Node, Shape
 from strop.ir.ops import compute_dtype
@@ -53,9 +54,15 @@ _BSHD = (0, 2, 1, 3)  # (B, H, S, D) as (B, S, H, D): what projections give and 
 _FORWARD, _BACKWARD = MemoryOrder(_BSHD, 3, 1), MemoryOrder(_BSHD, 5, 3)
 # Attention as a library lays out its own results. cuDNN's backward wants it so: torch keeps its
 # plan by the strides of query, key and value alone, and uses it for results that lie otherwise too.
+# Pools and resizes give back pictures that lie as the ones that they get, which convolutions make.
 KEPT_LAYOUTS: dict[Any, MemoryOrder] = {
+    aten.max_pool2d_with_indices.default: MemoryOrder(NHWC, 1, 2),
+    aten.max_pool2d_with_indices_backward.default: MemoryOrder(NHWC, 3, 1),
+    aten.avg_pool2d_backward.default: MemoryOrder(NHWC, 2, 1),
+    aten._adaptive_avg_pool2d_backward.default: MemoryOrder(NHWC, 2, 1),
+    aten.upsample_nearest2d_backward.default: MemoryOrder(NHWC, 1, 1),
     # a weight's gradient comes as the pictures lie; what becomes of it is laid out as the weight
-    aten.convolution_backward.default: MemoryOrder((0, 2, 3, 1), 2, 2),
+    aten.convolution_backward.default: MemoryOrder(NHWC, 2, 2),
     aten._scaled_dot_product_cudnn_attention.default: _FORWARD,
     aten._scaled_dot_product_cudnn_attention_backward.default: _BACKWARD,
     aten._scaled_dot_product_flash_attention.default: _FORWARD,

@@ -506,6 +506,7 @@ def opaque_call(
         inputs,
         shape,
         dtype,
+        order=kept.result(0, shape) if kept and single else None,
         target=target,
         args=args,
         kwargs=kwargs,

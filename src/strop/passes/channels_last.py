@@ -1,14 +1,15 @@
 """Give every value a memory order, and copy where an anchor cannot read what it gets.
 
 Convolutions read and write channels-last. Any other value follows the order in which its
-largest operand lies in memory, so that kernels stream, and views stay free. Runs under symbols:
-orders are compared on strides at the traced sizes. Copies are ordinary pointwise nodes and fuse
-into whatever makes their operand.
+largest operand lies in memory, so that kernels stream, and views stay free. A value computed of
+smaller ones alone lies nowhere yet, and is followed where there is nothing else. Runs under
+symbols: orders are compared on strides at the traced sizes. Copies are ordinary pointwise nodes and
+fuse into whatever makes their operand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from strop.ir.affine import Strided, merge, reduced_runs, strided
 from strop.ir.contractions import NHWC
@@ -24,10 +25,13 @@ Order = tuple[int, ...] | None
 def channels_last(graph: Graph, options: Options) -> Graph:
     b = Builder()
     new: dict[Node, Node] = {}
+    unbound = set[Node]()
     for node in graph.nodes:
         b.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)
-        new[node] = _relaid(b, node, inputs, graph.hints)
+        new[node] = _relaid(b, node, inputs, graph.hints, unbound)
+        if _is_unbound(new[node], unbound):
+            unbound.add(new[node])
     given = set(graph.outputs[: len(graph.outputs) - graph.num_saved])
     laid = {node.inputs[0]: node for node in b.nodes if node.op == "copy" and not node.attrs}
     outputs = [_result(b, o, new) if o in given else _saved(b, o, new, laid) for o in graph.outputs]
@@ -53,29 +57,62 @@ def _result(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
     return view if _strides(view) is not None else _contiguous(b, new[node], None)
 
 
-def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]) -> Node:
+def _is_unbound(node: Node, unbound: Set[Node]) -> bool:
+    """Tell whether a value is computed, or is a view of one, without an operand as large that lies
+    in memory: broadcast ones say nothing of the order in which it is to lie."""
+    if node.kind is Kind.VIEW:
+        return node.inputs[0] in unbound
+    is_elementwise = (
+        OPS[node.op].is_elementwise or not node.inputs
+    )  # a constant, or numbers in turn
+    return (
+        node.kind is Kind.POINTWISE
+        and is_elementwise
+        and all(x in unbound or x.numel != node.numel or _is_spread(x) for x in node.inputs)
+    )
+
+
+def _is_spread(x: Node) -> bool:
+    """Tell whether a view has elements several times."""
+    view = strided(x)
+    return (
+        view is not None
+        and view.base.numel != x.numel
+        and view.strides is not None
+        and any(step == const(0) for step in view.strides)
+    )
+
+
+def _relaid(
+    b: Builder,
+    node: Node,
+    inputs: tuple[Node, ...],
+    hints: Mapping[str, int],
+    unbound: Set[Node],
+) -> Node:
     if node.kind is Kind.VIEW:
         return _affine(b, node, inputs[0])
     if node.op in ("input", "constant", "item"):
         return b.copy_of(node, inputs)
     order: Order = node.order
     anchor = OPS[node.op].anchor
-    if order is not None:
+    if "wants" in node.attrs:
+        inputs = tuple(
+            _contiguous(b, x, wanted) if wanted or _strides(x) is None else x
+            for x, wanted in zip(inputs, node.attrs["wants"], strict=True)
+        )
+    elif order is not None:
         pass  # the frontend knows what the user expects
     elif anchor.order is not None or anchor.rows:
         inputs, order = _for_anchor(b, anchor, inputs), anchor.order
     elif node.op == "pattern":
         inputs, order = _for_pattern(b, node, inputs, hints)
-    elif "wants" in node.attrs:
-        inputs = tuple(
-            _contiguous(b, x, wanted) if wanted or _strides(x) is None else x
-            for x, wanted in zip(inputs, node.attrs["wants"], strict=True)
-        )
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
     else:
         inputs = _readable(b, node, inputs, hints)
         largest = inputs[:1] if node.op == "take" else inputs
+        largest = tuple(x for x in largest if x not in unbound) or largest
         of_rows = node.op == "bag"
         order = None if of_rows else order_of_largest(largest, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
