@@ -402,8 +402,9 @@ class AotProgram:
     def _run(
         self, arguments: Sequence[Any], env: Mapping[str, int] | None, told: Told | None
     ) -> list[Any]:
+        device = self.device
         tensors = [
-            self._placed(a) if is_tensor else None
+            None if not is_tensor else a if a.device == device else a.to(device)
             for a, is_tensor in zip(arguments, self._is_tensor, strict=True)
         ]
         with self._lock, torch.no_grad():
@@ -456,9 +457,6 @@ class AotProgram:
         for place in self._shared:
             if results[place] is not None:  # nobody has been told of it
                 results[place] = results[place].clone()
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device)
 
     def _env(self, arguments: Sequence[Any]) -> dict[str, int]:
         env: dict[str, int] = {}

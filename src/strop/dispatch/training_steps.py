@@ -61,6 +61,47 @@ class BackwardArgument:
     size: Expr | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A compiled backward graph, and where its arguments are among tangents, what the forward has
+    saved, and ``sizes``, in this order."""
+
+    program: AotProgram
+    places: tuple[int, ...]
+    sizes: tuple[Expr, ...]
+
+    def arguments(
+        self, tangents: Sequence[Any], saved: Sequence[Tensor], env: Mapping[str, int]
+    ) -> list[Any]:
+        known = [*tangents, *saved, *(size.eval(env) for size in self.sizes)]
+        return [known[place] for place in self.places]
+
+
+def _backward_of(
+    program: AotProgram,
+    wanted: Sequence[BackwardArgument],
+    given: Sequence[BackwardArgument],
+    num_tangents: int,
+) -> Backward:
+    """``wanted`` are the arguments of the program, ``given`` those of the step's whole backward,
+    for which the forward saves."""
+    saved = {argument: place for place, argument in enumerate(filter(_is_saved, given))}
+    sizes = [argument.size for argument in wanted if argument.size is not None]
+    places, first_size = [], num_tangents + len(saved)
+    for argument in wanted:
+        if argument.kind == "tangent":
+            places.append(argument.number)
+        elif argument.size is not None:
+            places.append(first_size + sizes.index(argument.size))
+        else:
+            places.append(num_tangents + saved[argument])
+    return Backward(program, tuple(places), tuple(sizes))
+
+
+def _is_saved(argument: BackwardArgument) -> bool:
+    return argument.kind in ("argument", "result")
+
+
 class BackwardParts:
     """Makes the backward graphs of one step for results of which some have no gradient, as autograd
     does: who has no gradient gets None."""
@@ -68,15 +109,15 @@ class BackwardParts:
     def __init__(
         self,
         graph: GraphModule,
-        compiled: Callable[[GraphModule], tuple[AotProgram, tuple[BackwardArgument, ...]]],
+        compiled: Callable[[GraphModule], Backward],
     ) -> None:
         """``graph`` is the whole backward; ``compiled`` compiles one like it."""
         self._graph, self._compiled = graph, compiled
-        self._known: dict[frozenset[int], tuple[AotProgram, tuple[BackwardArgument, ...]]] = {}
+        self._known: dict[frozenset[int], Backward] = {}
         self._lock = threading.Lock()
 
-    def without(self, absent: frozenset[int]) -> tuple[AotProgram, tuple[BackwardArgument, ...]]:
-        """Return the program without these tangents, and where its arguments are from."""
+    def without(self, absent: frozenset[int]) -> Backward:
+        """Return the backward without these tangents."""
         with self._lock:
             if absent not in self._known:
                 names = {f"{TANGENT}{number}" for number in absent}
@@ -89,13 +130,13 @@ class Step:
     """A compiled pair, and how its calls look."""
 
     forward: AotProgram
-    backward: AotProgram
+    backward: Backward
     specs: tuple[TensorSpec, ...]
     guards: tuple[Guard, ...]
     leaves: tuple[Any, ...]
     out_spec: pytree.TreeSpec
     differentiable: tuple[bool, ...]
-    given: tuple[BackwardArgument, ...]  # the backward's arguments
+    saved: tuple[BackwardArgument, ...]  # the backward's arguments that the forward saves
     wants: tuple[bool, ...]  # of state and arguments: who gets a gradient
     parts: BackwardParts  # for calls of which not all results have a gradient
     layout_reads: tuple[str, ...] = ()  # see ``CapturedStep``
@@ -104,7 +145,7 @@ class Step:
     @property
     def keeps_tensors(self) -> bool:
         """Tell whether gradients depend on more than the gradients of the results."""
-        return any(given.kind in ("argument", "result") for given in self.given)
+        return bool(self.saved)
 
     def env(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
         """Values of the sizes; None for arguments that this step does not serve."""
@@ -129,7 +170,7 @@ class _Run(torch.autograd.Function):
         results = found[: len(step.differentiable)]
         ctx.set_materialize_grads(False)
         sources: dict[str, Sequence[Any]] = {"argument": primals, "result": found}
-        ctx.save_for_backward(*(sources[g.kind][g.number] for g in step.given if g.kind in sources))
+        ctx.save_for_backward(*(sources[kept.kind][kept.number] for kept in step.saved))
         plain = [r for r, d in zip(results, step.differentiable, strict=True) if not d]
         ctx.mark_non_differentiable(*plain)
         ctx.step, ctx.env = step, env
@@ -146,33 +187,17 @@ class _Run(torch.autograd.Function):
         if not present:
             return None, None, *(None for _ in step.wants)
         with torch._C._DisableAutocast():
-            program, arguments = _backward_call(ctx, tangents)
-            computed = program.run(arguments, ctx.env, told_of(ctx.sources))
+            backward = step.backward
+            if len(present) < len(tangents):
+                absent = frozenset(n for n, tangent in enumerate(tangents) if tangent is None)
+                backward = step.parts.without(absent)
+            arguments = backward.arguments(tangents, ctx.saved_tensors, ctx.env)
+            computed = backward.program.run(arguments, ctx.env, told_of(ctx.sources))
         depends = step.keeps_tensors or any(t.requires_grad for t in present)
         found = iter(once(computed, (*ctx.sources, *present)) if depends else computed)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.sources = ()
         return None, None, *(next(found) if wants else None for wants in step.wants)
-
-
-def _backward_call(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[AotProgram, list[Any]]:
-    """Return what computes the gradients where these results have some, and its arguments."""
-    step: Step = ctx.step
-    program, wanted = step.backward, step.given
-    absent = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
-    if absent:
-        program, wanted = step.parts.without(absent)
-    saved = [given for given in step.given if given.kind in ("argument", "result")]
-    kept = dict(zip(saved, ctx.saved_tensors, strict=True))
-    arguments: list[Any] = []
-    for given in wanted:
-        if given.kind == "tangent":
-            arguments.append(tangents[given.number])
-        elif given.size is not None:
-            arguments.append(given.size.eval(ctx.env))
-        else:
-            arguments.append(kept[given])
-    return program, arguments
 
 
 def is_compiled_backward(node: Any) -> bool:
@@ -311,6 +336,7 @@ class Steps:
         joint, started = Joint(self.options.memory_budget), time.perf_counter()
         count = captured.num_results
         graphs = joint.partition(captured.graph, (), num_fwd_outputs=count)
+        _return_no_arguments(graphs[0], count)
         seconds["partition"] = time.perf_counter() - started
         halves = [
             _Half(role, gm, joint, captured, self.options.in_training, library)
@@ -320,28 +346,30 @@ class Steps:
         if device.type == "cuda":
             halves[0].prime(device)
         forward, backward = (half.program(device, self.log) for half in halves)
+        given, num_tangents = _arguments(captured, *graphs), sum(captured.differentiable)
 
         asked = dict.fromkeys((*captured.sizes.guards, *halves[0].guards, *halves[1].guards))
 
-        def compiled(part: GraphModule) -> tuple[AotProgram, tuple[BackwardArgument, ...]]:
+        def compiled(part: GraphModule) -> Backward:
             library.warm_up()
             try:
                 half = _Half("backward", part, joint, captured, self.options.in_training, library)
                 if more := [guard for guard in half.guards if guard not in asked]:
                     raise UnsupportedError(f"a part of its backward asks whether {more[0]}")
-                return half.program(device, self.log), _arguments(captured, graphs[0], part)
+                wanted = _arguments(captured, graphs[0], part)
+                return _backward_of(half.program(device, self.log), wanted, given, num_tangents)
             finally:
                 library.cool_down()
 
         return Step(
             forward,
-            backward,
+            _backward_of(backward, given, given, num_tangents),
             captured.sizes.specs,
             tuple(asked),
             captured.leaves,
             captured.out_spec,
             captured.differentiable,
-            _arguments(captured, *graphs),
+            tuple(filter(_is_saved, given)),
             wants,
             BackwardParts(graphs[1], compiled),
             captured.layout_reads,
@@ -445,6 +473,15 @@ class _Half:
             AotRecord(self.compiled, seconds, built, self.role, runner, self.seconds)
         )
         return runner
+
+
+def _return_no_arguments(forward: GraphModule, num_results: int) -> None:
+    """Have a forward not give back the arguments that its backward reads, among them all weights:
+    whoever calls it has them."""
+    (output,) = forward.graph.find_nodes(op="output")
+    returned = output.args[0]
+    kept = [node for node in returned[num_results:] if node.op != "placeholder"]
+    output.args = ((*returned[:num_results], *kept),)
 
 
 def _arguments(

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strop.errors import ShapeError
 from strop.ir.program import Program, Step
 from strop.runtime.build.loader import KernelLoader
 from strop.runtime.derived.packed_weights import PackedWeights
@@ -24,7 +23,7 @@ from strop.runtime.loop.timetable import Timetable, TimetablePart
 from strop.runtime.run import cpu_runs, graph_keep_alive
 from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.fewer_threads import shares_of
-from strop.runtime.run.layouts import is_laid_out, laid_out, read_as
+from strop.runtime.run.layouts import ArgumentLayouts, read_as
 from strop.runtime.run.link import Linked, Resources, link
 from strop.runtime.run.ready_results import Stage, Told, places_of, stages_of
 from strop.runtime.run.replay_gain import reason_against
@@ -299,14 +298,9 @@ class Bound:
         if graph_keep_alive.are_wanted():
             lent = None if is_large else linked.memory
             graph_keep_alive.note(KeepAlive(faults, (self, lent, self._resources.zeroed)))
-        plan, buffers = self.plan, self.program.buffers
-        strides = plan.sizes.strides
-        for number, given in zip(plan.arguments, inputs, strict=True):
-            tensor = read_as(given, buffers[number].dtype)
-            if tensor.stride() != strides[number] and not is_laid_out(tensor, strides[number]):
-                raise ShapeError(
-                    f"argument {number} has strides {tensor.stride()}, the plan {strides[number]}"
-                )
+        plan, buffers, layouts = self.plan, self.program.buffers, self._layouts
+        read = inputs if layouts.are_met(inputs) else layouts.checked(inputs)
+        for number, tensor in zip(plan.arguments, read, strict=True):
             linked.put(number, tensor)
         if plan.free:
             now = linked.told.tell(inputs)
@@ -328,6 +322,16 @@ class Bound:
             self.around(position, steps[position])
 
     @cached_property
+    def _layouts(self) -> ArgumentLayouts:
+        arguments, strides = self.plan.arguments, self.plan.sizes.strides
+        dtypes = [self.program.buffers[number].dtype for number in arguments]
+        return ArgumentLayouts(dtypes, [strides[number] for number in arguments])
+
+    @cached_property
+    def _places_of_arguments(self) -> list[int]:
+        return [self.program.buffers[number].index for number in self.plan.arguments]
+
+    @cached_property
     def _places(self) -> dict[int, int]:
         return places_of(self.plan)
 
@@ -338,8 +342,10 @@ class Bound:
     def _run_late(self, linked: Linked, told: Told | None = None) -> list[Any]:
         kept: set[int] = set()  # places of results of which ``told`` has all that there is
         if told is None:
-            for number, look in self.plan.results:
-                self._make(linked, number, look, None)
+            device = self._workspace.device
+            for number, (shape, strides, dtype) in self.plan.results:
+                made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                linked.put(number, made)
             self._walk(linked, self.plan.order.late)
         else:
             kept = self._run_stages(linked, told)
@@ -423,15 +429,7 @@ class Bound:
     def in_layout(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Take arguments by index, and return those that ``run`` wants, copied where laid out
         otherwise."""
-        result = []
-        for number in self.plan.arguments:
-            buffer = self.program.buffers[number]
-            tensor = tensors[buffer.index]
-            if tensor is None:  # a size, or another number: nothing reads it
-                tensor = torch.empty(0)
-            tensor = read_as(tensor, buffer.dtype)
-            result.append(laid_out(tensor, self.plan.sizes.strides[number]))
-        return result
+        return self._layouts.laid_out([tensors[place] for place in self._places_of_arguments])
 
     def _bind_part(self, env: Mapping[str, int], part: TimetablePart) -> Callable[[], None]:
         # another run is in the middle of its own memory
