@@ -87,3 +87,15 @@ def test_a_forward_gives_back_no_argument_and_no_statistics(programs: dict[str, 
     refs = [item.tensor for item in forward.returned if item.tensor is not None]
     assert all(forward.buffers[ref.buffer].kind != "input" for ref in refs)
     assert all(len(ref.shape) > 1 for ref in refs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradients_on_a_gpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = Net().eval().to("cuda", dtype)
+    ours = strop.optimize(copy.deepcopy(plain), train=True, options=options())
+    sizes = ((2, 3, 64, 64), (3, 3, 96, 48))
+    inputs = [(torch.randn(size, device="cuda", dtype=dtype),) for size in sizes]
+    assert_gradients_as_accurate(ours, plain, inputs)
+    assert ours.forward.traced_by_torch == {}
