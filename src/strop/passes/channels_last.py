@@ -62,14 +62,11 @@ def _is_unbound(node: Node, unbound: Set[Node]) -> bool:
     in memory: broadcast ones say nothing of the order in which it is to lie."""
     if node.kind is Kind.VIEW:
         return node.inputs[0] in unbound
-    is_elementwise = (
-        OPS[node.op].is_elementwise or not node.inputs
-    )  # a constant, or numbers in turn
-    return (
-        node.kind is Kind.POINTWISE
-        and is_elementwise
-        and all(x in unbound or x.numel != node.numel or _is_spread(x) for x in node.inputs)
-    )
+    if node.kind is not Kind.POINTWISE:
+        return False
+    if not OPS[node.op].is_elementwise:
+        return not node.inputs  # a constant, or numbers in turn
+    return all(x in unbound or x.numel != node.numel or _is_spread(x) for x in node.inputs)
 
 
 def _is_spread(x: Node) -> bool:
