@@ -89,6 +89,21 @@ def test_a_forward_gives_back_no_argument_and_no_statistics(programs: dict[str, 
     assert all(len(ref.shape) > 1 for ref in refs)
 
 
+def test_gradients_of_a_norm_are_one_kernel_however_large_pictures_are() -> None:
+    torch.manual_seed(0)
+    plain = Net().eval()
+    ours = strop.optimize(copy.deepcopy(plain), train=True, options=options())
+    assert_gradients_as_accurate(ours, plain, [(torch.randn(2, 3, 96, 96),)])
+    (program,) = (r.compiled.program for r in ours.forward.log.records if r.role == "backward")
+    sums = [
+        step
+        for step in program.steps
+        if isinstance(step, KernelStep) and "sum" in program.sources[step.kernel].name
+    ]
+    # of each norm: what is behind it with a sum that a convolution's bias has, and its own two
+    assert [len(step.writes) for step in sums] == [3, 2, 3, 2]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_on_a_gpu(dtype: torch.dtype) -> None:

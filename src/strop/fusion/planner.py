@@ -50,6 +50,11 @@ def _is_call(node: Node) -> bool:
     return node.kind in (Kind.CONTRACTION, Kind.OPAQUE) and node.op != "input"
 
 
+def _read_by(draft: DraftGroup) -> set[Node]:
+    """Return what a kernel's members read of others."""
+    return {base_of(i) for node in draft.nodes for i in node.inputs} - set(draft.nodes)
+
+
 class _Grouping:
     """Run the greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
 
@@ -103,9 +108,23 @@ class _Grouping:
                     self.reductions[loop] = node
                 else:
                     found.append((self.home[sibling], sibling))
+            if loop is node and self.schedules[node] is Schedule.COLUMN:
+                found += self._beside(node)
         if self.schedules.get(node) is Schedule.ROW:
             found.sort(key=lambda pair: self._is_for(node, pair[0]))
         return found
+
+    def _beside(self, node: Node) -> Iterator[tuple[int, Node]]:
+        """Yield the last sum over the same many rows, if its kernel reads what ``node`` sums: the
+        gradients of a norm's weight and bias are sums of one value. Others would have what they
+        read kept for longer."""
+        value = node.inputs[0]
+        loop = Schedule.COLUMN, value.shape, node.attrs["dims"]
+        last = self.reductions.get(loop)
+        self.reductions[loop] = node
+        draft = self.drafts[self.home[last]] if last in self.home else None
+        if last is not None and draft is not None and base_of(value) in _read_by(draft):
+            yield self.home[last], last
 
     def _cat_alike(self, node: Node) -> Iterator[tuple[int, Node]]:
         """Yield the last step that puts pieces of the same sizes together, one of which is cut from
@@ -140,10 +159,9 @@ class _Grouping:
         draft = self.drafts[step]
         if draft is None:
             return True
-        hints, own = self.graph.hints, set(draft.nodes)
-        read = {base_of(i) for node in draft.nodes for i in node.inputs} - own
-        size = draft.domain.eval(hints)
-        return sum(2 * value.numel.eval(hints) > size for value in read) >= MOST_STREAMS
+        hints, size = self.graph.hints, draft.domain.eval(self.graph.hints)
+        large = sum(2 * value.numel.eval(hints) > size for value in _read_by(draft))
+        return large >= MOST_STREAMS
 
     def _is_large(self, node: Node) -> bool:
         return node.numel.eval(self.graph.hints) * node.dtype.itemsize > SMALL_BYTES
