@@ -342,10 +342,8 @@ class Bound:
     def _run_late(self, linked: Linked, told: Told | None = None) -> list[Any]:
         kept: set[int] = set()  # places of results of which ``told`` has all that there is
         if told is None:
-            device = self._workspace.device
-            for number, (shape, strides, dtype) in self.plan.results:
-                made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                linked.put(number, made)
+            for number, look in self.plan.results:
+                self._make(linked, number, look, None)
             self._walk(linked, self.plan.order.late)
         else:
             kept = self._run_stages(linked, told)
