@@ -4,8 +4,9 @@
 
 A tile is "cols:merged:warps": how many columns a program owns at most, how many states it
 merges at once, and its warps. Where there are more than 256 columns the kernel's own tile is 64.
-Each is measured in a process of its own, as kernels are printed once in each. The numbers of columns are those of a weight, as in a
-model. Two sums of values in half precision, one of them of a product, are compared with fp64.
+Each is measured in a process of its own, as kernels are printed once in each. The numbers of
+columns are those of a weight, as in a model. Two sums of values in half precision, one of them of a
+product, are compared with fp64.
 """
 
 from __future__ import annotations
