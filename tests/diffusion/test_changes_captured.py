@@ -134,7 +134,8 @@ def test_a_capture_keeps_the_memory_that_torch_has_for_later() -> None:
     assert pool.num_captures == captured + 1
     assert torch.cuda.memory_reserved() >= before
 
-    record, failures = pool._record, [torch.OutOfMemoryError("for this test")]
+    capturing = pool._capturing
+    record, failures = capturing._record, [torch.OutOfMemoryError("for this test")]
 
     def failing(run: Any) -> Any:
         if failures:
@@ -142,11 +143,11 @@ def test_a_capture_keeps_the_memory_that_torch_has_for_later() -> None:
         return record(run)
 
     pool.drop()
-    pool._record = failing
+    capturing._record = failing
     try:
         assert_near(draw(fast), expected, 1e-3)
     finally:
-        del pool._record
+        del capturing._record
     assert not failures
     assert pool.num_captures == captured + 2
     assert torch.cuda.memory_reserved() < before

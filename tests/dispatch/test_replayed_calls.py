@@ -27,7 +27,7 @@ from strop.bench.pipelines.actions_weights import (
 from strop.dispatch import dynamo, replayed_calls
 from strop.dispatch.native_look import native_look
 from strop.runtime.run import graph_keep_alive
-from strop.runtime.run.cuda_graphs import NoGraphError
+from strop.runtime.run.graph_capture import NoGraphError
 from tests.diffusion.replayed import Pool
 from tests.e2e import tiny
 

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from strop.debug.costs import Machine
-from strop.debug.explain import component_row, machine_of, report_on, trained_launches, trained_row
+from strop.debug.explain import (
+    component_row,
+    machine_of,
+    report_on,
+    step_graph_texts,
+    trained_launches,
+    trained_row,
+)
 from strop.debug.report import ComponentRow, Report
 from strop.dispatch import dynamo
 from strop.dispatch.counters import Counters
@@ -98,12 +105,13 @@ def _log_row(log: dynamo.AotLog, steps: Sequence[Counters], able: Machine) -> Co
         num_recompiles=0,
         num_captures=len(runners),
         num_shapes=0,
-        num_calls=num_calls + num_eager_calls,
+        num_calls=num_calls + num_eager_calls + log.step_replays,
         num_eager_calls=num_eager_calls,
-        num_replays=0,
+        num_replays=log.step_replays,
         num_rebinds=0,
         num_launches=trained_launches(log.records),
         fallbacks=dict(sum((Counter(c.fallbacks) for c in steps), Counter(log.fallbacks))),
         nonfinite=(),
         traced_by_torch=dict(log.through_aot),
+        texts=tuple(step_graph_texts(log)),
     )

@@ -50,7 +50,7 @@ from strop.runtime.run.layouts import bytes_of
 from strop.wording import counted
 
 if TYPE_CHECKING:
-    from strop.dispatch.dynamo import AotRecord
+    from strop.dispatch.dynamo import AotLog, AotRecord
 
 UNCOUNTED = "working memory that torch.cuda.memory_allocated does not count"
 UNRECORDED = (
@@ -177,7 +177,7 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         num_shapes=len({id(entry) for entry in entries}),
         num_calls=counters.calls,
         num_eager_calls=counters.eager_calls,
-        num_replays=counters.replays,
+        num_replays=counters.replays + (log.step_replays if log else 0),
         num_rebinds=counters.rebinds,
         num_launches=counters.launches
         + trained_launches(records)
@@ -194,10 +194,28 @@ def component_row(name: str, dispatcher: Dispatcher, able: Machine) -> Component
         casts=Counter(str(cast) for cast in dispatcher.state.casts.values() if cast.compute_dtype),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
         traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
-        texts=(*dispatcher.texts, *_short_text(counters), *filter(None, [counters.large_pages])),
+        texts=(
+            *dispatcher.texts,
+            *_short_text(counters),
+            *filter(None, [counters.large_pages]),
+            *(step_graph_texts(log) if log else ()),
+        ),
         num_full_steps=getattr(dispatcher, "num_full", 0),
         num_cached_steps=getattr(dispatcher, "num_cached", 0),
     )
+
+
+def step_graph_texts(log: AotLog) -> list[str]:
+    """Say how many training steps were replayed from CUDA graphs, and why others were not."""
+    texts = []
+    if log.step_captures:
+        pairs = counted(log.step_captures, "pair")
+        replays = counted(log.step_replays, "training step")
+        texts.append(f"{replays} replayed CUDA graphs of forward and backward ({pairs} captured)")
+    for reason, count in log.against_step_graphs.items():
+        shapes = counted(count, "shape")
+        texts.append(f"no CUDA graphs for {shapes} of its training step: {reason}")
+    return texts
 
 
 def _short_text(counters: Counters) -> list[str]:

@@ -76,6 +76,9 @@ class AotLog:
     fallbacks: dict[str, int] = field(default_factory=dict)
     served: WeakSet[Any] = field(default_factory=WeakSet)
     through_aot: dict[str, int] = field(default_factory=dict)
+    step_captures: int = 0  # pairs of CUDA graphs, forward and backward
+    step_replays: int = 0  # calls that were replayed from one
+    against_step_graphs: dict[str, int] = field(default_factory=dict)  # shapes, by the reason
 
 
 AOT_LOG = AotLog()
@@ -385,19 +388,25 @@ class AotProgram:
         arguments: Sequence[Any],
         env: Mapping[str, int] | None = None,
         told: Told | None = None,
+        *,
+        is_call: bool = True,
     ) -> list[Any]:
         """Run the program. ``env`` holds the sizes, where they are known; ``told`` gets results
-        that are complete before the run ends. Raises UnsupportedError for tensors of a transform of
-        ``torch.func``, which have no memory."""
+        that are complete before the run ends. Unless it ``is_call`` nobody has called it: a graph
+        is captured, which counts the calls that it serves. Raises UnsupportedError for tensors
+        of a transform of ``torch.func``, which have no memory."""
         try:
             if self.device.type != "cuda":
-                return self._run(arguments, env, told)
-            with torch.cuda.device(self.device):  # kernels are launched in the current context
-                return self._run(arguments, env, told)
+                results = self._run(arguments, env, told)
+            else:
+                with torch.cuda.device(self.device):  # kernels are launched in the current context
+                    results = self._run(arguments, env, told)
         except RuntimeError:
             if any(isinstance(a, Tensor) and _is_wrapped(a) for a in arguments):
                 raise UnsupportedError(_WRAPPED) from None
             raise
+        self.num_calls += is_call
+        return results
 
     def _run(
         self, arguments: Sequence[Any], env: Mapping[str, int] | None, told: Told | None
@@ -413,9 +422,7 @@ class AotProgram:
                 if env is None
                 else tuple(env.values())
             )
-            stream = 0
-            if self.device.type == "cuda":
-                stream = torch.cuda.current_stream(self.device).cuda_stream
+            stream = self._stream()
             bound = self._bounds.get((key, stream))
             is_new = bound is None
             if bound is None:
@@ -444,12 +451,20 @@ class AotProgram:
             self._set_apart(results)
             if self._views is not None:
                 self._views.put(results, arguments)
-            self.num_calls, self.latest = self.num_calls + 1, bound
+            self.latest = bound
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
                 if own is not None and own is not inputs[index]:
                     own.copy_(inputs[index])
             return results
+
+    def bound_at(self, env: Mapping[str, int]) -> Bound | None:
+        """Return what has run at these sizes on the current stream, or None."""
+        return self._bounds.get((tuple(env.values()), self._stream()))
+
+    def _stream(self) -> int:
+        is_on_gpu = self.device.type == "cuda"
+        return torch.cuda.current_stream(self.device).cuda_stream if is_on_gpu else 0
 
     def _set_apart(self, results: list[Any]) -> None:
         for place in self._repeated:  # autograd marks tensors, and these have gradients apart

@@ -31,6 +31,7 @@ from strop.runtime.loop.denoise_loop import DenoiseLoop, moment_of
 from strop.runtime.loop.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
 from strop.runtime.run import cuda_graphs, graph_keep_alive
 from strop.runtime.run.executor import Bound
+from strop.runtime.run.graph_capture import NoGraphError
 from strop.runtime.run.large_pages import LargePages
 from strop.runtime.run.run_order import RunOrder
 from strop.runtime.run.workspace import Workspace, workspace_of
@@ -173,7 +174,7 @@ class EntryRunner:
         if self.wants_graph(entry):
             try:
                 return self._replay(entry, tensors, checked_loop)
-            except cuda_graphs.NoGraphError as error:
+            except NoGraphError as error:
                 if isinstance(error.__cause__, torch.OutOfMemoryError) and not may_run_again:
                     raise error.__cause__ from None
                 entry.has_graph = False
@@ -183,7 +184,7 @@ class EntryRunner:
         try:
             if self._goes_before_graph(entry):
                 look_if_ready(self._options.cache_dir)  # it is compiled before it is wanted
-                with suppress(cuda_graphs.NoGraphError):
+                with suppress(NoGraphError):
                     return self._run_before_graph(entry, tensors, checked_loop)
             return self._run_bound(entry, tensors, stream, checked_loop)
         except torch.OutOfMemoryError:

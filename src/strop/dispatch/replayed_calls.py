@@ -29,7 +29,7 @@ from strop.dispatch.native_look import look_if_ready
 from strop.dispatch.varying_numbers import GivenCall
 from strop.frontend.layerwise_casting import is_cast_as_one
 from strop.frontend.objects import WithObjects
-from strop.runtime.run import cuda_graphs
+from strop.runtime.run.graph_capture import NoGraphError
 from strop.runtime.run.host_draws import draw_on_host
 from strop.runtime.run.library_settings import library_settings
 
@@ -175,7 +175,7 @@ class ReplayedCalls:
             return NO_RESULT
         try:
             results, launches = self._runner.replayed(way.entry, tensors)
-        except cuda_graphs.NoGraphError:  # memory ran out: all graphs are gone
+        except NoGraphError:  # memory ran out: all graphs are gone
             return NO_RESULT
         if is_ahead and not _is_as_it_was(served, way):
             self._runner.take_back(way.entry)

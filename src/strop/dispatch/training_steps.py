@@ -30,6 +30,7 @@ from strop.dispatch.module_state import ModuleState
 from strop.dispatch.partition import Joint
 from strop.dispatch.shared_gradients import refuse_shared, watch_shared
 from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
+from strop.dispatch.step_graphs import StepGraphs
 from strop.dispatch.variants import REFUSALS, device_of, library_for
 from strop.errors import EagerOnlyError, ShapeError, StropError, UnsupportedError
 from strop.frontend.absent_gradients import without
@@ -116,6 +117,11 @@ class BackwardParts:
         self._known: dict[frozenset[int], Backward] = {}
         self._lock = threading.Lock()
 
+    @property
+    def known(self) -> list[Backward]:
+        with self._lock:
+            return list(self._known.values())
+
     def without(self, absent: frozenset[int]) -> Backward:
         """Return the backward without these tangents."""
         with self._lock:
@@ -139,6 +145,7 @@ class Step:
     saved: tuple[BackwardArgument, ...]  # the backward's arguments that the forward saves
     wants: tuple[bool, ...]  # of state and arguments: who gets a gradient
     parts: BackwardParts  # for calls of which not all results have a gradient
+    graphs: StepGraphs  # what of it is captured
     layout_reads: tuple[str, ...] = ()  # see ``CapturedStep``
     within: tuple[tuple[int, ...], ...] = ()  # see ``CapturedStep``
 
@@ -166,11 +173,14 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, env: Mapping[str, int], *primals: Tensor) -> Any:
         with torch._C._DisableAutocast():  # the graph has its own casts
-            found = step.forward.run(primals, env)
+            leased = step.graphs.lease(step, env, primals)
+            found = step.forward.run(primals, env) if leased is None else leased[1]
         results = found[: len(step.differentiable)]
         ctx.set_materialize_grads(False)
+        ctx.lease = None if leased is None else leased[0]
         sources: dict[str, Sequence[Any]] = {"argument": primals, "result": found}
-        ctx.save_for_backward(*(sources[kept.kind][kept.number] for kept in step.saved))
+        kept = (k for k in step.saved if leased is None or k.kind == "argument")
+        ctx.save_for_backward(*(sources[k.kind][k.number] for k in kept))
         plain = [r for r, d in zip(results, step.differentiable, strict=True) if not d]
         ctx.mark_non_differentiable(*plain)
         ctx.step, ctx.env = step, env
@@ -185,19 +195,33 @@ class _Run(torch.autograd.Function):
         tangents = [g for g, d in zip(gradients, step.differentiable, strict=True) if d]
         present = [t for t in tangents if t is not None]
         if not present:
+            _let_go(ctx)
             return None, None, *(None for _ in step.wants)
         with torch._C._DisableAutocast():
             backward = step.backward
             if len(present) < len(tangents):
                 absent = frozenset(n for n, tangent in enumerate(tangents) if tangent is None)
                 backward = step.parts.without(absent)
-            arguments = backward.arguments(tangents, ctx.saved_tensors, ctx.env)
-            computed = backward.program.run(arguments, ctx.env, told_of(ctx.sources))
+            lease, told = ctx.lease, told_of(ctx.sources)
+            saved = ctx.saved_tensors if lease is None else lease.saved(ctx.saved_tensors)
+            computed = None
+            if lease is not None and told is None:
+                computed = lease.gradients(backward, tangents, saved)
+            if computed is None:
+                arguments = backward.arguments(tangents, saved, ctx.env)
+                computed = backward.program.run(arguments, ctx.env, told)
         depends = step.keeps_tensors or any(t.requires_grad for t in present)
         found = iter(once(computed, (*ctx.sources, *present)) if depends else computed)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.sources = ()
+        _let_go(ctx)
         return None, None, *(next(found) if wants else None for wants in step.wants)
+
+
+def _let_go(ctx: Any) -> None:
+    """Let go of what a further backward would need, unless the caller wants one."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.sources = ()
+        if ctx.lease is not None:
+            ctx.lease.end()
 
 
 def is_compiled_backward(node: Any) -> bool:
@@ -372,6 +396,7 @@ class Steps:
             tuple(filter(_is_saved, given)),
             wants,
             BackwardParts(graphs[1], compiled),
+            StepGraphs(self.options, self.log),
             captured.layout_reads,
             captured.within,
         )

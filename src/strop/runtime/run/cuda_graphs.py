@@ -13,40 +13,31 @@ keeps those of the call before captures anew, and copies from then on.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from strop.ir.exchange import rehearsed
 from strop.ir.tensor_spec import TensorSpec
 from strop.runtime.loop.hoisting import Moment, Stamp, written
 from strop.runtime.run import group_shutdowns
 from strop.runtime.run.executor import Bound
+from strop.runtime.run.graph_capture import GraphCapture, NoGraphError
 from strop.runtime.run.graph_copies import SharedResults, copies_of, copy_all, shared_by
 from strop.runtime.run.handed_results import HandedResults, ResultPool, handed_of
-from strop.runtime.run.library_workspaces import library_workspaces
-from strop.runtime.run.own_streams import own_stream
 from strop.runtime.run.replay_gain import reason_against
 from strop.runtime.run.workspace import Workspace, workspace_of
 from strop.wording import counted
 
 T = TypeVar("T")
-_KERNEL_NODE = 0  # CUgraphNodeType
 _NO_STREAM = -1  # nobody's
 # Of an input that is read where it lies, and of all of them: to copy these takes 40 us and more.
 LEAST_BYTES, LEAST_SUM_BYTES = 1 << 18, 64 << 20
 DEVICES = ("cuda",)  # types of devices whose programs are replayed; tests add another
-
-
-class NoGraphError(Exception):
-    """A call cannot be replayed from a CUDA graph; the message says why."""
 
 
 MakeBound = Callable[[Workspace, int], Bound]
@@ -158,14 +149,10 @@ class GraphPool:
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._wander = set[Hashable]()  # graphs whose inputs come from elsewhere each time
         self._kept = set[Hashable]()  # graphs whose results somebody keeps over the next call
-        self._renew_pool()
-        self._stream = own_stream(self, device)
-        self._libraries = library_workspaces(device)
+        self._capturing = GraphCapture(device)
         self._workspace: Workspace | None = None  # of the first call's stream
         self._home = 0  # this stream
         self._done = torch.cuda.Event()
-        with torch.inference_mode(False):
-            self._one = torch.zeros(1, device=device)  # for captures that need no memory
         self._latest: torch.cuda.Stream | None = None  # that replayed
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
@@ -212,7 +199,7 @@ class GraphPool:
         """
         with self._lock:
             caller = self._caller_in_order()
-            workspace, stream = self._workspace_for(caller), self._stream
+            workspace, stream = self._workspace_for(caller), self._capturing.stream
             bound = make(workspace, stream.cuda_stream)
             if bound.against_graph:
                 raise NoGraphError(bound.against_graph)
@@ -229,14 +216,14 @@ class GraphPool:
     def _hold(self, bound: Bound) -> None:
         """Have libraries' workspaces in memory that stays, if the program calls libraries."""
         if bound.program.call_steps:
-            self._libraries.hold()
+            self._capturing.libraries.hold()
 
     @contextlib.contextmanager
     def lending_stream(self) -> Iterator[None]:
         """Run calls of libraries that mean nothing on the stream of captures, whose workspace is
         there anyway. Nobody replays or captures meanwhile."""
-        with self._lock, torch.cuda.stream(self._stream):
-            self._libraries.hold()
+        with self._lock, torch.cuda.stream(self._capturing.stream):
+            self._capturing.libraries.hold()
             yield
 
     def has_one_caller(self) -> bool:
@@ -259,16 +246,11 @@ class GraphPool:
             if self._workspace is not None:
                 with self._workspace.lock:
                     self._workspace.give_back()
-            self._renew_pool()
+            self._capturing.renew_pool()
             return count
 
     def let_go_of_graphs(self) -> int:
         return self.drop()
-
-    def _renew_pool(self) -> None:
-        """Let graphs from here on have memory of their own."""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._of_pool = WeakSet[torch.cuda.CUDAGraph]()  # those that live
 
     def _workspace_for(self, stream: torch.cuda.Stream) -> Workspace:
         """Return the workspace of the caller's stream while there is one caller's stream. From the
@@ -368,7 +350,8 @@ class GraphPool:
         *,
         hands_over: bool,
     ) -> CapturedGraph:
-        stream, caller = self._stream, torch.cuda.current_stream(self.device)
+        capturing, caller = self._capturing, torch.cuda.current_stream(self.device)
+        stream = capturing.stream
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
             bound = self._bound(make, caller, hands_over=hands_over)
@@ -380,15 +363,15 @@ class GraphPool:
                 for n, (x, spec) in enumerate(zip(inputs, specs, strict=True))
             )
             static = [x if mine is None else mine for x, mine in zip(inputs, own, strict=True)]
-            self._rehearse(bound, static, handed)
+            capturing.rehearse(lambda: bound.run(static, told=handed))
             prologue = timed = None
             num_timed = 0
             if bound.hoisted.steps:
-                prologue, _, _ = self._recorded(lambda: bound.run_prologue(static))
+                prologue, _, _ = capturing.recorded(lambda: bound.run_prologue(static))
             if bound.timetable.steps:
-                bound.timetable.record = self._replayable
-                timed, _, num_timed = self._recorded(lambda: bound.run_timed(static))
-            graph, results, num_kernels = self._recorded(
+                bound.timetable.record = capturing.replayable
+                timed, _, num_timed = capturing.recorded(lambda: bound.run_timed(static))
+            graph, results, num_kernels = capturing.recorded(
                 lambda: tuple(bound.run_rest(static, handed))
             )
             if handed is not None:
@@ -418,109 +401,24 @@ class GraphPool:
         """Bind a program on the stream of captures, which is current. Raises NoGraphError where no
         graph is to run it."""
         assert self._workspace is not None
-        bound = make(self._workspace, self._stream.cuda_stream)
+        bound = make(self._workspace, self._capturing.stream.cuda_stream)
         reason = bound.against_graph
         if not (reason or hands_over):
             reason = reason_against(bound.plan, hands_over=False)
         if reason:
-            caller.wait_stream(self._stream)
+            caller.wait_stream(self._capturing.stream)
             raise NoGraphError(reason)
         self._hold(bound)
         return bound
-
-    def _rehearse(
-        self, bound: Bound, static: Sequence[Tensor], handed: HandedResults | None
-    ) -> None:
-        """Let libraries choose algorithms outside of the capture, as if nothing had been drawn."""
-        generator = torch.cuda.default_generators[self.device.index]
-        state = generator.get_state()
-        with rehearsed():
-            bound.run(static, told=handed)
-        generator.set_state(state)
 
     def _handed(self, bound: Bound) -> HandedResults | None:
         """Make memory for results on the caller's stream, which is current."""
         looks = handed_of(bound.plan)
         return HandedResults(ResultPool(self.device), looks) if looks else None
 
-    def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
-        """Return a graph that is ready to be replayed, what ``run`` gave, and how many kernels the
-        graph has. torch gives nothing back amid a capture of what it keeps for later: where memory
-        runs out, it does so now, and all is captured again."""
-        try:
-            graph, results = self._record(run)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            graph, results = self._record(run)
-        num_kernels = _count_kernels(graph)
-        graph.instantiate()
-        return graph, results, num_kernels
-
-    def _replayable(self, run: Callable[[], object]) -> Callable[[], None]:
-        return self._recorded(run)[0].replay
-
-    def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        try:
-            with self._capturing(graph):
-                results = run()
-        except RuntimeError as error:
-            with contextlib.suppress(RuntimeError):  # torch has done so unless the capture broke
-                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            self._renew_pool()
-            if not isinstance(error, torch.OutOfMemoryError):
-                self._capture_nothing()
-            if _is_out_of_memory(error):  # or torch reports what came of that: a broken capture
-                raise torch.OutOfMemoryError("for a CUDA graph") from error
-            raise NoGraphError(f"the capture failed: {str(error).partition(chr(10))[0]}") from error
-        return graph, results
-
-    @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture what is launched meanwhile. torch.cuda.graph does so as well, but first waits for
-        the GPU and gives back all memory that torch keeps for later, pinned memory too, which the
-        steps behind it then have to allocate anew. As nobody gives it back, torch still knows a
-        pool whose graphs are all gone, and takes no more into it: others are in another one."""
-        if not self._of_pool:
-            self._renew_pool()
-        self._of_pool.add(graph)
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
-
-    def _capture_nothing(self) -> None:
-        """Capture as good as nothing. A capture that breaks leaves torch's random generator in it;
-        one that works ends that."""
-        with self._capturing(torch.cuda.CUDAGraph()):
-            self._one.zero_()
-
     def _trim(self, budget_bytes: int) -> None:
         while len(self._graphs) > 1 and self.held_bytes > budget_bytes:
             self._graphs.popitem(last=False)
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Say whether the error, or what it came from, is that memory ran out."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _count_kernels(graph: torch.cuda.CUDAGraph) -> int:
-    """Count the kernel nodes of a captured graph, asked of the driver."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
-    cuda.cuGraphGetNodes(handle, None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    cuda.cuGraphGetNodes(handle, nodes, ctypes.byref(count))
-    kind, total = ctypes.c_int(), 0
-    for node in nodes:
-        cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
-        total += kind.value == _KERNEL_NODE
-    return total
 
 
 _POOLS: dict[torch.device, GraphPool] = {}

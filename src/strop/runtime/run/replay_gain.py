@@ -9,10 +9,15 @@ where the GPU is at work for much longer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from strop.runtime.run.handed_results import handed_of
 from strop.runtime.run.ready_results import places_of
 from strop.runtime.run.shape_plan import ShapePlan
+
+if TYPE_CHECKING:
+    from strop.runtime.run.executor import Bound
 
 # Of the host, for a step: 3.0 ms for GPT-2's 110 on a Xeon, the look at the module, results and
 # libraries' own host time among it. A launch alone takes 5 to 9.
@@ -34,12 +39,35 @@ def reason_against(plan: ShapePlan, *, hands_over: bool = True) -> str:
     copied_bytes = sum(map(plan.sizes.bytes_of, numbers))
     if copied_bytes < LEAST_BYTES:
         return ""
-    late = [position for position in plan.order.late if plan.order.steps[position] is not None]
-    costs = (plan.choices[position].cost_us for position in late if position in plan.choices)
-    gpu_us, host_us = sum(us for us in costs if math.isfinite(us)), LAUNCH_US * len(late)
+    gpu_us, host_us = _times_of(plan)
     if gpu_us < MARGIN * host_us:
         return ""
     return (
         f"the GPU takes some {gpu_us / 1e3:.1f} ms, the host {host_us / 1e3:.1f} for its launches,"
         f" and {copied_bytes / 2**20:.0f} MiB of arguments and results would be there twice"
     )
+
+
+def reason_against_step(bounds: Sequence[Bound], kept_bytes: int) -> str:
+    """Return why forward and backward of a training step are to be run step by step, or nothing.
+    Their graphs keep ``kept_bytes`` between calls."""
+    for bound in bounds:
+        if bound.is_large:
+            size = f"{bound.arena_bytes / 2**30:.1f} GiB"
+            return f"its working memory, {size}, is free for others between calls"
+    if kept_bytes < LEAST_BYTES:
+        return ""
+    gpu_us, host_us = map(sum, zip(*(_times_of(bound.plan) for bound in bounds), strict=True))
+    if gpu_us < MARGIN * host_us:
+        return ""
+    return (
+        f"the GPU takes some {gpu_us / 1e3:.1f} ms, the host {host_us / 1e3:.1f} for its launches,"
+        f" and {kept_bytes / 2**20:.0f} MiB would be kept between calls"
+    )
+
+
+def _times_of(plan: ShapePlan) -> tuple[float, float]:
+    """Return the microseconds that calls take on the GPU, and all steps on the host."""
+    late = [position for position in plan.order.late if plan.order.steps[position] is not None]
+    costs = (plan.choices[position].cost_us for position in late if position in plan.choices)
+    return sum(us for us in costs if math.isfinite(us)), LAUNCH_US * len(late)
