@@ -26,7 +26,7 @@ from strop.dispatch.entry_runner import EntryRunner
 from strop.ir.program import Program
 from strop.runtime.build import driver
 from strop.runtime.run import cuda_graphs as graphs
-from strop.runtime.run import executor, replay_gain
+from strop.runtime.run import executor, graph_capture, replay_gain
 from strop.runtime.run.graph_copies import copy_all
 
 from .nets import Net, X, optimized
@@ -159,14 +159,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
     def run(self: EntryRunner, entry: Entry, tensors: list[Tensor], loop: int | None) -> Any:
         return self._run_on_gpu(entry, tensors, loop)
 
-    monkeypatch.setattr(graphs, "torch", made)
+    for part in (graphs, graph_capture):
+        monkeypatch.setattr(part, "torch", made)
     monkeypatch.setattr(graphs, "copy_all", made.copy_all)
     monkeypatch.setattr(entry_runner, "torch", made)
     monkeypatch.setattr(driver, "enter_thread", lambda index: None)
     monkeypatch.setattr(graphs, "_POOLS", {})
-    monkeypatch.setattr(graphs, "library_workspaces", lambda device: made.cuda)
-    monkeypatch.setattr(graphs, "own_stream", lambda owner, device: Stream())
-    monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
+    monkeypatch.setattr(graph_capture, "library_workspaces", lambda device: made.cuda)
+    monkeypatch.setattr(graph_capture, "own_stream", lambda owner, device: Stream())
+    monkeypatch.setattr(graph_capture, "_count_kernels", lambda graph: 1)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())
     monkeypatch.setattr(EntryRunner, "run", run)
     # the short way is a CPU's, and so is a run apart from the lock
@@ -305,7 +306,7 @@ def order(gpu: Torch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     caller = Told("caller")
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
-    monkeypatch.setattr(graphs, "own_stream", lambda owner, device: Told("captures"))
+    monkeypatch.setattr(graph_capture, "own_stream", lambda owner, device: Told("captures"))
     monkeypatch.setattr(gpu.cuda, "stream", entered)
     monkeypatch.setattr(gpu.cuda, "current_stream", lambda *_: caller)
     monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: caller)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.options import Options
-from strop.runtime.run.cuda_graphs import _count_kernels
+from strop.runtime.run.graph_capture import _count_kernels
 from strop.runtime.run.zeroed_scratch import ALIGNED, CHUNK, SET_ASIDE, SetAside, ZeroedScratch
 
 CPU = torch.device("cpu")

@@ -165,16 +165,18 @@ def test_weights_that_move_between_forward_and_backward(device: str) -> None:
     gradients_of(ours, ours(*args(device)).square().mean())
     given = args(device)
     results = [m(*given).square().mean() for m in (ours, plain)]
+    before, others = [p.data_ptr() for p in ours.parameters()], []
     for parameter in ours.parameters():
         storage, kept = parameter.untyped_storage(), parameter.detach().clone()
-        size, before = storage.nbytes(), parameter.data_ptr()
+        size = storage.nbytes()
         storage.resize_(0)
-        others = [torch.empty_like(kept) for _ in range(4)]
+        others += [torch.empty_like(kept) for _ in range(4)]  # one of them where it was
         storage.resize_(size)
-        del others
-        assert parameter.data_ptr() != before
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
             parameter.copy_(kept)
+    assert before != [p.data_ptr() for p in ours.parameters()]
+    for other in others:
+        other.zero_()
     assert log.step_replays == 3
     assert_alike(*(gradients_of(m, r) for m, r in zip((ours, plain), results, strict=True)))
 

@@ -82,7 +82,7 @@ class Tiling:
 # 2 x 64 x 64 x 640 took 117.9 by the tiling of others, by its own 104.7; 64 x 64 x 320
 # beside another picture 49.2 and 43.5. Merged at once, 66 programs need no second pass of 64.
 # A tile behind several loads has few rows, which is what more stages are for.
-TILING = Tiling(8 << 10, 4, 3, 8, 2 << 10, 64)
+TILING = Tiling(8 << 10, 4, 3, 8, 4 << 10, 64)
 TILING_OF_GROUPS = Tiling(16 << 10, 8, 3, 4, 8 << 10, 256)
 TILING_OF_GROUPS_OF_SEVERAL = Tiling(8 << 10, 8, 5, 8, 8 << 10, 256)
 # A single kept number leaves no cols to share, so programs take two steps each, and a MB keeps half
@@ -94,8 +94,10 @@ TILING_OF_ONE = Tiling(8 << 10, 4, 3, 2, 2 << 10, 1024)
 TILING_OF_LOOKUPS = Tiling(16 << 10, 8, 1, 1, 2 << 10, 1024)
 ALIGNED_SLAB = 64  # elements: slabs of one line begin where 128 bytes of fp16 do
 BLOCKED_COLS = 256  # of a tile when the cols are not known
-# A tile has so many cols when the cols are many and all kept: 128 bytes of fp16 a row, and enough
-# programs without cutting few rows into slabs, which costs a second pass.
+# A tile has so many cols when all are kept: 128 bytes of fp16 a row, and enough programs without
+# cutting few rows into slabs, which costs a second pass. With 256 columns in one tile the last
+# program merges few states at once, each time a trip to memory: two sums over 8 x 256 x 56 x 56
+# took 50 us on an H200, and 17 so (the log of 2026-12-01 on sums over pictures).
 NARROW_COLS = 64
 # Only the cols make programs where the reduced rows are few, for each of some others: a mean of
 # 7x7 pixels took 3.1 us on an H100 in 32 programs of 64 cols, and Inductor's 2.3 in 64 of 32.
@@ -142,7 +144,8 @@ class _Column:
     def _cols_tile(self) -> int:
         num_cols = self.printer.kernel.num_cols
         if num_cols.is_const and num_cols.value <= (MAX_LANES if self.lanes else BLOCKED_COLS):
-            return next_power_of_two(num_cols.value)
+            whole = next_power_of_two(num_cols.value)
+            return whole if self.lanes or self.has_few_rows else min(whole, NARROW_COLS)
         if num_cols.is_const and not self.lanes:
             return FEW_ROWS_COLS if self.has_few_rows else NARROW_COLS
         if self.lanes:

@@ -62,7 +62,7 @@ def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexp
 # ROWS = 16
 # COLS = 256
 # KEPT = 256
-# SPLITS = 8
+# SPLITS = 16
 # EARLY = 1
 # scratch torch.float32 s2*splits
 # scratch torch.int32 s1 zeroed
