@@ -9,7 +9,8 @@ of cuBLAS that makes sums repeatable. Tests with the marker "alone", which time 
 before all others, in one process. tests/gpu_seconds.txt says which tests take long: their chunks
 are small and come first. With --gpus 2, every process sees both GPUs, and half of the processes
 have the second one as their device 0. Prints a line for each process, then what failed and why, and
-what was cut off or never begun. Exits with 1 if there is any of that. --logs keeps all output.
+what was cut off or never begun, also when it is asked to end itself (SIGTERM). Exits with 1 if
+there is any of that. --logs keeps all output.
 --rest-of takes what an earlier run of the same code has printed, and runs what was not green in it;
 or what its processes have printed (--logs), and leaves out what was green in that.
 """
@@ -93,15 +94,29 @@ def collected(ini: Path, marks: str, only: Sequence[str]) -> dict[str, list[str]
     return found
 
 
-def end_all(workers: Sequence[Worker], deadline: float) -> None:
-    """Wait for processes, and kill those that have not ended at ``deadline`` of the clock."""
-    for worker in workers:
-        worker.process.join(max(deadline - time.monotonic(), 0))
+class TerminatedError(Exception):
+    """Somebody has asked this process to end (SIGTERM)."""
+
+
+def terminated(*_: Any) -> None:
+    raise TerminatedError
+
+
+def end_all(workers: Sequence[Worker], deadline: float) -> bool:
+    """Wait for processes, and kill those that have not ended at ``deadline`` of the clock, or when
+    this process has to end, which is told."""
+    is_terminated = False
+    try:
+        for worker in workers:
+            worker.process.join(max(deadline - time.monotonic(), 0))
+    except TerminatedError:
+        is_terminated = True
     for worker in workers:
         if worker.process.is_alive():
             worker.kill()
     for worker in workers:
         worker.process.join()
+    return is_terminated
 
 
 def left_of(text: str, tests: set[str]) -> set[str]:
@@ -301,13 +316,15 @@ def main() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, before)))
         os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
         workers: list[Worker] = []
+        signal.signal(signal.SIGTERM, terminated)
         for begin in (
             lambda: started("alone", chunks_of(alone, {}), 1 if alone else 0, ini, logs, ALONE),
             lambda: all_started(found, args.jobs, args.gpus, ini, logs),
         ):
             begun = begin()
-            end_all(begun, start + args.seconds)
             workers += begun
+            if end_all(begun, start + args.seconds):
+                break
         for worker in workers:
             told(worker, tests)
         results = {test: how for worker in workers for test, how in worker.results().items()}

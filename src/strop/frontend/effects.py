@@ -36,13 +36,13 @@ def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
     """Raises CaptureError after a body in which ``module`` had effects on itself, on Python's
     random numbers or on torch's, whose state is then what it was. ``private``: also on names with
     a ``_``."""
-    draws = random.getstate(), np.random.get_state()
+    draws = random.getstate(), np.random.get_state(), _numpy_draws()
     before = [(part, _settings(part, private)) for part in module.modules()]
     try:
         with _no_seeding(), replaced(nn.Module, "__setattr__", _setting_numbers):
             yield
     finally:
-        has_drawn = draws[0] != random.getstate() or repr(draws[1]) != repr(np.random.get_state())
+        has_drawn = draws[0] != random.getstate() or draws[2] != _numpy_draws()
         random.setstate(draws[0])
         np.random.set_state(draws[1])
     if has_drawn:
@@ -52,6 +52,12 @@ def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
         changed = [name for name in now.keys() | known.keys() if now.get(name) != known.get(name)]
         if changed:
             raise CaptureError(f"it sets {', '.join(sorted(changed))} of a {type(part).__name__}")
+
+
+def _numpy_draws() -> tuple[Any, ...]:
+    """Return what is equal where numpy would draw the same numbers."""
+    kind, numbers, *rest = np.random.get_state()
+    return kind, np.asarray(numbers).tobytes(), *rest
 
 
 def _setting_numbers(own: Callable[..., None]) -> Callable[..., None]:

@@ -119,14 +119,16 @@ def is_number(value: Any) -> bool:
     return isinstance(value, SymFloat) and bool(numbers_in(value.node.expr))
 
 
-_LIBRARIES = tuple(
-    str(folder) for folder in (Path(torch.__file__).parent, Path(sympy.__file__).parent)
+_ON_THE_WAY = (
+    *(str(Path(file).parent) for file in (torch.__file__, sympy.__file__, __file__)),
+    "<frozen",
 )
 
 
 def is_asked_by_torch(frame: FrameType) -> bool:
-    """Tell whether a frame is that of torch's code, or of Strop's or Python's own on its way."""
-    return frame.f_code.co_filename.startswith((*_LIBRARIES, str(Path(__file__).parent), "<frozen"))
+    """Tell whether a frame is that of torch's code, or of Strop's or Python's own on its way. A
+    trace asks a hundred thousand times."""
+    return frame.f_code.co_filename.startswith(_ON_THE_WAY)
 
 
 def _attribute_of(number: Any, name: str) -> Any:
