@@ -27,11 +27,17 @@ class OnCpu(StreamGraphs):
         self.num_captures = 0
 
     def capture(
-        self, run: Callable[[Sequence[Tensor]], Sequence[Any]], given: Sequence[Tensor]
+        self,
+        run: Callable[[Sequence[Tensor]], Sequence[Any]],
+        given: Sequence[Tensor],
+        written: Sequence[Tensor] = (),
     ) -> CapturedHalf:
         static = tuple(tensor.detach().clone() for tensor in given)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            before = [tensor.clone() for tensor in written]
             graph = Recorded(lambda: run(static))
+            for tensor, kept in zip(written, before, strict=True):
+                tensor.copy_(kept)
         self.num_captures += 1
         return CapturedHalf(_WithoutGradients(graph), static, graph.results, ())
 

@@ -79,10 +79,13 @@ class StreamGraphs:
         self._pairs = WeakSet[StepPair]()
 
     def capture(
-        self, run: Callable[[Sequence[Tensor]], Sequence[Any]], given: Sequence[Tensor]
+        self,
+        run: Callable[[Sequence[Tensor]], Sequence[Any]],
+        given: Sequence[Tensor],
+        written: Sequence[Tensor] = (),
     ) -> CapturedHalf:
-        """Capture what ``run`` does with these tensors, which it gets in memory that stays. Raises
-        NoGraphError or OutOfMemoryError."""
+        """Capture what ``run`` does with these tensors, which it gets in memory that stays. What it
+        writes to outside holds what it held. Raises NoGraphError or OutOfMemoryError."""
         capturing, caller = self._capturing, torch.cuda.current_stream(self._device)
         stream = capturing.stream
         stream.wait_stream(caller)
@@ -95,7 +98,10 @@ class StreamGraphs:
             ):
                 capturing.libraries.hold()  # backward passes have handles of their own
                 static = tuple(torch.empty_like(tensor).copy_(tensor) for tensor in given)
+                before = [tensor.clone() for tensor in written]
                 capturing.rehearse(lambda: run(static))
+                for tensor, kept in zip(written, before, strict=True):
+                    tensor.copy_(kept)
                 with graph_keep_alive.taken() as leases:
                     graph, results, _ = capturing.recorded(lambda: tuple(run(static)))
         finally:
@@ -200,7 +206,7 @@ class StepPair:
         known = (forward, found[0])
         given = primals[self._num_state :]
         self.size_bytes = _size_of(known, given)
-        reason = _shares_memory(step) or reason_against_step(known, self.size_bytes)
+        reason = _unfit(step) or reason_against_step(known, self.size_bytes)
         if not reason and not self._home.admit(self, budget_bytes):
             size = f"{self.size_bytes / 2**20:.0f} MiB"
             reason = f"its {size} are more than graph_budget_bytes leaves"
@@ -209,7 +215,9 @@ class StepPair:
         state = primals[: self._num_state]
         try:
             half = self._home.capture(
-                lambda static: step.forward.run((*state, *static), self._env, is_call=False), given
+                lambda static: step.forward.run((*state, *static), self._env, is_call=False),
+                given,
+                [state[number] for number in step.written],
             )
         except (NoGraphError, torch.OutOfMemoryError) as error:
             return self._go_without(str(error))
@@ -369,12 +377,10 @@ def _size_of(bounds: Sequence[Bound], given: Sequence[Tensor]) -> int:
     return results + working + sum(tensor.nbytes for tensor in given)
 
 
-def _shares_memory(step: Step) -> str:
-    """Say why results of a forward must lie where an argument lies, or that it writes to arguments;
-    nothing where neither is so."""
+def _unfit(step: Step) -> str:
+    """Say why results of a forward must lie where an argument lies, or that it draws numbers on the
+    host; nothing where neither is so."""
     program = step.forward.program
-    if program.written_arguments or step.backward.program.program.written_arguments:
-        return "it writes to its arguments"
     if program.host_draws or step.backward.program.program.host_draws:
         return "it draws random numbers on the host"
     refs = [item.tensor for item in program.returned[: len(step.differentiable)]]

@@ -148,6 +148,7 @@ class Step:
     graphs: StepGraphs  # what of it is captured
     layout_reads: tuple[str, ...] = ()  # see ``CapturedStep``
     within: tuple[tuple[int, ...], ...] = ()  # see ``CapturedStep``
+    written: tuple[int, ...] = ()  # see ``CapturedStep``
 
     @property
     def keeps_tensors(self) -> bool:
@@ -175,6 +176,8 @@ class _Run(torch.autograd.Function):
         with torch._C._DisableAutocast():  # the graph has its own casts
             leased = step.graphs.lease(step, env, primals)
             found = step.forward.run(primals, env) if leased is None else leased[1]
+        # kernels have written to these; who keeps values computed of them looks at this
+        torch.autograd.graph.increment_version(primals[n] for n in step.written)
         results = found[: len(step.differentiable)]
         ctx.set_materialize_grads(False)
         ctx.lease = None if leased is None else leased[0]
@@ -358,8 +361,10 @@ class Steps:
         seconds: dict[str, float],
     ) -> Step:
         joint, started = Joint(self.options.memory_budget), time.perf_counter()
-        count = captured.num_results
-        graphs = joint.partition(captured.graph, (), num_fwd_outputs=count)
+        count, written = captured.num_results, captured.written
+        graphs = joint.partition(captured.graph, (), num_fwd_outputs=count + len(written))
+        _write_at_end(*graphs, count, written)
+        joint.num_results = count
         _return_no_arguments(graphs[0], count)
         seconds["partition"] = time.perf_counter() - started
         halves = [
@@ -399,6 +404,7 @@ class Steps:
             StepGraphs(self.options, self.log),
             captured.layout_reads,
             captured.within,
+            captured.written,
         )
 
 
@@ -498,6 +504,25 @@ class _Half:
             AotRecord(self.compiled, seconds, built, self.role, runner, self.seconds)
         )
         return runner
+
+
+def _write_at_end(
+    forward: GraphModule, backward: GraphModule, place: int, written: Sequence[int]
+) -> None:
+    """Have a forward write what it gives from this place on into its arguments. Raises
+    UnsupportedError where the backward reads what such an argument held before."""
+    given = list(forward.graph.find_nodes(op="placeholder"))
+    read = {node.name for node in backward.graph.find_nodes(op="placeholder")}
+    (output,) = forward.graph.find_nodes(op="output")
+    returned = list(output.args[0])
+    for number, value in zip(written, returned[place : place + len(written)], strict=True):
+        if given[number].name in read:
+            raise UnsupportedError("its backward reads a buffer that its forward writes to")
+        with forward.graph.inserting_before(output):
+            copy = forward.graph.call_function(torch.ops.aten.copy_.default, (given[number], value))
+        copy.meta["val"] = given[number].meta["val"]
+    del returned[place : place + len(written)]
+    output.args = (returned,)
 
 
 def _return_no_arguments(forward: GraphModule, num_results: int) -> None:

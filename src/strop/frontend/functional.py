@@ -3,15 +3,15 @@
 ``y.add_(1)`` becomes ``y = y + 1`` where only the mutated value itself is read afterwards. Where
 the tensor, or another view of it, is read later, what is read is made anew from the whole
 (``view_writes.py``). Where that is not known how, ``capture`` asks torch to take the writes out. A
-module that writes into its arguments or its state is not captured; it runs in
-eager.
+module that writes into its arguments or its state is not captured, but for a training step that
+writes whole buffers, as batch norms do; it runs in eager.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,19 +44,22 @@ class WriteThroughViewError(CaptureError):
     """A tensor is written through one view and read through another."""
 
 
-def make_functional(gm: GraphModule) -> None:
-    """Raises CaptureError for a mutation that cannot be taken out."""
+def make_functional(gm: GraphModule, writable: Collection[Node] = ()) -> dict[Node, Node]:
+    """Return what is in each of the ``writable`` placeholders in the end, of those that are
+    written. Raises CaptureError for a mutation that cannot be taken out."""
     mutable = [
         node
         for node in gm.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     ]
-    if mutable:
-        writes = _Writes(gm.graph)
-        writes.guard_copies(mutable)
-        for node in mutable:
-            writes.take_out(node)
-        gm.recompile()
+    if not mutable:
+        return {}
+    writes = _Writes(gm.graph, writable)
+    writes.guard_copies(mutable)
+    for node in mutable:
+        writes.take_out(node)
+    gm.recompile()
+    return writes.in_the_end
 
 
 class OutsideWriteError(CaptureError):
@@ -66,8 +69,10 @@ class OutsideWriteError(CaptureError):
 class _Writes:
     """Take writes out of a graph, the first one first."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, writable: Collection[Node]) -> None:
         self._graph = graph
+        self._writable = {storage_of(fx): fx for fx in writable}
+        self.in_the_end: dict[Node, Node] = {}  # placeholders that are written, and by what
         self._over: dict[Node, Node] = {}  # what was written -> what it was written over
         # What stands for a write has the write's place.
         self._places = {node: place for place, node in enumerate(graph.nodes)}
@@ -104,7 +109,10 @@ class _Writes:
         target, overload = write.args[0], _functional_overload(write.target)
         if overload is None or not isinstance(target, Node):
             raise CaptureError(f"{write.target} has no form without mutation")
-        if storage_of(target) in self._outer:  # itself, or a view of it
+        whole = self._writable.get(storage_of(target))
+        if whole is not None and self._overwritten(target) is not whole:
+            raise OutsideWriteError(f"{write.target} writes into a part of a buffer")
+        if whole is None and storage_of(target) in self._outer:  # itself, or a view of it
             raise OutsideWriteError(f"{write.target} writes into an argument or a weight")
         place, lying = self._places[write], self._lying[storage_of(write)]
         lying.remove(write)
@@ -117,6 +125,8 @@ class _Writes:
             value = self._graph.call_function(overload, write.args, kwargs)
         self._add(value, write.meta, place)
         self._over[value] = target
+        if whole is not None:
+            self.in_the_end[whole] = value
         write.replace_all_uses_with(value)
         value.name = write.name
         self._graph.erase_node(write)

@@ -16,7 +16,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.joint  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.lookups import take
-from strop.frontend.norms import group_statistics, layer_statistics, rstd_of
+from strop.frontend.norms import batch_statistics, group_statistics, layer_statistics, rstd_of
 from strop.frontend.reductions import Rule, binary, unary
 from strop.ir.contractions import NHWC
 from strop.ir.dims import Expr, const, product
@@ -230,8 +230,9 @@ def _batch_norm(
     mask: Mask,
 ) -> tuple[Node | None, ...] | None:
     """Compute the gradients of a norm with running statistics: a product, and two sums for weights
-    that are not frozen. Torch does that of a norm with its batch's statistics."""
-    if train:
+    that are not frozen. With the statistics of its batch, h = (x - mean) * rstd, dx is rstd *
+    weight * (grad - mean(grad) - h * mean(grad * h))."""
+    if train and (mean is None or rstd is None):
         return None
     b, (grad, x) = im.builder, (im.node(t) for t in (grad, x))
     wide, channels = compute_dtype(x.dtype), x.shape[1]
@@ -240,15 +241,26 @@ def _batch_norm(
     def of_channels(value: Any) -> Node:
         return b.reshape(im.node(value), (const(1), channels, *[const(1)] * (len(dims) - 1)))
 
-    scale = rstd = rstd_of(b, of_channels(running_var), eps, wide)
+    centre = of_channels(mean if train else running_mean)
+    inverse = of_channels(rstd) if train else rstd_of(b, of_channels(running_var), eps, wide)
+    scale = inverse
     if weight is not None:
-        scale = binary(b, "mul", rstd, of_channels(weight), wide)
-    found = binary(b, "mul", grad, scale, x.dtype) if mask[0] else None
+        scale = binary(b, "mul", inverse, of_channels(weight), wide)
     types = [None if value is None else value.dtype for value in fx.meta["val"]]
+    h = binary(b, "mul", binary(b, "sub", x, centre, wide), inverse, wide)
+    along = binary(b, "mul", grad, h, wide)
+    rest = grad
+    if train:
+        count = _number(b, product(x.shape[d] for d in dims), wide)
+        sums = (b.reduce("sum", value, dims, wide) for value in (grad, along))
+        own, of_h = (binary(b, "div", total, count, wide) for total in sums)
+        rest = binary(
+            b, "sub", binary(b, "sub", grad, own, wide), binary(b, "mul", h, of_h, wide), wide
+        )
+    found = binary(b, "mul", rest, scale, x.dtype) if mask[0] else None
     of_weight = of_bias = None
     if mask[1] and types[1]:
-        h = binary(b, "mul", binary(b, "sub", x, of_channels(running_mean), wide), rstd, wide)
-        of_weight = _total(b, binary(b, "mul", grad, h, wide), dims, types[1], (channels,))
+        of_weight = _total(b, along, dims, types[1], (channels,))
     if mask[2] and types[2]:
         of_bias = _total(b, grad, dims, types[2], (channels,))
     return found, of_weight, of_bias
@@ -363,6 +375,7 @@ def _divided(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 
 GRADIENT_RULES: dict[Any, Rule] = {
     # statistics that the forward keeps (``dispatch.training`` has norms traced as these)
+    torch.ops.strop.batch_statistics.default: batch_statistics,
     torch.ops.strop.group_statistics.default: group_statistics,
     torch.ops.strop.layer_statistics.default: layer_statistics,
     aten.convolution_backward.default: _convolution,

@@ -36,8 +36,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 _STATISTICS = {  # where gradients of norms take mean and reciprocal deviation
     aten.native_layer_norm_backward.default: (3, 4),
     aten.native_group_norm_backward.default: (2, 3),
+    aten.native_batch_norm_backward.default: (5, 6),
 }
-_BATCH_STATISTICS = slice(5, 7)  # where the gradient of a batch norm takes those of the batch
+# where the gradient of a batch norm takes running statistics, and those of the batch
+_RUNNING_STATISTICS, _BATCH_STATISTICS = slice(3, 5), slice(5, 7)
 _IN_TRAINING = 7  # and whether it does
 _EXTREMES = {
     aten.amax.default,
@@ -49,6 +51,7 @@ _EXTREMES = {
 }
 _library = torch.library.Library("strop", "FRAGMENT")
 _library.define("group_statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)")
+_library.define("batch_statistics(Tensor x) -> (Tensor, Tensor)")
 _library.define("layer_statistics(Tensor x, int dims, float eps) -> (Tensor, Tensor)")
 # ``number`` tells the seeds of one tensor apart, which torch would merge
 _library.define(
@@ -80,6 +83,17 @@ def _group_statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tenso
 
 def _layer_statistics(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
     return _moments(x, tuple(range(x.dim() - dims, x.dim())), eps)
+
+
+def _batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    dims = tuple(d for d in range(x.dim()) if d != 1)
+    var, mean = torch.var_mean(x.to(wide(x)), dims, correction=0)
+    return mean, var
+
+
+def _batch_shapes(x: Tensor) -> tuple[Tensor, Tensor]:
+    shape, dtype = (x.shape[1],), wide(x)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
 
 def _group_shapes(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -138,6 +152,7 @@ def _differentiated_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 for _name, _function, _shapes in (
     ("group_statistics", _group_statistics, _group_shapes),
+    ("batch_statistics", _batch_statistics, _batch_shapes),
     ("layer_statistics", _layer_statistics, _layer_shapes),
 ):
     define(_library, _name, _function, _shapes)
@@ -214,6 +229,57 @@ def _layer_norm(
     return y, mean.to(kept), rstd.to(kept)
 
 
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Normalise by the statistics of the batch, and write the running ones. Without either, it
+    stays the operator that it is."""
+    if not training or running_mean is None or running_var is None:
+        return NotImplemented
+    mean, var = torch.ops.strop.batch_statistics(x)
+    rstd = (var + eps).rsqrt()
+    count = x.numel() // x.shape[1]
+    for running, now in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+        running.copy_(running.to(now.dtype) * (1 - momentum) + now * momentum)
+    ones = [1] * (x.dim() - 2)
+
+    def spread(value: Tensor | None) -> Any:
+        return None if value is None else value.reshape(1, x.shape[1], *ones)
+
+    y = _applied(x, spread(mean), spread(rstd), spread(weight), spread(bias))
+    kept = _statistics_type(x, weight, bias)
+    return y, mean.to(kept), rstd.to(kept)
+
+
+def _cudnn_batch_norm(x: Tensor, *given: Any) -> Any:
+    found = _batch_norm(x, *given)
+    return found if found is NotImplemented else (*found, x.new_empty((0,), dtype=torch.uint8))
+
+
+def _cudnn_batch_norm_backward(
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    eps: float,
+    reserve: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = aten.native_batch_norm_backward(
+        grad, x, weight, running_mean, running_var, mean, rstd, True, eps, [True] * 3
+    )
+    return found
+
+
 def _statistics_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
     """Return the type in which eager returns a norm's statistics: on a CPU that of the operands, if
     they have one; otherwise that of the arithmetic."""
@@ -236,6 +302,10 @@ _OF_TORCH = of_torch.DECOMPOSITIONS | get_decompositions(
 )
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **_OF_TORCH,
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
     # torch has no shape rule for it that knows symbols
@@ -282,19 +352,19 @@ def _read_wide_statistics(joint: GraphModule) -> None:
     for backward, places in _STATISTICS.items():
         for node in joint.graph.find_nodes(op="call_function", target=backward):
             for place in places:
-                if node.args[place].target is aten._to_copy.default:
+                if getattr(node.args[place], "target", None) is aten._to_copy.default:
                     node.update_arg(place, node.args[place].args[0])
 
 
 def _drop_batch_statistics(joint: GraphModule) -> None:
-    """Have no gradient of a batch norm ask for the statistics of a batch that it does not read. In
-    evaluation they are zeros, two tensors of each norm that the forward would write and keep."""
+    """Have no gradient of a batch norm ask for statistics that it does not read: in evaluation not
+    for those of a batch, which are zeros, two tensors of each norm that the forward would write and
+    keep; in training not for the running ones, which the forward writes."""
     of_norm = aten.native_batch_norm_backward.default
     for node in joint.graph.find_nodes(op="call_function", target=of_norm):
-        if not node.args[_IN_TRAINING]:
-            args = list(node.args)
-            args[_BATCH_STATISTICS] = None, None
-            node.args = tuple(args)
+        args = list(node.args)
+        args[_RUNNING_STATISTICS if args[_IN_TRAINING] else _BATCH_STATISTICS] = None, None
+        node.args = tuple(args)
 
 
 def _keep_extremes(joint: GraphModule) -> None:

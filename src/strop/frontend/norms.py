@@ -121,6 +121,14 @@ def group_statistics(im: Importer, fx: FxNode, x: Any, groups: int, eps: float) 
     return tuple(b.reshape(s, (x.shape[0], groups)) for s in _group_moments(b, x, groups, eps))
 
 
+def batch_statistics(im: Importer, fx: FxNode, x: Any) -> tuple[Node, ...]:
+    """Compute the mean and the variance of each channel, which is divided by the count."""
+    b, x = im.builder, im.node(x)
+    wide, dims = compute_dtype(x.dtype), tuple(d for d in range(len(x.shape)) if d != 1)
+    mean, var = b.reduce("mean", x, dims, wide), b.reduce("var", x, dims, wide, correction=0)
+    return b.reshape(mean, (x.shape[1],)), b.reshape(var, (x.shape[1],))
+
+
 def layer_statistics(im: Importer, fx: FxNode, x: Any, dims: int, eps: float) -> tuple[Node, ...]:
     x = im.node(x)
     return _moments(im.builder, x, _last_dims(x, dims), eps)

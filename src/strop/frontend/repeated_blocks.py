@@ -55,6 +55,7 @@ class BlockCall:
     """This is a call of a block that is being traced."""
 
     path: str
+    block: nn.Module
     forward: Callable[[], Any]  # with the caller's own arguments, containers among them
     forward_of: Callable[..., Any]
     look: Look
@@ -125,7 +126,7 @@ class BlocksAlike(ABC):
             self.reuse.note(block, [known.reason])
             return forward(*args, **kwargs)
         own = functools.partial(forward, *args, **kwargs)
-        call = BlockCall(self._paths[id(block)], own, forward, look, mode.tracer)
+        call = BlockCall(self._paths[id(block)], block, own, forward, look, mode.tracer)
         if known is not None and not self.suits(known, look):
             self.reuse.note(block, [ASKS_OTHERWISE])
             return forward(*args, **kwargs)

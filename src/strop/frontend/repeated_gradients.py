@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from strop.frontend.block_look import holds
@@ -24,10 +24,11 @@ from strop.frontend.copied_nodes import (
     copy_nodes,
     last_node,
     node_of,
+    nodes_behind,
     record,
     tensor_of,
 )
-from strop.frontend.functional import memory_of
+from strop.frontend.functional import OutsideWriteError, memory_of, storage_of
 from strop.frontend.repeated_blocks import UNREPEATABLE, BlockCall, BlocksAlike
 
 
@@ -54,7 +55,12 @@ class RepeatedGradients(BlocksAlike):
             return call.forward(), Uncopied("it holds or is given a number that is an input")
         if call.look.objects:  # which a second run of its forward would write into twice
             return call.forward(), Uncopied("it is given an object")
+        if any(map(_counts_batches, call.block.modules())):
+            return call.forward(), Uncopied("it counts its batches")
+        last = last_node(call.tracer)
         known = _recorded_step(call)
+        if any(_writes_outside(node) for node in nodes_behind(last, call.tracer)):
+            raise OutsideWriteError("a block that repeats writes into its buffers")  # twice
         if known is None:  # what was traced just now is read by nobody
             return call.forward(), Uncopied(UNREPEATABLE)
         same = {node: node for node in (*known.forward.given, *known.forward.nodes)}
@@ -124,6 +130,20 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.applied.gradients(tangents))
+
+
+def _counts_batches(part: nn.Module) -> bool:
+    is_norm = isinstance(part, nn.modules.batchnorm._NormBase)
+    return is_norm and part.training and part.running_mean is not None
+
+
+def _writes_outside(node: Node) -> bool:
+    """Tell whether a node writes into a placeholder."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or not isinstance(node.args[0], Node):
+        return False
+    memory = storage_of(node.args[0])
+    return any(storage_of(g) == memory for g in node.graph.find_nodes(op="placeholder"))
 
 
 def _is_apart(call: BlockCall) -> bool:

@@ -3,7 +3,8 @@
 Autograd runs on the fake tensors of ``capture``, so that one pass of make_fx sees forward and
 backward. AOTAutograd behind Dynamo walks through the same module three times, with wrappers around
 the fake tensors; for a UNet that takes almost three times as long (docs/log/). What this cannot
-say raises CaptureError: writes into arguments or buffers, results that share memory.
+say raises CaptureError: writes into arguments or into a part of a buffer, results that share
+memory.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ _TABLE = {**COMPOSITES, **joint.RETARGET}
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
     """Hold a traced step. Placeholders of ``graph``: the state in ``state_names`` order, arguments,
-    then a tangent for each result that is differentiable. It gives the results, then a gradient, or
-    None, for each tensor that wants one."""
+    then a tangent for each result that is differentiable. It gives the results, what the buffers in
+    ``written`` hold behind the call, then a gradient, or None, for each tensor that wants one."""
 
     graph: GraphModule
     state_names: tuple[str, ...]
@@ -84,6 +85,7 @@ class CapturedStep:
     differentiable: tuple[bool, ...]  # of the results
     layout_reads: tuple[str, ...] = ()  # what the forward asks about the memory of tensors
     within: tuple[tuple[int, ...], ...] = ()  # for each result, those that are computed from it
+    written: tuple[int, ...] = ()  # numbers of the state whose new values the graph gives, too
 
     @property
     def num_results(self) -> int:
@@ -200,14 +202,35 @@ def capture_step(
         refuse_wrapped(gm)
         settle_origins(gm, module, origins)
         _arrange(gm)
-        make_functional(gm)
+        given = gm.graph.find_nodes(op="placeholder")
+        own = dict(zip(given, (not w for w in wants[: len(state)]), strict=False))
+        written = make_functional(gm, [node for node, is_buffer in own.items() if is_buffer])
+        _return_also(gm, len(flat.differentiable), list(written.values()))
         gm.graph.eliminate_dead_code()  # not before: what is written to may be read by nobody
     _check_aliases(gm, flat)
     check_constants(gm, module)
     sizes = known_sizes(module, shape_env, gm, roots, specs, hints, fixes_numbers=False)
-    given = flat.leaves, flat.out_spec, flat.differentiable
-    asked = tuple(retarget.asked)
-    return CapturedStep(gm, tuple(state), sizes, origins, *given, asked, flat.within)
+    asked, places = tuple(retarget.asked), {node: place for place, node in enumerate(own)}
+    return CapturedStep(
+        gm,
+        tuple(state),
+        sizes,
+        origins,
+        flat.leaves,
+        flat.out_spec,
+        flat.differentiable,
+        asked,
+        flat.within,
+        tuple(places[node] for node in written),
+    )
+
+
+def _return_also(gm: GraphModule, place: int, values: Sequence[Node]) -> None:
+    """Have a graph return these values, from this place among its results on."""
+    (output,) = gm.graph.find_nodes(op="output")
+    returned = list(output.args[0])
+    returned[place:place] = values
+    output.args = (returned,)
 
 
 def _within(results: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
