@@ -7,8 +7,8 @@ python benchmarks/torch_compile.py [--rows sd15,sdxl,sd3,bert,resnet50,sd15-trai
 Each row of each contender has a process of its own with empty caches. "first_s" is the first call.
 "samples_ms" are calls after it, ten in a row, as a denoise loop makes them; "waited_ms" are calls
 for whose result the host waits, so that its own time stands in front of each. Rows whose name ends
-in "-train" time a forward and its backward, and those that end in "-sizes" the first call at each
-of six sizes in turn. "inductor" compiles the whole model; "-graph" captures one
+in "-train" time a forward and its backward, by the statistics of the batch where it ends in
+"-bn-train", and those that end in "-sizes" the first call at each of six sizes in turn. "inductor" compiles the whole model; "-graph" captures one
 call of it in a hand-made CUDA graph, where there is a GPU. "dynamo_s" is Dynamo's share,
 as ``strop.explain`` says it, "traces_s" the shares of Dynamo and of Strop in each compile, and
 "second_to_first" how much longer a second one took, where there is one. Weights are random, at full
@@ -39,6 +39,8 @@ ROWS = {  # model, size or tokens, batch
     "resnet50": ("resnet50", (224, 224), 8),
     "sd15-train": ("sd15-unet", (512, 512), 4),
     "resnet50-train": ("resnet50", (224, 224), 8),
+    "resnet50-bn-train": ("resnet50", (224, 224), 8),
+    "bert-train": ("bert-base", (1, 128), 8),
     "sd15-sizes": ("sd15-unet", (512, 512), 2),
 }
 SIX = (  # batch, height, width
@@ -96,7 +98,7 @@ def measured_here(row: str, contender: str, num_samples: int, *, is_tiny: bool) 
     workload = (kind.tiny if is_tiny else kind.full)(1)(device, dtype)
     model = workload.target
     if is_trained:
-        model.requires_grad_(True)
+        model.requires_grad_(True).train(row.endswith("-bn-train"))
     fast = prepared(model, contender, is_trained)
     sizes = [(batch, *size)] if not has_sizes else list(SIX)
     if is_tiny:
