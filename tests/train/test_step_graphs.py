@@ -181,6 +181,34 @@ def test_weights_that_move_between_forward_and_backward(device: str) -> None:
     assert_alike(*(gradients_of(m, r) for m, r in zip((ours, plain), results, strict=True)))
 
 
+def test_gradients_of_gradients_raise_an_error(device: str) -> None:
+    _, ours, log = warmed(device)
+    for _ in range(2):
+        x = args(device)[0].requires_grad_()
+        (gradient,) = torch.autograd.grad(ours(x).square().mean(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="gradients of gradients"):
+            gradient.sum().backward()
+    found = gradients_of(ours, ours(*args(device)).square().mean())
+    assert not any(each.requires_grad for each in found)
+    assert log.step_replays > 1
+
+
+def test_settings_of_libraries_hold_for_each_pass(device: str) -> None:
+    plain, ours, log = warmed(device)
+    given = args(device)
+    results = [m(*given).square().mean() for m in (ours, plain)]
+    replays = log.step_replays
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = not before
+    try:
+        assert_alike(*(gradients_of(m, r) for m, r in zip((ours, plain), results, strict=True)))
+        ours(*given).square().mean().backward()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    if device == "cuda":
+        assert log.step_replays == replays, "other settings have a graph of their own"
+
+
 def test_hooks_on_saved_tensors_get_each(device: str) -> None:
     plain, ours, log = warmed(device)
     given, packed = args(device), []

@@ -60,7 +60,7 @@ class CapturedHalf:
     results: tuple[Any, ...]
     leases: tuple[KeptMemory, ...]
     shared: tuple[SharedResults, ...] = ()  # of the results that the caller gets
-    places: tuple[int, ...] = ()  # addresses of what else it reads
+    standing: Hashable = ()  # settings of libraries, and addresses of what else it reads
 
     def replay(self, given: Sequence[Tensor]) -> None:
         for lease in self.leases:
@@ -251,10 +251,11 @@ class StepPair:
             if captured is None:
                 captured = self._captured_backward(backward, tangents, read)
             # who shards or offloads weights has them elsewhere by now
-            if captured is None or captured.places != _places_of(read):
+            if captured is None or captured.standing != _standing(read):
                 return None
-            captured.replay(_present(tangents))
-            return copies_of(captured.results, captured.shared)
+            with torch.no_grad():  # who wants gradients of gradients has them enabled
+                captured.replay(_present(tangents))
+                return copies_of(captured.results, captured.shared)
 
     def _read(self, half: CapturedHalf, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return what a backward reads of that: arguments where the forward has copied them."""
@@ -279,7 +280,7 @@ class StepPair:
         except (NoGraphError, torch.OutOfMemoryError) as error:
             self._go_without(str(error))
             return None
-        captured = replace(captured, shared=shared_by(captured.results), places=_places_of(read))
+        captured = replace(captured, shared=shared_by(captured.results), standing=_standing(read))
         self._backwards[id(backward)] = captured
         return captured
 
@@ -355,8 +356,8 @@ def _present(tangents: Sequence[Tensor | None]) -> list[Tensor]:
     return [tangent for tangent in tangents if tangent is not None]
 
 
-def _places_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(map(Tensor.data_ptr, tensors))
+def _standing(read: Sequence[Tensor]) -> Hashable:
+    return library_settings(), *map(Tensor.data_ptr, read)
 
 
 def _is_watched() -> bool:

@@ -176,8 +176,8 @@ class _Run(torch.autograd.Function):
         with torch._C._DisableAutocast():  # the graph has its own casts
             leased = step.graphs.lease(step, env, primals)
             found = step.forward.run(primals, env) if leased is None else leased[1]
-        # kernels have written to these; who keeps values computed of them looks at this
-        torch.autograd.graph.increment_version(primals[n] for n in step.written)
+        if step.written:  # by kernels: who keeps values that are computed of them looks at versions
+            torch.autograd.graph.increment_version([primals[n] for n in step.written])
         results = found[: len(step.differentiable)]
         ctx.set_materialize_grads(False)
         ctx.lease = None if leased is None else leased[0]
