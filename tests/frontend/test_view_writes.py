@@ -22,6 +22,8 @@ Views = {
     "transpose": lambda y: y.transpose(1, 2),
     "permute": lambda y: y.permute(2, 0, 1),
     "unsqueeze": lambda y: y.unsqueeze(1),
+    "flatten": lambda y: y.view(y.shape[0], -1),
+    "parts": lambda y: y.view(-1, y.shape[1], 2, 3)[:, 1:].transpose(2, 3),
     "chain": lambda y: y.transpose(1, 2)[..., 1:4].permute(1, 2, 0)[1::2].unsqueeze(0)[:, :, 1],
 }
 

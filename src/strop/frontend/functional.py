@@ -150,6 +150,8 @@ class _Writes:
             for view in reversed(views):
                 whole = unviewed(self._graph, view, whole)
                 self._add(whole, view.args[0].meta, place)  # type: ignore[union-attr]
+                for asked in whole.all_input_nodes:  # for sizes
+                    self._places.setdefault(asked, place)
             for fx, (_, chain) in chains.items():
                 shown = whole
                 for view in chain:

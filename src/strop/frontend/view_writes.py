@@ -46,6 +46,18 @@ def _unsqueezed(graph: Graph, view: Node, part: Node) -> Node:
     return graph.call_function(aten.unsqueeze.default, (part, *view.args[1:]))
 
 
+def _reshaped(graph: Graph, view: Node, part: Node) -> Node:
+    source: Any = view.args[0]
+    sizes = []
+    for dim, size in enumerate(source.meta["val"].shape):
+        if not isinstance(size, int):  # a node has to say it
+            asked = graph.call_function(aten.sym_size.int, (source, dim))
+            asked.meta["val"] = size
+            size = asked
+        sizes.append(size)
+    return graph.call_function(aten.view.default, (part, sizes))
+
+
 # For a kind of view: what gives the tensor that it looks at, from the new values of the view.
 UNVIEWS: Mapping[Any, Unview] = {
     aten.slice.Tensor: _scatter(aten.slice_scatter.default),
@@ -55,6 +67,7 @@ UNVIEWS: Mapping[Any, Unview] = {
     aten.permute.default: _permuted_back,
     aten.unsqueeze.default: _called(aten.squeeze.dim),
     aten.squeeze.dim: _unsqueezed,
+    aten.view.default: _reshaped,
 }
 
 
