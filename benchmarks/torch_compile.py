@@ -8,11 +8,11 @@ Each row of each contender has a process of its own with empty caches. "first_s"
 "samples_ms" are calls after it, ten in a row, as a denoise loop makes them; "waited_ms" are calls
 for whose result the host waits, so that its own time stands in front of each. Rows whose name ends
 in "-train" time a forward and its backward, by the statistics of the batch where it ends in
-"-bn-train", and those that end in "-sizes" the first call at each of six sizes in turn. "inductor" compiles the whole model; "-graph" captures one
-call of it in a hand-made CUDA graph, where there is a GPU. "dynamo_s" is Dynamo's share,
-as ``strop.explain`` says it, "traces_s" the shares of Dynamo and of Strop in each compile, and
-"second_to_first" how much longer a second one took, where there is one. Weights are random, at full
-size.
+"-bn-train", and those that end in "-sizes" the first call at each of six sizes in turn. "inductor"
+compiles the whole model; "-graph" captures one call of it in a hand-made CUDA graph, where there is
+a GPU. "dynamo_s" is Dynamo's share, as ``strop.explain`` says it, "traces_s" the shares of Dynamo
+and of Strop in each compile, and "second_to_first" how much longer a second one took, where there
+is one. Weights are random, at full size.
 """
 
 from __future__ import annotations
