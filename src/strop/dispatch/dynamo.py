@@ -397,19 +397,21 @@ class AotProgram:
         of a transform of ``torch.func``, which have no memory."""
         try:
             if self.device.type != "cuda":
-                results = self._run(arguments, env, told)
-            else:
-                with torch.cuda.device(self.device):  # kernels are launched in the current context
-                    results = self._run(arguments, env, told)
+                return self._run(arguments, env, told, is_call=is_call)
+            with torch.cuda.device(self.device):  # kernels are launched in the current context
+                return self._run(arguments, env, told, is_call=is_call)
         except RuntimeError:
             if any(isinstance(a, Tensor) and _is_wrapped(a) for a in arguments):
                 raise UnsupportedError(_WRAPPED) from None
             raise
-        self.num_calls += is_call
-        return results
 
     def _run(
-        self, arguments: Sequence[Any], env: Mapping[str, int] | None, told: Told | None
+        self,
+        arguments: Sequence[Any],
+        env: Mapping[str, int] | None,
+        told: Told | None,
+        *,
+        is_call: bool,
     ) -> list[Any]:
         device = self.device
         tensors = [
@@ -451,7 +453,7 @@ class AotProgram:
             self._set_apart(results)
             if self._views is not None:
                 self._views.put(results, arguments)
-            self.latest = bound
+            self.num_calls, self.latest = self.num_calls + is_call, bound
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
                 if own is not None and own is not inputs[index]:
