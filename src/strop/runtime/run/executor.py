@@ -136,13 +136,18 @@ class Bound:
         """Say whether it has memory of its own, for the time of a run."""
         return self.program.device == "cuda" and self.arena_bytes > KEPT_BYTES
 
+    @property
+    def against_keeping(self) -> str:
+        """Return why no CUDA graph is to keep its working memory, or nothing."""
+        if not self.is_large:
+            return ""
+        size = f"{self.arena_bytes / 2**30:.1f} GiB"
+        return f"its working memory, {size}, is free for others between calls"
+
     @cached_property
     def against_graph(self) -> str:
         """Return why no CUDA graph is to run this, or nothing."""
-        if self.is_large:
-            size = f"{self.arena_bytes / 2**30:.1f} GiB"
-            return f"its working memory, {size}, is free for others between calls"
-        return reason_against(self.plan)
+        return self.against_keeping or reason_against(self.plan)
 
     @property
     def has_moved(self) -> bool:

@@ -51,10 +51,8 @@ def reason_against(plan: ShapePlan, *, hands_over: bool = True) -> str:
 def reason_against_step(bounds: Sequence[Bound], kept_bytes: int) -> str:
     """Return why forward and backward of a training step are to be run step by step, or nothing.
     Their graphs keep ``kept_bytes`` between calls."""
-    for bound in bounds:
-        if bound.is_large:
-            size = f"{bound.arena_bytes / 2**30:.1f} GiB"
-            return f"its working memory, {size}, is free for others between calls"
+    if reasons := [bound.against_keeping for bound in bounds if bound.against_keeping]:
+        return reasons[0]
     if kept_bytes < LEAST_BYTES:
         return ""
     gpu_us, host_us = map(sum, zip(*(_times_of(bound.plan) for bound in bounds), strict=True))
