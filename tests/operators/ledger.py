@@ -4,7 +4,8 @@ A line is one operator, way, direction and layout with the types that have the s
 
     operator  way  direction  layout  digest  passed/opaque/rule/failed  types  first reason
 
-with tabs between. The digest is that of torch's version and the sources at the run.
+with tabs between. A column but the last one that is empty says what the line above says. The digest
+is that of torch's version and the sources at the run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -76,10 +78,13 @@ def digest() -> str:
 
 def read(path: Path = LEDGER) -> dict[Key, Row]:
     rows: dict[Key, Row] = {}
+    above: list[str] = []
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("#"):
             continue
-        operator, way, direction, layout, made, counts, dtypes, reason = line.split("\t")
+        *start, reason = line.split("\t")
+        above = [cell or repeated for cell, repeated in zip_longest(start, above)]
+        operator, way, direction, layout, made, counts, dtypes = above
         row = Row(made, Counts(*map(int, counts.split("/"))), reason)
         for dtype in dtypes.split(" "):
             rows[Key(operator, way, direction, layout, dtype)] = row
@@ -94,8 +99,12 @@ def write(rows: Rows, path: Path = LEDGER) -> None:
         where = (key.operator, key.way, key.direction, key.layout)
         lines[*where, row.digest, counts, row.reason].append(key.dtype)
     text = f"{HEADER}\n"
+    above: list[str] = []
     for (*start, reason), dtypes in lines.items():
-        text += "\t".join([*start, " ".join(dtypes), reason]) + "\n"
+        cells = [*start, " ".join(dtypes)]
+        kept = ["" if cell == repeated else cell for cell, repeated in zip_longest(cells, above)]
+        text += "\t".join([*kept, reason]) + "\n"
+        above = cells
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_text(text)
     fresh.replace(path)
