@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,16 +26,25 @@ PEERS = ("eager", "eager-graph", "inductor", "inductor-graph")
 INFER = {
     "P1": "Stable Diffusion 1.5, one UNet step, 512x512, batch 2",
     "P3": "SDXL, one UNet step, 1024x1024, batch 2",
-    "P4-1024": "Stable Diffusion VAE, decode 1024x1024",
     "P5-512": "Stable Diffusion 1.5, prompt to picture, 512x512, 50 steps",
     "P5x": "SDXL, prompt to picture, 1024x1024, 30 steps",
     "P7": "peak memory, Stable Diffusion 1.5, 1024x1024",
+}
+# The same of transformers, measured on one H200.
+TRANSFORMERS = {
+    "D1": "Flux.1, one step, 1024x1024",
+    "D1q": "Qwen-Image, one step, 1024x1024",
+    "D1w": "Wan 2.1 1.3B, one step, 480p, 33 frames",
+    "D2": "Flux.1, prompt to picture, 1024x1024, 28 steps",
+    "D3": "Qwen-Image, prompt to picture, 1024x1024, 50 steps with guidance",
+    "D4-z-image": "Z-Image-Turbo, prompt to picture, 1024x1024, 9 steps",
+    "D4-klein": "FLUX.2 Klein 4B, prompt to picture, 1024x1024, 4 steps",
+    "F7": 'SDXL, prompt to picture, 30 steps, less exact by `numerics=("fp8", "step_cache")`',
 }
 COLD = "Stable Diffusion 1.5 UNet, first call, nothing cached"
 # Rows of ``strop bench train``; "eager" is diffusers' script there.
 TRAIN = {
     "P8": "fine-tune Stable Diffusion 1.5, 512x512, batch 8",
-    "P11": "DreamBooth, Stable Diffusion 1.5, batch 1",
     "P11-lora": "LoRA, Stable Diffusion 1.5, batch 1, cached latents",
     "P11x": "fine-tune SDXL, 1024x1024, batch 4, cached latents",
 }
@@ -73,6 +83,21 @@ def table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def transformers_table(results: Path = RESULTS) -> str:
+    """Return the table of models of today, beside eager and Inductor's blocks in a CUDA graph."""
+    files = [file for row in TRANSFORMERS for file in results.glob(f"{row}_h200_*.json")]
+    found = {result["row"]: result for result in map(json.loads, map(Path.read_text, files))}
+    machine = found["D1"]["environment"]
+    lines = [f"One {machine['gpu']}, PyTorch {machine['torch']}, random weights; medians:", ""]
+    lines += [_line(["", "Strop", "eager", HEADER[-1]]), _line(["---"] * 4)]
+    for row, title in TRANSFORMERS.items():
+        contenders = found[row]["contenders"]
+        names = ("strop", "eager", "inductor-blocks-graph")
+        texts = [_number(found[row], contenders.get(name, {})) for name in names]
+        lines.append(_line([title, f"**{texts[0]}**", *texts[1:]]))
+    return "\n".join(lines)
+
+
 def cpu_table(results: Path = RESULTS) -> str:
     """Return how many times as fast as eager in fp32 each is, on one core of a CPU."""
     found = {result["row"]: result for result in cpu_report.load(results)}
@@ -108,17 +133,20 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+TABLES = {"results": table, "transformers": transformers_table, "cpu": cpu_table}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into the README; ``--check`` only tells whether they are there."""
     page = ROOT / "README.md"
     if "--check" in arguments:
         text = page.read_text(encoding="utf-8")
-        if table() in text and cpu_table() in text:
+        if all(made() in text for made in TABLES.values()):
             return 0
         print("README.md has other tables: run python benchmarks/readme_table.py")
         return 1
-    infer_report.write_into(page, table(), "results")
-    infer_report.write_into(page, cpu_table(), "cpu")
+    for mark, made in TABLES.items():
+        infer_report.write_into(page, made(), mark)
     return 0
 
 
