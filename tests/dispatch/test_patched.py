@@ -82,9 +82,13 @@ FUNCTIONS: dict[str, tuple[Any, str]] = {
     "a function of a library": (diffusers.models.embeddings, "get_timestep_embedding"),
     "the root's forward": (Net, "forward"),
     "the call of all modules": (nn.Module, "__call__"),
+    "what that calls": (nn.Module, "_call_impl"),
 }
 NOT_CALLED = ("another method",)
-IN_EAGER = ("the call of all modules",)  # torch's own tracer takes the function that it knows
+IN_EAGER = (
+    "the call of all modules",
+    "what that calls",
+)  # torch's own tracer takes the function that it knows
 
 
 def _put(owner: Any, name: str, value: Any) -> Callable[[Net], None]:

@@ -178,6 +178,9 @@ def plain_key(args: tuple[Any, ...], free: Collection[int] = ()) -> Hashable:
     return key
 
 
+_USUAL = nn.Module.__call__, nn.Module._call_impl
+
+
 def _entrance(served: Served) -> Callable[..., Any]:
     """Return what a module's ``__call__`` takes for compiled code, and calls instead of
     ``_call_impl``.
@@ -201,6 +204,8 @@ def _entrance(served: Served) -> Callable[..., Any]:
             or _global_backward_pre_hooks
             or own.get("forward") is not served
             or module is not ours
+            or nn.Module.__call__ is not _USUAL[0]  # compiled code has the usual ones within
+            or nn.Module._call_impl is not _USUAL[1]
         ):
             result = served.by_name(args, kwargs) if kwargs else served.short(args)
             if result is not None:

@@ -27,9 +27,10 @@ _GLOBAL = (
     _global_backward_hooks,
     _global_backward_pre_hooks,
 )
+_CALL, _CALLED = nn.Module.__call__, nn.Module._call_impl
 REASON = (
     "hooks for all modules are registered (torch.nn.modules.module.register_module_*, or another"
-    " nn.Module.__call__), which compiled code would not run"
+    " nn.Module.__call__ or _call_impl), which compiled code would not run"
 )
 
 
@@ -47,8 +48,10 @@ def _is_traced(hook: Any) -> bool:
 def has_global_hooks() -> bool:
     """Tell whether somebody else than a trace of ours, in another thread, has registered some, or
     has replaced what runs them: torch's tracer would take the function that it knows."""
-    if not (nn.Module.__call__.__module__ or "").startswith("torch."):
-        return True
+    if nn.Module.__call__ is not _CALL or nn.Module._call_impl is not _CALLED:
+        for call in (nn.Module.__call__, nn.Module._call_impl):
+            if not (call.__module__ or "").startswith("torch."):
+                return True
     if not (  # each call asks, and a loop would take longer
         _global_forward_hooks
         or _global_forward_pre_hooks

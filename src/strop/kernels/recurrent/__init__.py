@@ -1,0 +1,1 @@
+"""Kernels for recurrent layers: LSTM, GRU and plain ones."""
