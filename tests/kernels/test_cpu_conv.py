@@ -195,9 +195,13 @@ def test_choices() -> None:
     for dtype in TYPES:
         asked = problem(dtype)
         assert library.select(asked.call, asked, MEASURED, ()).kernel == conv_cpu.NAME
-        for isa in ("avx2", "avx512"):  # were not measured
-            fewer = replace(MEASURED, isa=isa)
-            assert library.select(asked.call, asked, fewer, ()).kernel == "torch"
+        other = replace(MEASURED, isa="neon")  # was not measured
+        assert library.select(asked.call, asked, other, ()).kernel == "torch"
+    small = {dtype: problem(dtype, (64, 16, 3, 3)) for dtype in TYPES}
+    for isa in ("avx2", "avx512"):  # which lack the instructions for bf16
+        device = replace(MEASURED, isa=isa)
+        names = {dtype: library.select(p.call, p, device, ()).kernel for dtype, p in small.items()}
+        assert names == {torch.float32: conv_cpu.NAME, torch.bfloat16: "torch"}
     none = problem(torch.float32, (8, 64, 30, 3))
     assert conv_cpu.cost_us(none, MEASURED) == conv_cpu.NEVER
     assert conv_cpu.launch(none, MEASURED) is None

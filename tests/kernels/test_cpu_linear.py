@@ -155,9 +155,10 @@ def test_choices() -> None:
 
     for dtype in TYPES:
         assert chosen(768, 64, 64, dtype) == linear_cpu.NAME
-        # neither was measured, and the second lacks the instructions for bf16
-        assert chosen(768, 64, 64, dtype, "avx2") == "torch"
-        assert chosen(768, 64, 64, dtype, "avx512") == "torch"
+        assert chosen(768, 64, 64, dtype, "neon") == "torch"  # was not measured
+    for isa in ("avx2", "avx512"):  # which lack the instructions for bf16
+        assert chosen(768, 64, 64, torch.float32, isa) == linear_cpu.NAME
+        assert chosen(768, 64, 64, torch.bfloat16, isa) == "torch"
     for rows in (1, 2, 7):
         assert chosen(rows, 64, 64, torch.float32) == linear_cpu.NAME
         assert chosen(rows, 1280, 1280, torch.float32) == linear_cpu.NAME

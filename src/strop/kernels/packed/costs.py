@@ -14,6 +14,8 @@ from strop.ir.contractions import CONTRACTIONS
 from strop.kernels.kernel import Problem
 
 CONV = "conv2d"
+# Processors that nobody measured, and those whose instructions for fp32 are theirs.
+MEASURED_AS = {"avx512": "avx512_bf16"}
 _FLOPS = {row.name: row.anchor.flops for row in CONTRACTIONS}
 
 
@@ -66,6 +68,8 @@ class PackedCase:
 def case_of(
     op: str, dtype: torch.dtype, isa: str, cases: Sequence[PackedCase]
 ) -> PackedCase | None:
+    """Return the lines of an operator on a kind of processor, or None where it was not measured."""
     kind = CONV if op == CONV else "linear"
-    wanted = isa, dtype, kind
+    as_if = MEASURED_AS.get(isa, isa) if dtype is torch.float32 else isa
+    wanted = as_if, dtype, kind
     return next((row for row in cases if (row.isa, row.dtype, row.kind) == wanted), None)

@@ -1,7 +1,8 @@
 """Hold what products take on CPUs, with weights as they lie, packed, and by ours, on one thread.
 
 `python benchmarks/cpu_packed.py --table FILE...` writes this file from its own sweeps:
-`cpu-packed_cpu_2026-11-29.json`.
+`cpu-packed_cpu_2026-11-29.json`,
+`cpu-packed-avx2_cpu_2026-12-01.json`.
 """
 
 from __future__ import annotations
@@ -47,5 +48,23 @@ CASES = (
         Line(28.8, 494875.0, 84093.0),
         39554,
         Line(4.9, 483789.0, 25349.0),
+    ),
+    PackedCase(
+        "avx2",
+        F32,
+        "linear",
+        Line(21.9, 83174.0, 22233.0),
+        Line(47.1, 79000.0, 36408.0),
+        23981,
+        Line(6.6, 84633.0, 14467.0),
+    ),
+    PackedCase(
+        "avx2",
+        F32,
+        "conv2d",
+        Line(82.3, 81513.0, 2906.0),
+        Line(82.3, 81513.0, 95694.0),
+        23981,
+        Line(46.2, 72103.0, 1000000000.0),
     ),
 )
