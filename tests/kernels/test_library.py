@@ -72,6 +72,13 @@ CALLS = (
         for ins, outs in ((320, 1280), (320, 12))
     ),
     call("linear_scan", ("b", 320, "n", 16), ("b", 320, "n", 16)),
+    call(
+        "recurrence",
+        *(("n", "b", 64), (64, 16), ("b", 16), ("b", 16), (64,)),
+        kind="lstm",
+        has_bias=True,
+        reversed=False,
+    ),
     call("code_sums", ("n", 64), (32, 64)),
     call("scaled_product", ("n", 64), (32, 64), ("n", 1), (1, 32)),
     call("scaled_geglu", ("n", 640), (5120, 640), ("n", 1), (1, 5120), (5120,), is_fast=False),

@@ -26,6 +26,7 @@ from strop.ir.linear_scan import linear_scan
 from strop.ir.mixed_product import mixed_product
 from strop.ir.normed_linear import normed_linear
 from strop.ir.ops import OPS, Kind
+from strop.ir.recurrence import recurrence_of
 from strop.ir.tensor_spec import cornered
 from strop.patterns import registry
 from strop.runtime.run.library_calls import ACTIVATIONS, ALLOCATING, fold_taps, upsampled
@@ -268,6 +269,7 @@ _RULES: dict[str, Rule] = {
     "matmul": lambda n, x, env: torch.matmul(*x),
     "mixed_product": lambda n, x, env: mixed_product(*x),
     "linear_scan": lambda n, x, env: linear_scan(x[0], x[1]),
+    "recurrence": lambda n, x, env: recurrence_of(x, n.attrs),
     "code_sums": lambda n, x, env: code_sums(*x, **n.attrs),
     "scaled_product": lambda n, x, env: _scaled_product(x),
     "scaled_geglu": lambda n, x, env: _geglu(n, _scaled_product(x)),

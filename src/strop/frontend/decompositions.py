@@ -21,6 +21,7 @@ from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.ragged_tables import BAGS
 from strop.frontend.random import RANDOM_RULES
+from strop.frontend.recurrences import RECURRENCES
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
 from strop.ir.contractions import NHWC
 from strop.ir.dims import const, product
@@ -290,6 +291,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     torch.ops.strop.conv2d.default: _conv2d,
     MIXED_PRODUCT: _mixed_product,
     **SCANS,
+    **RECURRENCES,
     **BAGS,
     aten.convolution.default: _convolution,
     torch.ops.strop.convolution.default: _convolution,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strop.frontend.differentiated import define
 from strop.frontend.formats import pictures, pictures_on_cpu, suggested
+from strop.frontend.recurrences import layers
 
 aten = torch.ops.aten
 _library = torch.library.Library("strop", "FRAGMENT")
@@ -220,7 +221,11 @@ def _recurrent(name: str) -> Callable[..., Any]:
     packed, own = getattr(torch, name), getattr(torch.ops.strop, name)
 
     def call(*args: Any) -> Any:
-        return own(*args) if isinstance(args[2], list | tuple) else packed(*args)
+        if not isinstance(args[2], list | tuple):
+            return packed(*args)
+        x, states, *rest = args
+        found = layers(name, x, states if isinstance(states, list | tuple) else [states], *rest)
+        return own(*args) if found is None else found
 
     return call
 

@@ -49,6 +49,10 @@ def _scan_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     return 2 * math.prod(shapes[0])
 
 
+def _recurrence_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
+    return 2 * math.prod(shapes[0]) * shapes[1][1]
+
+
 def _upsampled_conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
     """Count each of four windows at each pixel of the operand."""
     return 2 * math.prod(shapes[1]) * math.prod(shapes[0]) // shapes[0][1]
@@ -315,6 +319,13 @@ CONTRACTIONS: tuple[Op, ...] = (
         Kind.CONTRACTION,
         rows_kept=lambda attrs, rank: True,
         anchor=Anchor("scan", ANYWHERE, order=STEPS_BY_ROWS, is_movable=True, flops=_scan_flops),
+    ),
+    # gates (T, B, G * H), weight (G * H, H), hidden state (B, H)[, cell (B, H)][, bias (G * H,)] ->
+    # (T, B, H), or (T + 1, B, H) with an LSTM's cell at the end (``ir.recurrence``)
+    Op(
+        "recurrence",
+        Kind.CONTRACTION,
+        anchor=Anchor("recurrence", frozenset({"cpu"}), is_movable=True, flops=_recurrence_flops),
     ),
     # x (n,)[, an earlier exchange, which is not read] -> (n,) or (n * size,): what the processes of
     # a group send each other (``ir.exchange``), in the order of their numbers

@@ -139,6 +139,12 @@ def steps_us(problem: Problem, device: Device) -> float:
     return steps * each
 
 
+def cells_us(problem: Problem, device: Device) -> float:
+    """Return the time of the steps of a recurrent layer, each a product and some launches."""
+    times, (steps, batch, wide) = tuned(device).gemm.library, problem.shapes[0]
+    return steps * (times.linear_begin_us + 24 * batch * wide / times.behind_bytes)
+
+
 def trimmed_us(problem: Problem, device: Device) -> float:
     """Return the time of cuBLAS and of torch's copy of some columns, which are not aligned."""
     times, (columns, _) = tuned(device).gemm.library, problem.shapes[1]
@@ -229,6 +235,7 @@ GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
 STEPS = Kernel("torch_steps", ("linear_scan",), anything, steps_us)
+CELLS = Kernel("torch_cells", ("recurrence",), anything, cells_us)
 TRIMMED = Kernel("cublas_and_copy", ("trimmed_linear",), anything, trimmed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
@@ -247,6 +254,7 @@ ROWS: tuple[Kernel, ...] = (
     GATES,
     MIXED,
     STEPS,
+    CELLS,
     TRIMMED,
     CODES,
     SCALED,

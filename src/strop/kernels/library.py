@@ -32,6 +32,7 @@ from strop.kernels.gemm import (
 from strop.kernels.gemm import rows as gemm
 from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
 from strop.kernels.packed import rows as packed
+from strop.kernels.recurrent import rows as recurrent
 from strop.kernels.scan import rows as scan
 
 # Rows of equal cost are preferred in this order.
@@ -52,6 +53,7 @@ KERNELS: tuple[Kernel, ...] = (
     folded_taps.ROW,
     geglu.ROW,
     mixed_product.ROW,
+    recurrent.ROW,
     scan.CPU_ROW,
     scan.GPU_ROW,
     trimmed.ROW,

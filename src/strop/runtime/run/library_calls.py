@@ -31,6 +31,7 @@ from strop.ir.exchange import exchanged
 from strop.ir.linear_scan import linear_scan
 from strop.ir.mixed_product import mixed_product
 from strop.ir.normed_linear import normed_linear
+from strop.ir.recurrence import recurrence_of
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 from strop.runtime.run import attention_calls, scaled_calls
@@ -171,6 +172,10 @@ def _mixed_product(attrs: Mapping[str, Any]) -> OutCall:
 
 def _linear_scan(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: out.copy_(linear_scan(inputs[0], inputs[1]))
+
+
+def _recurrence(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(recurrence_of(inputs, attrs))
 
 
 def _conv2d(attrs: Mapping[str, Any]) -> Call:
@@ -382,6 +387,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "matmul": _matmul,
     "mixed_product": _mixed_product,
     "linear_scan": _linear_scan,
+    "recurrence": _recurrence,
     "code_sums": _code_sums,
     "scaled_product": scaled_calls.on_cpu,
     "code_conv2d": _code_conv2d,
