@@ -80,6 +80,16 @@ def test_random_shapes_are_legal(row: Any, is_tiny: bool) -> None:
     assert all(side % grid == 0 for side in row.size)
 
 
+def test_a_later_run_measures_the_shapes_that_are_left(tmp_path: Path) -> None:
+    (row,) = chosen_rows(["P4-512"], tiny=True)
+    plan = replace(TINY, random=3, random_from=2, peers=("eager",))
+    (result,) = infer.run([row], plan, out=tmp_path, is_apart=False)
+    drawn = row.draws.some(3, plan.seed)
+    found = [(tuple(shape["size"]), shape["batch"]) for shape in result["random"]["shapes"]]
+    assert found == [(tuple(size), batch) for size, batch in drawn[2:]]
+    assert result["random"]["from"] == 2
+
+
 def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     rows = chosen_rows(["P4"], tiny=True)
     plan = replace(TINY, random=2, variants=True, peers=("eager", "eager-graph", "inductor"))

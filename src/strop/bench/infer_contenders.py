@@ -47,6 +47,7 @@ class Plan:
     samples: int = 20
     calls: int = LOOP_CALLS
     random: int = 0
+    random_from: int = 0  # how many of these an earlier run has measured
     random_peer: str = ""  # eager in a CUDA graph where there may be one
     seed: int = 0
     ablate: bool = False

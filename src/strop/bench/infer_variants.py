@@ -68,6 +68,7 @@ def measure_random(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Fo
     result: Found = {
         "peer": peer,
         "seed": plan.seed,
+        "from": plan.random_from,
         "steps": row.steps,
         "shapes": [],
         "left_out": [],
@@ -78,7 +79,8 @@ def measure_random(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Fo
             group = _roomy(group)
         others = _others(group) if plan.variants else {}
         longest = 0.0  # that a shape has taken
-        for number, (size, batch) in enumerate(row.draws.some(plan.random, plan.seed)):
+        drawn = row.draws.some(plan.random, plan.seed)[plan.random_from :]
+        for number, (size, batch) in enumerate(drawn):
             shape: Found = {"size": size, "batch": batch}
             refusal = clock.refusal(1.5 * longest)
             if refusal:

@@ -68,6 +68,14 @@ RandomOption = Annotated[
         min=0, help="Also measure this many random shapes of each model, in a fresh process."
     ),
 ]
+RandomFromOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Leave out so many of the shapes of --random, which an earlier run with the same"
+        " --seed has measured.",
+    ),
+]
 RandomPeerOption = Annotated[
     str,
     typer.Option(
@@ -132,6 +140,7 @@ def infer(
     earlier: EarlierOption = RESULTS,
     budget: BudgetOption = 1800.0,
     random: RandomOption = 0,
+    random_from: RandomFromOption = 0,
     random_peer: RandomPeerOption = "",
     seed: SeedOption = 0,
     ablate: AblateOption = False,
@@ -153,6 +162,8 @@ def infer(
     require_diffusion()
     from strop.bench.infer_rows import chosen_rows
 
+    if random_from and random_from >= random:
+        raise typer.BadParameter("must be less than --random", param_hint="--random-from")
     if variants and not random:
         raise typer.BadParameter("goes with --random N", param_hint="--variants")
     with wrong("ROWS"):
@@ -165,6 +176,7 @@ def infer(
         samples=samples,
         calls=calls,
         random=random,
+        random_from=random_from,
         random_peer=split_peers(random_peer)[0] if random_peer else "",
         seed=seed,
         ablate=ablate,
