@@ -314,7 +314,7 @@ def main() -> None:
         sys.path[:0] = paths
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, before)))
-        os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         workers: list[Worker] = []
         signal.signal(signal.SIGTERM, terminated)
         for begin in (

@@ -18,9 +18,9 @@ using namespace attention;
 
 enum Kind { LSTM, GRU, RNN_TANH, RNN_RELU };
 constexpr int gates_of(Kind kind) { return kind == LSTM ? 4 : kind == GRU ? 3 : 1; }
-// rows of a tile: its sums, a vector of each gate and one number fit into the registers
 constexpr int64_t PART = 32;  // steps that are summed by themselves: errors grow with their number
-constexpr int SUMS = LANES == 16 ? 24 : 12;
+constexpr int SUMS = LANES == 16 ? 24 : 12;  // vectors, beside which others fit into the registers
+// rows of a tile
 constexpr int rows_of(Kind kind) { return SUMS / gates_of(kind) < 6 ? SUMS / gates_of(kind) : 6; }
 
 struct Layer {
