@@ -284,7 +284,7 @@ def test_blocks_that_repeat(place: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(repeated_gradients, "copy_nodes", counted)
     eager = Stack(*PLACES[place])
     ours = strop.optimize(copy.deepcopy(eager), train=True, options=options())
-    inputs = [(torch.randn(n, 5, 8, requires_grad=True),) for n in (3, 2, 4, 7)]
+    inputs = [(torch.randn(n, 5, 8, requires_grad=True),) for n in (3, 2, 4, 7, 40, 90)]
     assert_gradients_as_accurate(ours, eager, inputs, per_tensor=False)
     check_graphs(ours)
     assert copied, "else there is no test here"

@@ -325,7 +325,7 @@ CONTRACTIONS: tuple[Op, ...] = (
     Op(
         "recurrence",
         Kind.CONTRACTION,
-        anchor=Anchor("recurrence", frozenset({"cpu"}), is_movable=True, flops=_recurrence_flops),
+        anchor=Anchor("recurrence", ANYWHERE, is_movable=True, flops=_recurrence_flops),
     ),
     # x (n,)[, an earlier exchange, which is not read] -> (n,) or (n * size,): what the processes of
     # a group send each other (``ir.exchange``), in the order of their numbers
