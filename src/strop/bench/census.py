@@ -361,6 +361,11 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def _processor(found: Mapping[str, Any]) -> str:
+    vectors = found.get("cpu_vectors", "")
+    return f"{found['cpu']} with {vectors}" if vectors else found["cpu"]
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """Return the page ``docs/models.md``, or ``docs/models-gpu.md``."""
     found = result["environment"]
@@ -383,7 +388,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         f"{result['num_good']} of {result['num_models']} pass: {found['date'][:10]}, torch"
         f" {found['torch']}, transformers {found['transformers']}, diffusers"
-        f" {found['diffusers']}, {found.get('gpu', 'CPU')}.",
+        f" {found['diffusers']}, {found.get('gpu') or _processor(found)}.",
         "",
     ]
     if "times" in result:

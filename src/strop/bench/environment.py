@@ -43,6 +43,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version_of(name) for name in _PACKAGES},
         "cpu": cpu_name(),
+        "cpu_vectors": torch.backends.cpu.get_cpu_capability(),  # names of processors hide them
         "cpu_threads": torch.get_num_threads(),
         "commit": commit(),
         "switches": switches(),
