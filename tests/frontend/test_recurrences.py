@@ -113,6 +113,18 @@ def test_torchs_own_operator_is_left(name: str) -> None:
     assert walks(ours) == (0, 1)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_sequences_are_not_taken_for_padded_ones(kind: str) -> None:
+    """They run in eager, as their values say how long each is."""
+    layer = LAYERS[kind](4, 5).eval()
+    ours, x = strop.optimize(copy.deepcopy(layer)), torch.randn(4, 3, 4)
+    packed = nn.utils.rnn.pack_padded_sequence(x, [4, 3, 1])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(packed)[0].data, layer(packed)[0].data)
+    assert "Expected a value of type" not in str(strop.explain(ours))
+    assert ours.forward.counters.eager_calls == 1
+
+
 def test_dropout_between_layers_is_drawn_by_torch() -> None:
     layer = nn.GRU(4, 5, 2, dropout=0.5).train()
     ours, x = strop.optimize(copy.deepcopy(layer)), torch.randn(3, 2, 4)

@@ -221,7 +221,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
     packed, own = getattr(torch, name), getattr(torch.ops.strop, name)
 
     def call(*args: Any) -> Any:
-        if not isinstance(args[2], list | tuple):
+        if not isinstance(args[3], bool):  # whether there are biases; packed ones have weights here
             return packed(*args)
         x, states, *rest = args
         found = layers(name, x, states if isinstance(states, list | tuple) else [states], *rest)
