@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +51,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (lambda: Tagged(nn.LSTM), (2, 5, 6)),
     "gru": (lambda: Tagged(nn.GRU), (2, 5, 6)),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A caller with several threads waits for whoever holds a lane, which one of these tests does
+    itself."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def made(kind: str) -> nn.Module:
