@@ -136,6 +136,32 @@ def check(module: Net, expected: Tensor) -> None:
             torch.testing.assert_close(module(X), expected, **CLOSE)
 
 
+EARLIER = """
+import torch
+from torch import nn
+
+usual = getattr(nn.Module, NAME)
+setattr(nn.Module, NAME, lambda *args, **kwargs: usual(*args, **kwargs) * 0.7)
+
+import strop
+
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(4, 4), nn.SiLU()).eval()
+x = torch.randn(2, 4)
+with torch.no_grad():
+    expected = plain(x)
+    strop.optimize(plain)
+    for _ in range(3):
+        torch.testing.assert_close(plain(x), expected)
+"""
+
+
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_what_was_replaced_before_strop_was_imported(name: str) -> None:
+    run = [sys.executable, "-c", EARLIER.replace("NAME", repr(name))]
+    subprocess.run(run, check=True, timeout=120, env={**os.environ, "STROP_STRICT": "0"})
+
+
 X = torch.randn(1, 5, 16, generator=torch.manual_seed(0))
 
 

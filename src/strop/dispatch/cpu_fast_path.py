@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from strop.dispatch.arguments import as_specified
+from strop.dispatch.hooks import has_usual_calls
 from strop.runtime.run.cpu_runs import NOT_NOW
 from strop.runtime.run.limits import INDEX_LIMIT
 
@@ -178,9 +179,6 @@ def plain_key(args: tuple[Any, ...], free: Collection[int] = ()) -> Hashable:
     return key
 
 
-_USUAL = nn.Module.__call__, nn.Module._call_impl
-
-
 def _entrance(served: Served) -> Callable[..., Any]:
     """Return what a module's ``__call__`` takes for compiled code, and calls instead of
     ``_call_impl``.
@@ -204,8 +202,7 @@ def _entrance(served: Served) -> Callable[..., Any]:
             or _global_backward_pre_hooks
             or own.get("forward") is not served
             or module is not ours
-            or nn.Module.__call__ is not _USUAL[0]  # compiled code has the usual ones within
-            or nn.Module._call_impl is not _USUAL[1]
+            or not has_usual_calls()
         ):
             result = served.by_name(args, kwargs) if kwargs else served.short(args)
             if result is not None:

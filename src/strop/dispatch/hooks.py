@@ -27,7 +27,6 @@ _GLOBAL = (
     _global_backward_hooks,
     _global_backward_pre_hooks,
 )
-_CALL, _CALLED = nn.Module.__call__, nn.Module._call_impl
 REASON = (
     "hooks for all modules are registered (torch.nn.modules.module.register_module_*, or another"
     " nn.Module.__call__ or _call_impl), which compiled code would not run"
@@ -45,13 +44,28 @@ def _is_traced(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == RECORDING or bool(name_computed(hook))
 
 
+def _is_torchs(call: Any) -> bool:
+    return (getattr(call, "__module__", None) or "").startswith("torch.")
+
+
+# None where somebody has replaced one before this file was read
+_CALL, _CALLED = (
+    call if _is_torchs(call) else None for call in (nn.Module.__call__, nn.Module._call_impl)
+)
+
+
+def has_usual_calls() -> bool:
+    """Tell whether what calls all modules is torch's own, as in compiled code. Each call asks: the
+    names of modules are read only where it is not what it was at first."""
+    call, called = nn.Module.__call__, nn.Module._call_impl
+    return (call is _CALL or _is_torchs(call)) and (called is _CALLED or _is_torchs(called))
+
+
 def has_global_hooks() -> bool:
     """Tell whether somebody else than a trace of ours, in another thread, has registered some, or
     has replaced what runs them: torch's tracer would take the function that it knows."""
-    if nn.Module.__call__ is not _CALL or nn.Module._call_impl is not _CALLED:
-        for call in (nn.Module.__call__, nn.Module._call_impl):
-            if not (call.__module__ or "").startswith("torch."):
-                return True
+    if not has_usual_calls():
+        return True
     if not (  # each call asks, and a loop would take longer
         _global_forward_hooks
         or _global_forward_pre_hooks
