@@ -163,10 +163,10 @@ def one_by_one(calls: Mapping[str, Callable[[], object]], samples: int) -> Times
 def sweep(samples: int) -> Iterator[dict[str, Any]]:
     isa = processor().isa
     # oneDNN packs no weights in bf16 for processors without AVX-512
-    names = [name for name in DTYPES if name == "fp32" or isa.startswith("avx512")]
+    dtypes = DTYPES if isa.startswith("avx512") else {"fp32": DTYPES["fp32"]}
     yield {"isa": isa, "watching_bytes_a_us": watching(samples)}
     for case in GRID:
-        for name, dtype in ((name, DTYPES[name]) for name in names):
+        for name, dtype in dtypes.items():
             torch.manual_seed(0)
             calls = calls_of(case, case.operands(dtype))
             more = FEW if case.work(dtype).ops < SMALL_OPS else 1

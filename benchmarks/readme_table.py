@@ -64,13 +64,7 @@ def table(results: Path = RESULTS) -> str:
     files = sorted(results.glob("P*_h100_*.json"))  # one device, which the first line names
     infer = {result["row"]: result for result in infer_report.load(files)}
     train = {result["row"]: result for result in train_report.load(files)}
-    machine = infer["P1"]["environment"]
-    lines = [f"One {machine['gpu']}, PyTorch {machine['torch']}, random weights; medians:", ""]
-    lines += [_line(HEADER), _line(["---"] * len(HEADER))]
-    for row, title in INFER.items():
-        contenders = infer[row]["contenders"]
-        texts = [_number(infer[row], contenders.get(name, {})) for name in ("strop", *PEERS)]
-        lines.append(_line([title, f"**{texts[0]}**", *texts[1:]]))
+    lines = _of_rows(INFER, infer, HEADER, PEERS)
     cold = infer["P6"]["contenders"]
     first = [f"{cold[name]['first_s']:.1f} s" for name in ("strop", "inductor")]
     lines.append(_line([COLD, f"**{first[0]}**", "-", "-", first[1], "-"]))
@@ -87,15 +81,25 @@ def transformers_table(results: Path = RESULTS) -> str:
     """Return the table of models of today, beside eager and Inductor's blocks in a CUDA graph."""
     files = [file for row in TRANSFORMERS for file in results.glob(f"{row}_h200_*.json")]
     found = {result["row"]: result for result in map(json.loads, map(Path.read_text, files))}
-    machine = found["D1"]["environment"]
+    header = (*HEADER[:3], HEADER[-1])
+    return "\n".join(_of_rows(TRANSFORMERS, found, header, ("eager", "inductor-blocks-graph")))
+
+
+def _of_rows(
+    titles: Mapping[str, str],
+    found: Mapping[str, Found],
+    header: Sequence[str],
+    peers: Sequence[str],
+) -> list[str]:
+    """Return the lines of a table of rows of ``strop bench infer``, below what they ran on."""
+    machine = found[next(iter(titles))]["environment"]
     lines = [f"One {machine['gpu']}, PyTorch {machine['torch']}, random weights; medians:", ""]
-    lines += [_line(["", "Strop", "eager", HEADER[-1]]), _line(["---"] * 4)]
-    for row, title in TRANSFORMERS.items():
+    lines += [_line(header), _line(["---"] * len(header))]
+    for row, title in titles.items():
         contenders = found[row]["contenders"]
-        names = ("strop", "eager", "inductor-blocks-graph")
-        texts = [_number(found[row], contenders.get(name, {})) for name in names]
+        texts = [_number(found[row], contenders.get(name, {})) for name in ("strop", *peers)]
         lines.append(_line([title, f"**{texts[0]}**", *texts[1:]]))
-    return "\n".join(lines)
+    return lines
 
 
 def cpu_table(results: Path = RESULTS) -> str:

@@ -162,10 +162,7 @@ def infer(
     require_diffusion()
     from strop.bench.infer_rows import chosen_rows
 
-    if random_from and random_from >= random:
-        raise typer.BadParameter("must be less than --random", param_hint="--random-from")
-    if variants and not random:
-        raise typer.BadParameter("goes with --random N", param_hint="--variants")
+    _check_random(random, random_from, variants=variants)
     with wrong("ROWS"):
         chosen = chosen_rows(rows or (), tiny=tiny)
     plan = plan_of(
@@ -194,6 +191,14 @@ def infer(
     files += [str(path) for r in results if plots for path in infer_plots.draw(r, plots)]
     for file in files:
         print(f"written: {file}")
+
+
+def _check_random(random: int, random_from: int, *, variants: bool) -> None:
+    """Raise BadParameter where options of random shapes do not go with how many there are."""
+    if random_from and random_from >= random:
+        raise typer.BadParameter("must be less than --random", param_hint="--random-from")
+    if variants and not random:
+        raise typer.BadParameter("goes with --random N", param_hint="--variants")
 
 
 def split_peers(peers: str) -> tuple[str, ...]:

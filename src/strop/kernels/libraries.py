@@ -132,17 +132,15 @@ def mixed_us(problem: Problem, device: Device) -> float:
     return begin + ops / times.linear_ops + 24 * rows * columns / times.behind_bytes
 
 
+_ALONG = {"linear_scan": 2, "recurrence": 0}  # the dim of the first operand that counts steps
+
+
 def steps_us(problem: Problem, device: Device) -> float:
     """Return the time of torch's own steps, which are launches one behind the other."""
-    times, (*lead, steps, inner) = tuned(device).gemm.library, problem.shapes[0]
-    each = times.linear_begin_us + 24 * math.prod(lead) * inner / times.behind_bytes
-    return steps * each
-
-
-def cells_us(problem: Problem, device: Device) -> float:
-    """Return the time of the steps of a recurrent layer, each a product and some launches."""
-    times, (steps, batch, wide) = tuned(device).gemm.library, problem.shapes[0]
-    return steps * (times.linear_begin_us + 24 * batch * wide / times.behind_bytes)
+    times, shape = tuned(device).gemm.library, problem.shapes[0]
+    along = _ALONG[problem.op]
+    rest = math.prod(shape[:along]) * math.prod(shape[along + 1 :])
+    return shape[along] * (times.linear_begin_us + 24 * rest / times.behind_bytes)
 
 
 def trimmed_us(problem: Problem, device: Device) -> float:
@@ -234,8 +232,7 @@ NORMS = Kernel("cublas_and_torch_norm", NORMED, anything, normed_us)
 GATES = Kernel("cublas_and_torch", ("geglu", PAIRED["geglu"]), anything, unfused_gates_us)
 CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
 MIXED = Kernel("cublas_of_all_columns", ("mixed_product",), anything, mixed_us)
-STEPS = Kernel("torch_steps", ("linear_scan",), anything, steps_us)
-CELLS = Kernel("torch_cells", ("recurrence",), anything, cells_us)
+STEPS = Kernel("torch_steps", tuple(_ALONG), anything, steps_us)
 TRIMMED = Kernel("cublas_and_copy", ("trimmed_linear",), anything, trimmed_us)
 CODES = Kernel("int_mm", ("code_sums",), anywhere, codes_us)
 SCALED = Kernel("scaled_mm", ("scaled_product",), anywhere, scaled_us)
@@ -254,7 +251,6 @@ ROWS: tuple[Kernel, ...] = (
     GATES,
     MIXED,
     STEPS,
-    CELLS,
     TRIMMED,
     CODES,
     SCALED,

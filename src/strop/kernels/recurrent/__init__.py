@@ -1,1 +1,1 @@
-"""Kernels for recurrent layers: LSTM, GRU and plain ones."""
+"""Kernels compute recurrent layers: LSTM, GRU and plain ones."""

@@ -177,17 +177,16 @@ void walk(void* const* buffers, const int64_t* scalars) {
   {
     const int64_t threads = omp_get_num_threads(), number = omp_get_thread_num();
     const int64_t first = share(blocks, number, threads), last = share(blocks, number + 1, threads);
+    const int64_t from = share(of.batch, number, threads), to = share(of.batch, number + 1, threads);
     for (int64_t block = first; block < last; ++block) pack<G>(of, block);
     if constexpr (KIND == LSTM) {
       float* const cells = of.out + of.steps * of.batch * of.units;
-      const int64_t from = share(of.batch, number, threads), to = share(of.batch, number + 1, threads);
       for (int64_t row = from; row < to; ++row)
         for (int64_t unit = 0; unit < of.units; ++unit)
           cells[row * of.units + unit] = of.cell[row * of.cell_row + unit * of.cell_unit];
     }
 #pragma omp barrier
     if (of.batch >= R * threads) {
-      const int64_t from = share(of.batch, number, threads), to = share(of.batch, number + 1, threads);
       for (int64_t count = 0; count < of.steps; ++count) advance<KIND>(of, count, from, to, 0, blocks);
     } else {
       for (int64_t count = 0; count < of.steps; ++count) {

@@ -37,7 +37,8 @@ from strop.kernels.kernel import (
 
 OP, NAME = "recurrence", "cpu_recurrence"
 MOST_LANES = 16  # of a vector, to a multiple of which units are packed
-PLACES, STRIDES = 7, 10  # operands of a launch, and their strides
+PLACES = 7  # operands of a launch
+DIMS = (3, 2, 2, 2, 1)  # of those before the result
 
 
 @lru_cache
@@ -53,7 +54,9 @@ def source(kind: str) -> KernelSource:
         f"  recurrent::walk<recurrent::{kind.upper()}>(buffers, scalars);\n"
         "}\n"
     )
-    return KernelSource(name, "cpp", text, (torch.float32,) * PLACES, scalars=(1,) * (5 + STRIDES))
+    return KernelSource(
+        name, "cpp", text, (torch.float32,) * PLACES, scalars=(1,) * (5 + sum(DIMS))
+    )
 
 
 def supports(call: Call, device: Device) -> str:
@@ -76,9 +79,7 @@ def launch(problem: Problem, device: Device) -> Launches | None:
     # what a cell does not have, the kernel does not look at: any operand stands in its place
     given = [Operand(number, Lies.UNALIGNED) for number in (0, 1, 2, cell)]
     given += [Operand(bias, Lies.UNALIGNED), Operand(RESULT), Operand(scratch(0))]
-    strides = [
-        Stride(place, dim) for place, dims in enumerate((3, 2, 2, 2, 1)) for dim in range(dims)
-    ]
+    strides = [Stride(place, dim) for place, dims in enumerate(DIMS) for dim in range(dims)]
     wide = -(-units // MOST_LANES) * MOST_LANES
     packed = PartScratch((GATES[kind] * wide * units,), torch.float32)
     numbers = steps, batch, units, int(problem.attr("reversed")), int(has_bias)
