@@ -87,7 +87,9 @@ def test_a_later_run_measures_the_shapes_that_are_left(tmp_path: Path) -> None:
     drawn = row.draws.some(3, plan.seed)
     found = [(tuple(shape["size"]), shape["batch"]) for shape in result["random"]["shapes"]]
     assert found == [(tuple(size), batch) for size, batch in drawn[2:]]
-    assert result["random"]["from"] == 2
+    assert result["random"]["number_of_first"] == 2
+    assert "from" not in result["random"]  # which says when another run measured them
+    assert infer_report.random_text(result).startswith("1: ")
 
 
 def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:

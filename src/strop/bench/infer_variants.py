@@ -68,7 +68,7 @@ def measure_random(row: InferRow, plan: Plan, clock: Deadline, save: Save) -> Fo
     result: Found = {
         "peer": peer,
         "seed": plan.seed,
-        "from": plan.random_from,
+        "number_of_first": plan.random_from,
         "steps": row.steps,
         "shapes": [],
         "left_out": [],
