@@ -201,6 +201,8 @@ def prepared(
     many steps."""
     if cell.contender == "strop":
         is_streamed = cell.placement == "budget"
+        if is_streamed:  # as for a model that does not fit
+            denoiser.to("cpu")
         strop.optimize(
             pipe,
             options=strop.Options.from_environment(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import strop
 from strop.dispatch import model_offload, offloaded_weights
 from strop.dispatch.model_offload import known_offload
-from tests.dispatch.test_model_offload import StandingMemory
+from strop.runtime.run.workspace import Workspace
+from tests.dispatch.test_model_offload import Guest, StandingMemory
 from tests.e2e import tiny
 
 PROMPT = torch.randn(1, 7, tiny.PROMPT_DIM, generator=torch.manual_seed(0))
@@ -88,6 +89,31 @@ def test_hooks_stay_and_nothing_is_looked_at_anew(monkeypatch: pytest.MonkeyPatc
     weights = known_offload(pipe.unet)
     assert weights is not None
     assert weights.is_on_host()
+
+
+def test_programs_let_go_of_weights_before_these_are_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs would keep them on the GPU, beside those that the next picture takes there."""
+    monkeypatch.setattr(model_offload, "DEVICES", ("cpu",))
+    pipe = strop.optimize(tiny.pipeline(), options=tiny.options(strict=True))
+    expected = picture(pipe)
+    served = strop.api.dispatchers_of(pipe)
+    assert any(d.shapes.entries for d in served.values())
+    pipe.enable_model_cpu_offload(device="cpu")
+    assert not any(d.shapes.entries for d in served.values())
+    torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=0)
+
+
+def test_no_working_memory_is_left_behind_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = offloaded(monkeypatch)
+    space = Workspace(pipe._offload_device)
+    space.reserve(100, Guest())
+    expected = picture(pipe)
+    assert not space.memory.numel()
+    space.reserve(100, Guest())
+    torch.testing.assert_close(picture(pipe), expected, rtol=0, atol=0)
+    assert not space.memory.numel()
 
 
 def another_model(pipe: Any) -> None:

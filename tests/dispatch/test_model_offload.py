@@ -19,6 +19,7 @@ from strop.dispatch import model_offload, offloaded_weights
 from strop.dispatch.offloaded_weights import OffloadedWeights
 from strop.runtime.run import flat_copy
 from strop.runtime.run.flat_copy import ROW_BYTES, FlatCopy, FlatSums
+from strop.runtime.run.workspace import Workspace
 from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of eight in another order
@@ -283,3 +284,28 @@ def test_a_model_comes_while_the_one_before_is_still_there(
     # begun beside the first one, and nothing is left for the rest
     expected = [size, size] if memory == "stays" else [size]
     assert begun[-len(expected) :] == expected
+
+
+class Guest:
+    def let_go(self) -> None:
+        """Its memory moves, or rests."""
+
+
+@pytest.mark.parametrize("is_larger", [False, True])
+def test_working_memory_does_not_lie_beside_a_larger_model(is_larger: bool, memory: str) -> None:
+    """Beside a smaller one it may: the peak is that of the larger one anyway."""
+    made = [plain(), nn.Sequential(plain(), nn.Linear(8, 2048)).eval().requires_grad_(False)]
+    first, second = made if is_larger else reversed(made)
+    expected = second(X)
+    for net in made:
+        strop.optimize(net, options=tiny.options(strict=True))
+    _, before = cpu_offload_with_hook(first, "cpu")
+    _, behind = cpu_offload_with_hook(second, "cpu", prev_module_hook=before)
+    space = Workspace(CPU)
+    for count in range(3):
+        first(X)
+        size = space.reserve(1 << 12, Guest()).numel()
+        torch.testing.assert_close(second(X), expected, **CLOSE)
+        rests = is_larger and count > 0  # the first call finds accelerate's own hooks
+        assert space.memory.numel() == (0 if rests else size)
+        behind.offload()

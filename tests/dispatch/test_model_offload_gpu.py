@@ -15,6 +15,7 @@ import strop
 from strop.dispatch import model_offload
 from strop.runtime.run import cuda_graphs
 from strop.runtime.run.growing_memory import held_bytes
+from strop.runtime.run.workspace import rest_on
 from tests.e2e import tiny
 
 pytestmark = [
@@ -86,3 +87,37 @@ def test_writes_on_the_gpu_reach_the_host_and_writes_there_the_gpu() -> None:
                 each[5].v.weight.data.mul_(-0.5)
         pairs = zip(net.parameters(), twin.parameters(), strict=True)
         assert all(torch.equal(own, its.cpu()) for own, its in pairs)
+
+
+def test_graphs_serve_behind_a_rest_of_working_memory() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(8, WIDTH, generator=torch.manual_seed(1)).half().to(device)
+    net = strop.optimize(model().to(device), options=tiny.options(strict=True))
+    expected = [net(x) for _ in range(3)][-1].clone()
+    pool = cuda_graphs.pool_of(device)
+    captures, held = pool.num_captures, held_bytes(device)
+    for _ in range(3):
+        rest_on(torch.device("cuda"))
+        assert held_bytes(device) < held
+        assert torch.equal(net(x), expected)
+        assert held_bytes(device) <= held
+    assert pool.num_captures == captures
+    strop.restore(net)
+
+
+def test_a_graph_of_somebody_else_keeps_its_working_memory() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(8, WIDTH, generator=torch.manual_seed(1)).half().to(device)
+    net = strop.optimize(model().to(device), options=tiny.options(strict=True))
+    side, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        expected = net(x).clone()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, stream=side):
+        captured = net(x)
+    for _ in range(2):
+        rest_on(device)
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
+    strop.restore(net)

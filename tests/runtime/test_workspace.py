@@ -14,12 +14,13 @@ import strop
 from strop.bench import timer
 from strop.options import Options
 from strop.runtime.run import cuda_graphs as graphs
-from strop.runtime.run import executor
+from strop.runtime.run import executor, graph_keep_alive
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.memory import aligned
-from strop.runtime.run.workspace import Workspace, workspace_of
+from strop.runtime.run.workspace import Workspace, rest_on, workspace_of
 from tests.badinput.nets import optimized
 from tests.badinput.test_memory import Stream, Torch, gpu  # noqa: F401  (a fixture)
+from tests.e2e import tiny
 
 CPU = torch.device("cpu")
 
@@ -47,6 +48,7 @@ def shared(gpu: Torch) -> Iterator[Workspace]:  # noqa: F811
     workspace = workspace_of(CPU, 0)
     workspace.give_back()
     yield workspace
+    workspace._is_lent = False
     workspace.give_back()
 
 
@@ -254,3 +256,76 @@ def test_what_a_graph_would_only_copy_runs_without(monkeypatch: pytest.MonkeyPat
     (reason,) = module.forward.counters.fallbacks
     assert reason.endswith("runs without a CUDA graph: copies cost more")
     assert not graphs.pool_of(CPU)._graphs
+
+
+class Standing:
+    """Memory that stays at its addresses, and holds NaN while it rests, as if it were unmapped."""
+
+    stays = True
+
+    def __init__(self) -> None:
+        self._all = torch.full((1 << 16,), 0xFF, dtype=torch.uint8)
+        self.tensor = self._all[:0]
+
+    def grow(self, size_bytes: int) -> None:
+        self.tensor = self._all[:size_bytes]
+
+    def rest(self) -> None:
+        self._all.fill_(0xFF)
+        self.tensor = self._all[:0]
+
+    give_back = rest
+
+
+@pytest.fixture(params=["stays", "moves"])
+def memory(
+    shared: Workspace, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    if request.param == "stays":
+        monkeypatch.setattr(shared, "_bytes", Standing())
+    return request.param
+
+
+def test_graphs_find_memory_again_that_has_rested(
+    shared: Workspace, memory: str, request: Any
+) -> None:
+    small, large, torch_ = optimized(Chain()), optimized(Chain(64)), request.getfixturevalue("gpu")
+    for _ in range(3):
+        assert_right(large, 5)
+        assert_right(small, 5)
+    before = torch_.cuda.num_captures
+    for _ in range(3):
+        rest_on(CPU)
+        assert not shared.memory.numel()
+        assert_right(small, 5)
+        few = shared.memory.numel()
+        assert_right(large, 5)
+        assert 0 < few < shared.memory.numel(), "each has as much as it needs"
+    assert torch_.cuda.num_captures - before == (0 if memory == "stays" else 6)
+    assert not small.forward.counters.fallbacks
+
+
+def test_runs_without_graphs_find_memory_again(shared: Workspace, memory: str) -> None:
+    options = tiny.options(strict=True, cuda_graphs=False)
+    modules = [strop.optimize(Chain(width).eval(), options=options) for width in (16, 64)]
+    for _ in range(3):
+        for module in modules:
+            assert_right(module, 5)
+            rest_on(CPU)
+            assert not shared.memory.numel()
+
+
+def test_memory_that_a_graph_of_others_uses_does_not_rest(shared: Workspace, memory: str) -> None:
+    module = optimized(Chain())
+    with graph_keep_alive.taken():
+        assert_right(module, 5)
+    size = shared.memory.numel()
+    assert size
+    rest_on(CPU)
+    assert shared.memory.numel() == size
+
+
+def test_memory_of_other_devices_does_not_rest(shared: Workspace) -> None:
+    size = shared.reserve(100, Guest()).numel()
+    rest_on(torch.device("meta"))
+    assert shared.memory.numel() == size

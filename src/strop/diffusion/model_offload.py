@@ -18,6 +18,7 @@ from strop.diffusion.offloading import parts
 from strop.diffusion.parts import compiled_modules, modules_of
 from strop.dispatch.known_dispatchers import dispatcher_of
 from strop.dispatch.model_offload import follow, known_offload, may_be_loaded
+from strop.runtime.run import workspace
 
 NAME = "enable_model_cpu_offload"
 
@@ -44,11 +45,14 @@ def _enabling(own: Callable[..., Any]) -> Callable[..., Any]:
         for dispatcher in served:
             if (known := known_offload(dispatcher.component)) is not None:
                 known.offload()
+            else:  # graphs would keep weights on the GPU, beside those of the next picture
+                dispatcher.forget_weights()
         result = own(pipe, *args, **kwargs)  # it removes all hooks, and sets new ones
         for dispatcher in served:
             follow(dispatcher.component, dispatcher)
         if served:
             known_hooks[pipe] = _Hooks(pipe)
+            workspace.rest_on(pipe._offload_device)
         return result
 
     return enable_model_cpu_offload
@@ -80,11 +84,12 @@ class _Hooks:
         )
 
     def offload(self, pipe: Any) -> None:
-        """Take to the host what is not there, and leave torch no memory of the GPU that nobody
-        uses, as diffusers does."""
+        """Take to the host what is not there, and leave no memory of the GPU that nobody uses:
+        torch none, as diffusers does, and working memory neither."""
         for hook in _hooks_of(pipe):
             if may_be_loaded(hook.model):
                 hook.offload()
+        workspace.rest_on(self._device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -14,6 +14,7 @@ from strop.dispatch.features import OFFLOADED, is_offloaded, whole_offload
 from strop.dispatch.offloaded_weights import OffloadedWeights, WeightReader
 from strop.errors import OptionError
 from strop.frontend.moving_hooks import moving_hooks
+from strop.runtime.run import workspace
 
 DEVICES = ("cuda",)  # types of devices that weights are taken to; tests add another
 _KNOWN: WeakKeyDictionary[nn.Module, OffloadedWeights] = WeakKeyDictionary()
@@ -125,6 +126,8 @@ class _Loading(_Offloading):
             if is_ours and before is not None:
                 self.weights.begin(before)
             earlier.offload()
+            if is_ours and self.weights.is_larger_than(before):
+                workspace.rest_on(self.weights.device)
         if not is_ours or not self.weights.load():
             return type(self.hook).pre_forward(self.hook, module, *args, **kwargs)
         device = self.weights.device

@@ -64,6 +64,15 @@ class OffloadedWeights:
             f" copied to the host {self.num_copied_back}x"
         )
 
+    def is_larger_than(self, before: OffloadedWeights | None) -> bool:
+        """Tell whether this takes more memory than a model ``before``, whose working memory must
+        then not lie beside these weights: the peak would be higher than in eager."""
+        return before is None or self._bytes() > before._bytes()
+
+    def _bytes(self) -> int:
+        """Return what the weights take, also before they have been to the host."""
+        return self.size_bytes or sum(weight.nbytes for weight in weights_of(self.module))
+
     def begin(self, before: OffloadedWeights) -> None:
         """Queue copies of weights to the GPU while a model that was there ``before`` may still run:
         as much as both have room for in what the larger one takes, and ``SPARE`` of that."""

@@ -155,7 +155,7 @@ class Bound:
         linked = self._linked
         if linked is None or self.hoisted.has_moved:
             return True
-        return self.arena_bytes > 0 and not self._workspace.is_at(linked.memory)
+        return self.arena_bytes > 0 and not self._workspace.is_at(linked.memory, self.arena_bytes)
 
     def let_go(self) -> None:
         """Have the next run link anew."""
@@ -191,11 +191,20 @@ class Bound:
         that of the steady ones; ``moment`` is the place of the call in a denoise loop. ``told``
         gets the results that are complete before the run ends, each when it is."""
         with self._workspace.lock:
+            if self._is_captured():
+                self._workspace.lend()
             try:
                 return self._run(inputs, stamp, moment, told)
             except BaseException as error:
                 self.note_failure(error)
                 raise
+
+    def _is_captured(self) -> bool:
+        """Tell whether somebody else captures this run in a CUDA graph, or is about to: for our own
+        graphs the parts of a run are called."""
+        if graph_keep_alive.are_wanted():
+            return True
+        return self.program.device == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def note_failure(self, error: BaseException) -> None:
         """Let go of what a run has made so far: the next one begins anew."""

@@ -206,7 +206,7 @@ _SPACES_LOCK = threading.Lock()
 def space_of(device: torch.device) -> AddressSpace | None:
     """Return the ranges of a device; None where memory has to move to grow: on a CPU, and with
     drivers that keep addresses and memory together, as some of virtual machines do."""
-    device = _with_index(device)
+    device = with_index(device)
     with _SPACES_LOCK:
         if device not in _SPACES:
             _SPACES[device] = _made(device) if device.type == "cuda" else None
@@ -221,7 +221,8 @@ def _made(device: torch.device) -> AddressSpace | None:
     return AddressSpace(VirtualMemory(device, total_bytes))
 
 
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
+    """Return the device that "cuda" without a number stands for now."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -235,7 +236,7 @@ def memory_on(device: torch.device) -> GrowingMemory:
 
 def held_bytes(device: torch.device) -> int:
     """Return how much device memory Strop holds that torch does not count."""
-    space = _SPACES.get(_with_index(device))
+    space = _SPACES.get(with_index(device))
     return space.held_bytes if space else 0
 
 

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from strop.runtime.run.growing_memory import MovingMemory, memory_on
+from strop.runtime.run.growing_memory import MovingMemory, memory_on, with_index
 
 # A program on a GPU that needs more works for so long that finding memory for each run costs
 # nothing, while others may want that memory: a VAE that encodes 48 pictures needs 12.9 GB, which
@@ -26,7 +26,8 @@ class Tenant(Protocol):
 
 class Workspace:
     """This is the working memory of one stream. It grows, where it is if it can
-    (``growing_memory.py``); else whoever is bound to the old memory binds again."""
+    (``growing_memory.py``); else whoever is bound to the old memory binds again. Between runs it
+    may ``rest``."""
 
     def __init__(self, device: torch.device, *, grows: bool = True) -> None:
         """Have torch allocate the memory unless it ``grows``: one program at one shape never needs
@@ -36,6 +37,9 @@ class Workspace:
         # programs of several modules share this memory; a capture runs some in its own turn
         self.lock = threading.RLock()
         self._tenants: WeakSet[Tenant] = WeakSet()
+        self._is_lent = False
+        if grows:
+            _GROWING.add(self)
 
     @property
     def memory(self) -> Tensor:
@@ -52,10 +56,27 @@ class Workspace:
         self._tenants.add(tenant)
         return self.memory
 
-    def is_at(self, memory: Tensor) -> bool:
-        """Tell whether this memory, which ``reserve`` has returned, is still the workspace's: it
-        may have grown behind its end."""
+    def is_at(self, memory: Tensor, size_bytes: int) -> bool:
+        """Tell whether so many bytes of this memory, which ``reserve`` has returned, are still the
+        workspace's: it may have grown behind its end. If they rest, they are there again."""
+        if self.memory.numel() < size_bytes and self._bytes.stays:
+            self._bytes.grow(size_bytes)
         return memory is self.memory or memory.data_ptr() == self.memory.data_ptr()
+
+    def lend(self) -> None:
+        """Have the memory never rest from here on: a CUDA graph of somebody else reads and writes
+        it, and he replays it without asking."""
+        self._is_lent = True
+
+    def rest(self) -> None:
+        """Have no memory until the next run, which finds it at the same addresses if it can."""
+        with self.lock:
+            if self._is_lent:
+                return
+            if self._bytes.stays:
+                self._bytes.rest()
+            else:
+                self.give_back()
 
     def give_back(self) -> None:
         self._empty()
@@ -68,9 +89,17 @@ class Workspace:
         self._tenants.clear()
 
 
+_GROWING: WeakSet[Workspace] = WeakSet()
 _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
 
 def workspace_of(device: torch.device, stream: int) -> Workspace:
     """Return what all programs on this stream take turns in, forward and backward of a step too."""
     return _WORKSPACES.setdefault((device, stream), Workspace(device))
+
+
+def rest_on(device: torch.device) -> None:
+    """Have all working memory of a device rest, but what is lent."""
+    for workspace in list(_GROWING):
+        if workspace.device == with_index(device):
+            workspace.rest()
