@@ -17,8 +17,12 @@ from strop.diffusion.denoise_loops import kinds
 from strop.diffusion.offloading import parts
 from strop.diffusion.parts import compiled_modules, modules_of
 from strop.dispatch.known_dispatchers import dispatcher_of
-from strop.dispatch.model_offload import follow, known_offload, may_be_loaded
-from strop.runtime.run import workspace
+from strop.dispatch.model_offload import (
+    follow,
+    free_working_memory,
+    known_offload,
+    may_be_loaded,
+)
 
 NAME = "enable_model_cpu_offload"
 
@@ -52,7 +56,7 @@ def _enabling(own: Callable[..., Any]) -> Callable[..., Any]:
             follow(dispatcher.component, dispatcher)
         if served:
             known_hooks[pipe] = _Hooks(pipe)
-            workspace.rest_on(pipe._offload_device)
+            free_working_memory(pipe._offload_device)
         return result
 
     return enable_model_cpu_offload
@@ -89,7 +93,7 @@ class _Hooks:
         for hook in _hooks_of(pipe):
             if may_be_loaded(hook.model):
                 hook.offload()
-        workspace.rest_on(self._device)
+        free_working_memory(self._device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -14,7 +14,7 @@ from strop.dispatch.features import OFFLOADED, is_offloaded, whole_offload
 from strop.dispatch.offloaded_weights import OffloadedWeights, WeightReader
 from strop.errors import OptionError
 from strop.frontend.moving_hooks import moving_hooks
-from strop.runtime.run import workspace
+from strop.runtime.run.workspace import rest_on
 
 DEVICES = ("cuda",)  # types of devices that weights are taken to; tests add another
 _KNOWN: WeakKeyDictionary[nn.Module, OffloadedWeights] = WeakKeyDictionary()
@@ -127,7 +127,7 @@ class _Loading(_Offloading):
                 self.weights.begin(before)
             earlier.offload()
             if is_ours and self.weights.is_larger_than(before):
-                workspace.rest_on(self.weights.device)
+                free_working_memory(self.weights.device)
         if not is_ours or not self.weights.load():
             return type(self.hook).pre_forward(self.hook, module, *args, **kwargs)
         device = self.weights.device
@@ -139,3 +139,8 @@ def may_be_loaded(module: nn.Module) -> bool:
     step of a loop, so this looks at one weight."""
     known, first = known_offload(module), next(module.parameters(), None)
     return not known.is_on_host() if known else first is not None and first.device.type != "cpu"
+
+
+def free_working_memory(device: torch.device) -> None:
+    """Give a device back the memory that programs work in, until they run again."""
+    rest_on(device)
