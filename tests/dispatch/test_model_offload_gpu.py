@@ -121,3 +121,21 @@ def test_a_graph_of_somebody_else_keeps_its_working_memory() -> None:
         graph.replay()
         assert torch.equal(captured, expected)
     strop.restore(net)
+
+
+def test_weights_that_are_moved_away_leave_the_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(8, WIDTH, generator=torch.manual_seed(1)).half().to(device)
+    net = strop.optimize(model(), options=tiny.options(strict=True))
+    size = sum(w.nbytes for w in net.parameters())
+    for _ in range(3):
+        net.to(device)
+        results = [net(x) for _ in range(3)]
+        assert all(torch.equal(result, results[0]) for result in results)
+        gc.collect()
+        loaded = torch.cuda.memory_allocated(device) + held_bytes(device)
+        net.to("cpu")
+        gc.collect()
+        free = torch.cuda.memory_allocated(device) + held_bytes(device)
+        assert loaded - free > 0.95 * size
+    strop.restore(net)

@@ -32,7 +32,7 @@ from strop.dispatch.flights import Flight, RunsInFlight
 from strop.dispatch.gc_pause import collection_paused
 from strop.dispatch.hosted_weights import HostedWeights
 from strop.dispatch.kept_views import KeptViews
-from strop.dispatch.known_dispatchers import ALL, have_others_rest
+from strop.dispatch.known_dispatchers import depart, enter, have_others_rest
 from strop.dispatch.last_look import LastLook
 from strop.dispatch.low_rank_weights import RowAdapters
 from strop.dispatch.module_state import ModuleState
@@ -136,7 +136,7 @@ class Dispatcher(ForwardStandIn):
 
     def _make_known(self) -> None:
         registry.watch(self._forget_programs)
-        ALL.add(self)
+        enter(self)
         model_offload.follow(self.component, self)
 
     def _replayed_calls(self) -> ReplayedCalls:
@@ -570,6 +570,7 @@ class Dispatcher(ForwardStandIn):
             give_back_order(self.state.tensors)
         self.hosted.leave()
         model_offload.leave(self.component, self)
+        depart(self)
         cpu_fast_path.remove_entrance(self)
         before = self._before
         take_out(self, self.module, before or self.eager, is_own=before is None)

@@ -7,10 +7,23 @@ from weakref import WeakSet
 
 from torch import nn
 
+from strop.dispatch.watched_moves import unwatch, watch
+
 if TYPE_CHECKING:
     from strop.dispatch.dispatcher import Dispatcher
 
 ALL: WeakSet[Dispatcher] = WeakSet()
+
+
+def enter(dispatcher: Dispatcher) -> None:
+    """Know a dispatcher from here on, and have it hear of moves of its weights."""
+    ALL.add(dispatcher)
+    watch(dispatcher, dispatcher.module, dispatcher.component)
+
+
+def depart(dispatcher: Dispatcher) -> None:
+    """Have a dispatcher that has left hear nothing any more."""
+    unwatch(dispatcher)
 
 
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
