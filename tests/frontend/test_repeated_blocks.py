@@ -239,6 +239,61 @@ def test_writes_into_an_argument_are_traced():
     assert num_copied(stack, X) == 0
 
 
+class Adding(Block):
+    """A block that adds a weight to its own product in place."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = torch.mm(x.flatten(0, -2), self.inner.weight.T)
+        y += self.inner.bias
+        return x + self.outer(y).view_as(x)
+
+
+def test_what_is_read_in_place_may_be_given():
+    assert num_copied(Stack([Adding() for _ in range(3)]), X) == 2
+
+
+class Writ(Block):
+    """A block with numbers that its code writes out as a tensor."""
+
+    def __init__(self, first: float, *, writes: bool = False) -> None:
+        super().__init__()
+        self.first, self.writes = first, writes
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        numbers = torch.tensor([self.first, 4.0])
+        if self.writes:
+            numbers += x.mean()
+        return super().forward(x) * numbers.repeat(4)
+
+
+def test_numbers_that_code_writes_out_as_a_tensor():
+    assert num_copied(Stack([Writ(2.0) for _ in range(4)]), X) == 3
+
+
+def test_other_numbers_that_code_writes_out():
+    assert num_copied(Stack([Writ(2.0), Writ(3.0), Writ(2.0)]), X) == 1
+
+
+def test_numbers_that_code_writes_out_and_writes_into():
+    num_copied(Stack([Writ(2.0, writes=True) for _ in range(4)]), X)  # right, copied or not
+
+
+OUTSIDE = torch.tensor([2.0, 4.0])
+
+
+class Outer(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * OUTSIDE.clone().repeat(4)
+
+
+def test_a_tensor_of_the_code_around_is_not_written_out():
+    module = Stack([Outer() for _ in range(3)]).eval()
+    strop.optimize(module, options=strop.Options(cache_dir=tempfile.mkdtemp(dir=FOLDER.name)))
+    torch.testing.assert_close(module(X), Stack.forward(module, X))
+    OUTSIDE.mul_(2)
+    torch.testing.assert_close(module(X), Stack.forward(module, X))
+
+
 class Returning(Block):
     """A block that returns what it was given, a view of it, and a view of what it has made."""
 
@@ -451,8 +506,8 @@ def _both(number: int, block: nn.Module, x: Tensor) -> Tensor:
 
 TRAINED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "plain": (lambda: Stack([Block() for _ in range(4)]), 3),
-    # autograd writes gradients of parts into others by their places in memory
-    "writes": (lambda: Stack([Writing("own") for _ in range(3)]), 0),
+    # autograd writes gradients of parts into others by their places in memory; it is traced thrice
+    "writes": (lambda: Stack([Writing("own") for _ in range(3)]), 6),
     "a list": (lambda: Listed([Listing() for _ in range(3)]), 0),
     **{f"an object: {name}": (functools.partial(Noted, name), 0) for name in NOTES},
     "an object that is read": (lambda: WithGain(0.5), 0),

@@ -174,6 +174,8 @@ class Stated(nn.Parameter):
 
 
 class StatedLinear(nn.Linear):
+    """A layer that holds its weight's object, too, as bitsandbytes' does."""
+
     def forward(self, x):
         state = self.weight.state
         scale = state.scale * state.inner.scale * (state.bits / 8)
@@ -205,6 +207,8 @@ def quantised(kind, module):
                 if isinstance(weight, nn.Parameter)
                 else nn.Parameter(weight, requires_grad=False)
             )
+            if kind is Stated:
+                part.state = weight.state
     return module.eval().requires_grad_(False)
 
 

@@ -40,7 +40,7 @@ def test_it_grows_behind_its_end(memory: HostMemory) -> None:
     assert large.numel() == 4 * PAGE
     assert large.data_ptr() == small.data_ptr()
     assert large[:PAGE].eq(7).all()
-    assert workspace.is_at(small)
+    assert workspace.is_at(small, PAGE)
     assert workspace.reserve(2 * PAGE, first) is large
     assert first.num_moves == second.num_moves == 0
     assert memory.pages.used_bytes == growing_memory.held_bytes(CPU) == 4 * PAGE
@@ -54,7 +54,7 @@ def test_it_goes_back_when_the_last_tensor_in_it_is_gone(memory: HostMemory) -> 
     assert workspace.memory.numel() == 0
     assert memory.pages.used_bytes == growing_memory.held_bytes(CPU) == PAGE
     other = workspace.reserve(PAGE, tenant)
-    assert not workspace.is_at(piece)
+    assert not workspace.is_at(piece, PAGE)
     other.fill_(1)
     piece.fill_(2)  # is still memory, and another
     assert other.eq(1).all()

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from strop.frontend.composed_tensors import traced_make_up, traced_parts
+from strop.frontend.composed_tensors import traced_make_up, traced_parts, traced_states
 from strop.frontend.copied_nodes import node_of, node_of_number
 from strop.frontend.functional import memory_of
 from strop.frontend.numbers import as_input, numbers_in
@@ -336,8 +336,9 @@ def _state(block: nn.Module) -> Iterator[Tensor]:
         for table in (part._parameters, part._buffers):
             for tensor in table.values():
                 yield from traced_parts(tensor) if tensor is not None else ()
+        of_weights = {n for weight in part._parameters.values() for n in traced_states(weight)}
         for name, value in vars(part).items():
-            if name not in _TABLES:
+            if name not in _TABLES and name not in of_weights:
                 yield from _tensors(value)
 
 

@@ -9,7 +9,7 @@ the same class with traced tensors in it: what the library computes with them be
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -315,6 +315,13 @@ def traced_parts(t: Tensor) -> Iterator[Tensor]:
             yield from traced_parts(getattr(t, name))
     else:
         yield t
+
+
+def traced_states(t: Tensor | None) -> Set[str]:
+    """Return the names of attributes of what stands for a tensor in a trace that hold objects with
+    tensors. A layer may have the same objects by the same names, as they were before the trace."""
+    held: Mapping[str, Any] = {} if t is None else vars(t)
+    return held.keys() - {_TRACED, _MAKE_UP} if _TRACED in held else frozenset()
 
 
 def traced_make_up(t: Tensor) -> str:

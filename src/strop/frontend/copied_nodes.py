@@ -7,7 +7,7 @@ of another node seem to share memory, of which all of them are only made and rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -30,6 +30,7 @@ from strop.frontend.numbers import numbers_in
 from strop.frontend.regions import mark, regions_of, unmark
 
 _AS_STRIDED = torch.ops.aten.as_strided.default  # asks how an argument lies in memory
+_LIFT, _LIFT_COPY = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,17 @@ def record(
     numbers = {node for node in given if is_size(node)}
     inputs = frozenset[int]().union(*map(_numbers_of, numbers))
     memory = {storage_of(node) for node in given if node not in numbers}
+    memory |= {storage_of(node) for node in nodes if node.target is _LIFT}  # a number of all copies
     for node in nodes:
         sources = node.all_input_nodes
-        if not all(s in inside or s in known or is_size(s) for s in sources):
+        if not all(s in inside or s in known or is_size(s) or is_literal(s) for s in sources):
             return None
         if not _may_repeat(node, memory) or _reads_computed(node, numbers, inputs):
             return None
     found = [_noted(leaf, inside | known, tracer) for leaf in leaves]
     if NotImplemented in found:
         return None
-    written = (node.all_input_nodes for node in nodes if _is_mutable(node))
+    written = (_written_by(node) for node in nodes)
     seen = [n for n in (*found, *chain.from_iterable(written)) if isinstance(n, Node)]
     own = frozenset(s for node in seen for s in _storages(node.meta.get("val"))) - memory
     return RecordedNodes(path, tuple(given), nodes, tuple(found), own, regions_of(nodes))
@@ -166,12 +168,20 @@ def _noted(leaf: Any, nodes: set[Node], tracer: Any) -> Any:
 
 
 def _own_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Leave out sizes, which copies share, but for those that are asked of a tensor among these."""
+    """Leave out sizes and literals, which copies share, but for sizes that are asked of a tensor
+    among these."""
     found: dict[Node, None] = {}
     for node in nodes:
-        if not is_size(node) or any(source in found for source in node.all_input_nodes):
+        is_asked = any(source in found for source in node.all_input_nodes)
+        if is_asked or not (is_size(node) or is_literal(node)):
             found[node] = None
     return tuple(found)
+
+
+def is_literal(node: Node) -> bool:
+    """Tell whether a node is a tensor that code has written out as numbers (``torch.tensor([0,
+    4])``): like code writes the same ones."""
+    return node.op == "get_attr" and all(user.target in (_LIFT, _LIFT_COPY) for user in node.users)
 
 
 def is_size(node: Node) -> bool:
@@ -196,15 +206,19 @@ def _may_repeat(node: Node, given: set[int | None]) -> bool:
     """Tell whether a node computes from its arguments alone, and writes to none that is given."""
     if node.op != "call_function" or node.target is _AS_STRIDED or draws(node):
         return False
-    if not _is_mutable(node):
-        return True
-    written = [value for value in node.args if isinstance(value, Node) and not is_size(value)]
-    return given.isdisjoint(storage_of(value) for value in written)
+    return given.isdisjoint(map(storage_of, _written_by(node)))
 
 
-def _is_mutable(node: Node) -> bool:
+def _written_by(node: Node) -> Iterator[Node]:
+    """Yield the tensors that a node writes to."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    if schema is None or not schema.is_mutable:
+        return
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            is_by_place = place < len(node.args)
+            value = node.args[place] if is_by_place else node.kwargs.get(argument.name)
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node))
 
 
 def nodes_behind(last: Node, tracer: Any) -> list[Node]:
