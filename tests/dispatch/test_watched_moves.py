@@ -16,16 +16,19 @@ import strop
 from strop.dispatch import watched_moves
 from tests.e2e import tiny
 
-TORCHS = nn.Module._apply
 X = torch.randn(3, 8, generator=torch.manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Watch modules of a CPU as on a system with a GPU."""
+def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Watch modules of a CPU as on a system with a GPU, and none of other tests. Give the function
+    that is there before."""
     monkeypatch.setattr(watched_moves, "is_wanted", lambda: True)
-    yield
-    assert nn.Module._apply is TORCHS, "nothing is left behind restore"
+    monkeypatch.setattr(watched_moves, "_READERS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(watched_moves, "_own", None)
+    own = nn.Module._apply
+    yield own
+    assert nn.Module._apply is own, "nothing is left behind restore"
 
 
 class Net(nn.Module):
@@ -106,12 +109,12 @@ def test_what_stays_is_not_bound_anew(move: Callable[[Any], Any]) -> None:
     strop.restore(net)
 
 
-def test_torch_is_as_it_was_when_the_last_module_is() -> None:
+def test_torch_is_as_it_was_when_the_last_module_is(before: Any) -> None:
     one, two = optimized(), optimized()
     strop.restore(one)
-    assert nn.Module._apply is not TORCHS
+    assert nn.Module._apply is not before
     strop.restore(two)
-    assert nn.Module._apply is TORCHS
+    assert nn.Module._apply is before
 
 
 def test_a_function_of_somebody_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
