@@ -24,7 +24,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Watch modules of a CPU as on a system with a GPU, and none of other tests. Give the function
     that is there before."""
     monkeypatch.setattr(watched_moves, "is_wanted", lambda: True)
-    monkeypatch.setattr(watched_moves, "_READERS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(watched_moves, "_WATCHED", weakref.WeakKeyDictionary())
     monkeypatch.setattr(watched_moves, "_own", None)
     own = nn.Module._apply
     yield own

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -21,7 +21,24 @@ from torch import nn
 from strop.dispatch.offloaded_weights import WeightReader
 from strop.runtime.run.workspace import rest_on
 
-_READERS: WeakKeyDictionary[nn.Module, WeakSet[WeightReader]] = WeakKeyDictionary()
+
+class Watched:
+    """Hold who reads the weights of a module. Its first weight is looked for once: to load an
+    adapter moves thousands of small modules."""
+
+    def __init__(self) -> None:
+        self.readers: WeakSet[WeightReader] = WeakSet()
+        self._first: Callable[[], nn.Parameter | None] = lambda: None
+
+    def place(self, module: nn.Module) -> Place | None:
+        weight = self._first()
+        if weight is None and (weight := next(module.parameters(), None)) is not None:
+            self._first = ref(weight)
+        return None if weight is None else (weight.device, weight.dtype, _address(weight))
+
+
+Place = tuple[torch.device, torch.dtype, int]
+_WATCHED: WeakKeyDictionary[nn.Module, Watched] = WeakKeyDictionary()
 _LOCK = threading.RLock()
 _THREAD = threading.local()  # ``is_moving``: an outer module is being moved
 _own: Any = None  # torch's function, while ours is in its place
@@ -34,7 +51,7 @@ def watch(reader: WeightReader, *modules: nn.Module) -> None:
         return
     with _LOCK:
         for module in modules:
-            _READERS.setdefault(module, WeakSet()).add(reader)
+            _WATCHED.setdefault(module, Watched()).readers.add(reader)
         if _own is None:
             _own = nn.Module._apply
             nn.Module._apply = _moving(_own)  # type: ignore[method-assign]
@@ -45,12 +62,12 @@ def unwatch(reader: WeightReader) -> None:
     where somebody else's calls it."""
     global _own
     with _LOCK:
-        for module, readers in list(_READERS.items()):
-            readers.discard(reader)
-            if not readers:
-                del _READERS[module]
+        for module, watched in list(_WATCHED.items()):
+            watched.readers.discard(reader)
+            if not watched.readers:
+                del _WATCHED[module]
         is_ours = getattr(nn.Module._apply, "__wrapped__", None) is _own
-        if not _READERS and _own is not None and is_ours:
+        if not _WATCHED and _own is not None and is_ours:
             nn.Module._apply = _own  # type: ignore[method-assign]
             _own = None
 
@@ -76,16 +93,11 @@ def _moving(own: Callable[..., Any]) -> Callable[..., Any]:
     return _apply
 
 
-def _places() -> dict[nn.Module, tuple[torch.device, Hashable]]:
+def _places() -> dict[nn.Module, Place]:
     """Return where the first weight of each module lies, and of what type it is."""
     with _LOCK:
-        modules = list(_READERS)
-    firsts = {module: next(module.parameters(), None) for module in modules}
-    return {
-        module: (weight.device, (weight.dtype, _address(weight)))
-        for module, weight in firsts.items()
-        if weight is not None
-    }
+        items = list(_WATCHED.items())
+    return {m: place for m, watched in items if (place := watched.place(m)) is not None}
 
 
 def _address(weight: nn.Parameter) -> int:
@@ -93,12 +105,13 @@ def _address(weight: nn.Parameter) -> int:
     return weight.data_ptr() if is_plain else 0
 
 
-def _tell(before: dict[nn.Module, tuple[torch.device, Hashable]]) -> None:
+def _tell(before: dict[nn.Module, Place]) -> None:
     """Tell the readers of modules that do not lie where they did."""
     now = _places()
-    moved = {module for module, place in before.items() if now.get(module, place) != place}
+    moved = [module for module, place in before.items() if now.get(module, place) != place]
     for module in moved:
-        for reader in list(_READERS.get(module, ())):
+        watched = _WATCHED.get(module)
+        for reader in list(watched.readers) if watched else ():
             reader.forget_weights()
     for device in {before[module][0] for module in moved} - {now[module][0] for module in moved}:
         rest_on(device)
