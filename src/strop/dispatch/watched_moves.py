@@ -22,7 +22,7 @@ from strop.dispatch.offloaded_weights import WeightReader
 from strop.runtime.run.workspace import rest_on
 
 
-class Watched:
+class WatchedModule:
     """Hold who reads the weights of a module. Its first weight is looked for once: to load an
     adapter moves thousands of small modules."""
 
@@ -38,7 +38,7 @@ class Watched:
 
 
 Place = tuple[torch.device, torch.dtype, int]
-_WATCHED: WeakKeyDictionary[nn.Module, Watched] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[nn.Module, WatchedModule] = WeakKeyDictionary()
 _LOCK = threading.RLock()
 _THREAD = threading.local()  # ``is_moving``: an outer module is being moved
 _own: Any = None  # torch's function, while ours is in its place
@@ -51,7 +51,7 @@ def watch(reader: WeightReader, *modules: nn.Module) -> None:
         return
     with _LOCK:
         for module in modules:
-            _WATCHED.setdefault(module, Watched()).readers.add(reader)
+            _WATCHED.setdefault(module, WatchedModule()).readers.add(reader)
         if _own is None:
             _own = nn.Module._apply
             nn.Module._apply = _moving(_own)  # type: ignore[method-assign]
