@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import strop
-from strop.frontend import repeated_blocks
+from strop.frontend import block_look, repeated_blocks
 from strop.frontend.repeated_blocks import RepeatedBlocks
 from strop.frontend.repeated_gradients import RepeatedGradients
+from strop.frontend.stable_text import qualified
 from tests.frontend.tracing import trace
 
 FOLDER = tempfile.TemporaryDirectory()  # of caches: each test traces
@@ -276,6 +277,23 @@ def test_other_numbers_that_code_writes_out():
 
 def test_numbers_that_code_writes_out_and_writes_into():
     num_copied(Stack([Writ(2.0, writes=True) for _ in range(4)]), X)  # right, copied or not
+
+
+class Named(Block):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def test_names_that_a_library_gives_its_layers(monkeypatch: pytest.MonkeyPatch):
+    def stack() -> nn.Module:
+        return Stack([Named(f"blocks.{number}") for number in range(3)])
+
+    assert num_copied(stack(), X) == 0, "a forward may ask for its name"
+    monkeypatch.setitem(block_look._NOT_READ_OF, qualified(Named), ("name",))
+    block_look._left_out.cache_clear()
+    assert num_copied(stack(), X) == 2
+    block_look._left_out.cache_clear()
 
 
 OUTSIDE = torch.tensor([2.0, 4.0])
