@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -26,13 +25,13 @@ from strop.frontend.copied_nodes import node_of, node_of_number
 from strop.frontend.functional import memory_of
 from strop.frontend.numbers import as_input, numbers_in
 from strop.frontend.recording_hooks import HOOK_TABLES, has_hooks
-from strop.frontend.stable_text import qualified
 
 # Attributes that no forward reads; torchao sets a text of its own on each layer.
 _NOT_READ = ("extra_repr", *(name for name in vars(nn.Module()) if "state_dict" in name))
 # Of classes, and those that are made of them: quanto gives each layer its path for a name.
-_NOT_READ_OF = {"optimum.quanto.nn.qmodule.QModuleMixin": ("name",)}
+_NOT_READ_OF = {("optimum.quanto.nn.qmodule", "QModuleMixin"): ("name",)}
 _TABLES = ("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES)
+_LEFT_OUT = frozenset((*_TABLES, *_NOT_READ))
 _BY_VALUE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, Graph)  # a graph is its class's code
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -240,8 +239,7 @@ def _build(
 
 
 def _attributes(part: nn.Module, met: _Numbers, numbers: Settings = frozenset()) -> Hashable:
-    kind: Any = type(part)
-    left_out = _left_out(kind)
+    left_out = _left_out(type(part))
     return tuple(
         (name, _NUMBER if (id(part), name) in numbers else _frozen(value, met))
         for name, value in vars(part).items()
@@ -249,11 +247,10 @@ def _attributes(part: nn.Module, met: _Numbers, numbers: Settings = frozenset())
     )
 
 
-@lru_cache(maxsize=4096)
-def _left_out(kind: Any) -> frozenset[str]:
+def _left_out(kind: type) -> Set[str]:
     """Return the attributes of modules of a class that tell nothing of what they compute."""
-    own = (_NOT_READ_OF.get(qualified(each), ()) for each in kind.__mro__)
-    return frozenset(_TABLES).union(_NOT_READ, *own)
+    own = (_NOT_READ_OF.get((each.__module__, each.__qualname__)) for each in kind.__mro__)
+    return _LEFT_OUT.union(*filter(None, own))
 
 
 def _frozen(value: Any, met: _Numbers, depth: int = _DEPTH) -> Hashable:
