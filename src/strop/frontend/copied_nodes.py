@@ -57,7 +57,7 @@ def record(
     numbers = {node for node in given if is_size(node)}
     inputs = frozenset[int]().union(*map(_numbers_of, numbers))
     memory = {storage_of(node) for node in given if node not in numbers}
-    memory |= {storage_of(node) for node in nodes if node.target is _LIFT}  # a number of all copies
+    memory |= {storage_of(node) for node in nodes if node.target is _LIFT}  # one for all copies
     for node in nodes:
         sources = node.all_input_nodes
         if not all(s in inside or s in known or is_size(s) or is_literal(s) for s in sources):
@@ -67,7 +67,7 @@ def record(
     found = [_noted(leaf, inside | known, tracer) for leaf in leaves]
     if NotImplemented in found:
         return None
-    written = (_written_by(node) for node in nodes)
+    written = (written_by(node) for node in nodes)
     seen = [n for n in (*found, *chain.from_iterable(written)) if isinstance(n, Node)]
     own = frozenset(s for node in seen for s in _storages(node.meta.get("val"))) - memory
     return RecordedNodes(path, tuple(given), nodes, tuple(found), own, regions_of(nodes))
@@ -206,10 +206,10 @@ def _may_repeat(node: Node, given: set[int | None]) -> bool:
     """Tell whether a node computes from its arguments alone, and writes to none that is given."""
     if node.op != "call_function" or node.target is _AS_STRIDED or draws(node):
         return False
-    return given.isdisjoint(map(storage_of, _written_by(node)))
+    return given.isdisjoint(map(storage_of, written_by(node)))
 
 
-def _written_by(node: Node) -> Iterator[Node]:
+def written_by(node: Node) -> Iterator[Node]:
     """Yield the tensors that a node writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:

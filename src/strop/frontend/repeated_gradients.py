@@ -27,6 +27,7 @@ from strop.frontend.copied_nodes import (
     nodes_behind,
     record,
     tensor_of,
+    written_by,
 )
 from strop.frontend.functional import OutsideWriteError, memory_of, storage_of
 from strop.frontend.repeated_blocks import UNREPEATABLE, BlockCall, BlocksAlike
@@ -139,11 +140,10 @@ def _counts_batches(part: nn.Module) -> bool:
 
 def _writes_outside(node: Node) -> bool:
     """Tell whether a node writes into a placeholder."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or not isinstance(node.args[0], Node):
-        return False
-    memory = storage_of(node.args[0])
-    return any(storage_of(g) == memory for g in node.graph.find_nodes(op="placeholder"))
+    written = {storage_of(tensor) for tensor in written_by(node)}
+    return bool(written) and any(
+        storage_of(given) in written for given in node.graph.find_nodes(op="placeholder")
+    )
 
 
 def _is_apart(call: BlockCall) -> bool:
