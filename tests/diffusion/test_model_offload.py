@@ -15,8 +15,8 @@ import strop
 from strop.dispatch import model_offload, offloaded_weights
 from strop.dispatch.model_offload import known_offload
 from strop.runtime.run.workspace import Workspace
-from tests.dispatch.test_model_offload import Guest, StandingMemory
 from tests.e2e import tiny
+from tests.standing_memory import Guest, StandingMemory
 
 PROMPT = torch.randn(1, 7, tiny.PROMPT_DIM, generator=torch.manual_seed(0))
 ARGUMENTS = {

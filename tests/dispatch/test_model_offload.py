@@ -21,11 +21,11 @@ from strop.runtime.run import flat_copy
 from strop.runtime.run.flat_copy import ROW_BYTES, FlatCopy, FlatSums
 from strop.runtime.run.workspace import Workspace
 from tests.e2e import tiny
+from tests.standing_memory import Guest, StandingMemory
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of eight in another order
 CPU = torch.device("cpu")
 X = torch.randn(3, 8, generator=torch.manual_seed(0))
-JUNK = 0xFF  # NaN, read as floats
 
 
 class Net(nn.Module):
@@ -45,25 +45,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.q(x) * self.k(x) + self.v(x) + self.again(x)
         return self.conv(y[:, None, :, None]).sum(1)[..., 0] * self.scale
-
-
-class StandingMemory:
-    """Memory that stays at its addresses, and holds junk while it rests, as if it were unmapped."""
-
-    stays = True
-    most_bytes: ClassVar[int] = 1 << 17
-
-    def __init__(self, device: torch.device) -> None:
-        self._all = torch.full((self.most_bytes,), JUNK, dtype=torch.uint8)
-        self.tensor = self._all[:0]
-
-    def grow(self, size_bytes: int) -> None:
-        self.tensor = self._all[:size_bytes]
-
-    def rest(self) -> None:
-        self._all.fill_(JUNK)
-
-    give_back = rest
 
 
 class CountedMemory:
@@ -284,11 +265,6 @@ def test_a_model_comes_while_the_one_before_is_still_there(
     # begun beside the first one, and nothing is left for the rest
     expected = [size, size] if memory == "stays" else [size]
     assert begun[-len(expected) :] == expected
-
-
-class Guest:
-    def let_go(self) -> None:
-        """Its memory moves, or rests."""
 
 
 @pytest.mark.parametrize("is_larger", [False, True])

@@ -21,6 +21,7 @@ from strop.runtime.run.workspace import Workspace, rest_on, workspace_of
 from tests.badinput.nets import optimized
 from tests.badinput.test_memory import Stream, Torch, gpu  # noqa: F401  (a fixture)
 from tests.e2e import tiny
+from tests.standing_memory import Guest, StandingMemory
 
 CPU = torch.device("cpu")
 
@@ -50,13 +51,6 @@ def shared(gpu: Torch) -> Iterator[Workspace]:  # noqa: F811
     yield workspace
     workspace._is_lent = False
     workspace.give_back()
-
-
-class Guest:
-    num_moves = 0
-
-    def let_go(self) -> None:
-        self.num_moves += 1
 
 
 def test_memory_grows_and_its_tenants_hear_of_it() -> None:
@@ -258,31 +252,12 @@ def test_what_a_graph_would_only_copy_runs_without(monkeypatch: pytest.MonkeyPat
     assert not graphs.pool_of(CPU)._graphs
 
 
-class Standing:
-    """Memory that stays at its addresses, and holds NaN while it rests, as if it were unmapped."""
-
-    stays = True
-
-    def __init__(self) -> None:
-        self._all = torch.full((1 << 16,), 0xFF, dtype=torch.uint8)
-        self.tensor = self._all[:0]
-
-    def grow(self, size_bytes: int) -> None:
-        self.tensor = self._all[:size_bytes]
-
-    def rest(self) -> None:
-        self._all.fill_(0xFF)
-        self.tensor = self._all[:0]
-
-    give_back = rest
-
-
 @pytest.fixture(params=["stays", "moves"])
 def memory(
     shared: Workspace, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> str:
     if request.param == "stays":
-        monkeypatch.setattr(shared, "_bytes", Standing())
+        monkeypatch.setattr(shared, "_bytes", StandingMemory(CPU))
     return request.param
 
 

@@ -21,6 +21,8 @@ from torch import nn
 from strop.dispatch.offloaded_weights import WeightReader
 from strop.runtime.run.workspace import rest_on
 
+Place = tuple[torch.device, torch.dtype, int]
+
 
 class WatchedModule:
     """Hold who reads the weights of a module. Its first weight is looked for once: to load an
@@ -37,7 +39,6 @@ class WatchedModule:
         return None if weight is None else (weight.device, weight.dtype, _address(weight))
 
 
-Place = tuple[torch.device, torch.dtype, int]
 _WATCHED: WeakKeyDictionary[nn.Module, WatchedModule] = WeakKeyDictionary()
 _LOCK = threading.RLock()
 _THREAD = threading.local()  # ``is_moving``: an outer module is being moved

@@ -100,6 +100,7 @@ def workspace_of(device: torch.device, stream: int) -> Workspace:
 
 def rest_on(device: torch.device) -> None:
     """Have all working memory of a device rest, but what is lent."""
+    device = with_index(device)
     for workspace in list(_GROWING):
-        if workspace.device == with_index(device):
+        if workspace.device == device:
             workspace.rest()
