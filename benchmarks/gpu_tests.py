@@ -11,8 +11,9 @@ are small and come first. With --gpus 2, every process sees both GPUs, and half 
 have the second one as their device 0. Prints a line for each process, then what failed and why, and
 what was cut off or never begun, also when it is asked to end itself (SIGTERM). Exits with 1 if
 there is any of that. --logs keeps all output.
---rest-of takes what an earlier run of the same code has printed, and runs what was not green in it;
-or what its processes have printed (--logs), and leaves out what was green in that.
+--rest-of takes what an earlier run of the same code has printed, and runs what was not green in it,
+without collecting all tests anew, which takes a minute; or what its processes have printed
+(--logs), and leaves out what was green in that.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ LEAST_S = 0.05
 SHARED, ALONE = "gpu and not alone", "gpu and alone"
 REASONS = 40  # lines of a process that say why tests failed
 GREEN = ("PASSED", "SKIPPED")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or each process that uses it starts one a core
+}
 NOT_GREEN = re.compile(r"^(?:did not end|failed|error): (tests/.+)$", re.M)
 RESULT = re.compile(r"^(tests/\S+?::.+?) (PASSED|SKIPPED|FAILED|ERROR|XFAIL)\b", re.M)
 
@@ -119,13 +125,39 @@ def end_all(workers: Sequence[Worker], deadline: float) -> bool:
     return is_terminated
 
 
+def listed(text: str) -> dict[str, list[str]]:
+    """Return the tests that ``summary`` has printed in ``text``, by file. There are none if
+    processes have printed it."""
+    found = defaultdict[str, list[str]](list)
+    for test in NOT_GREEN.findall(text):
+        found[test.split("::")[0]].append(test)
+    return found
+
+
 def left_of(text: str, tests: set[str]) -> set[str]:
-    """Return the tests that ``summary`` has printed in ``text``, or, if that is what processes
-    have printed, those of ``tests`` that it does not show as green."""
+    """Return those of ``tests`` that ``text``, which processes have printed, does not show as
+    green."""
     results = dict(RESULT.findall(text))
-    if not results:
-        return set(NOT_GREEN.findall(text))
     return {test for test in tests if results.get(test) not in GREEN}
+
+
+def chosen(
+    ini: Path, only: Sequence[str], rest_of: str | None
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the tests to run that may share the GPU, and those that need it alone, by file."""
+    before = listed(rest_of or "")
+    found = before or collected(ini, SHARED, only)
+    files = [file for file in with_marker(only) if not before or file in before]
+    alone = collected(ini, ALONE, files) if files else {}
+    if before:
+        rest = {test for tests in before.values() for test in tests}
+        alone = among(alone, rest)
+        found = among(found, rest - {test for tests in alone.values() for test in tests})
+    elif rest_of is not None:
+        every = {test for each in (*found.values(), *alone.values()) for test in each}
+        rest = left_of(rest_of, every)
+        found, alone = among(found, rest), among(alone, rest)
+    return found, alone
 
 
 def among(found: dict[str, list[str]], others: set[str]) -> dict[str, list[str]]:
@@ -301,12 +333,7 @@ def main() -> None:
         ini.write_text(INI)
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        found, files = collected(ini, SHARED, args.only), with_marker(args.only)
-        alone = collected(ini, ALONE, files) if files else {}
-        if args.rest_of is not None:
-            every = {test for each in (*found.values(), *alone.values()) for test in each}
-            rest = left_of(args.rest_of.read_text(), every)
-            found, alone = among(found, rest), among(alone, rest)
+        found, alone = chosen(ini, args.only, args.rest_of and args.rest_of.read_text())
         tests = {test for each in (*found.values(), *alone.values()) for test in each}
         if not tests:
             sys.exit(f"there is no test with the marker gpu in {', '.join(args.only)}")
@@ -314,7 +341,7 @@ def main() -> None:
         sys.path[:0] = paths
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, before)))
-        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        os.environ |= ENVIRONMENT
         workers: list[Worker] = []
         signal.signal(signal.SIGTERM, terminated)
         for begin in (

@@ -16,7 +16,8 @@ compiled; "timing" holds percentiles of a picture from the second one on, and "s
 more adds to it. "compile_s" is what the first picture takes longer than the median. "peak_bytes" is
 the most memory of the GPU, weights included. "skipped" says why there is no such cell, "failed"
 what went wrong in it. Each cell has a process with empty caches. FILE is written after each, and
-cells that it has are not measured again. Behind --minutes no further cell begins.
+cells that it has are not measured again; "run" is the day and the commit of a cell. Behind
+--minutes no further cell begins.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def main() -> None:
         "environment": environment.describe(device),
         "bus_gb_s": bus_rate(device),
     }
+    run = run_name(head["environment"])
     cells, end = cells_before(args.out, head), time.monotonic() + 60 * args.minutes
     for cell in wanted_cells(args):
         if "timing" in cells.get(str(cell), {}):
@@ -90,7 +92,9 @@ def main() -> None:
         reason = cell.skipped(device)
         if not reason and time.monotonic() > end:
             reason = "time was over"
-        cells[str(cell)] = {"skipped": reason} if reason else in_own_process(cell, args)
+        cells[str(cell)] = (
+            {"skipped": reason} if reason else {**in_own_process(cell, args), "run": run}
+        )
         report.write_json({**head, "cells": cells}, args.out)
         print("  ".join(row_of(cell, cells[str(cell)])), flush=True)
 
@@ -142,6 +146,12 @@ def cells_before(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
         raise SystemExit(f"{path} has results of something else")
     cells: dict[str, Any] = before["cells"]
     return cells
+
+
+def run_name(found: Mapping[str, Any]) -> str:
+    """Return the day and the commit of a run, which each cell says: others may be of earlier
+    runs."""
+    return f"{found['date'][:10]} {found['commit']}"
 
 
 def in_own_process(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:

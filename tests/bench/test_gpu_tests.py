@@ -20,7 +20,7 @@ def test_what_was_not_green_is_read_from_what_a_run_has_printed(
     cut_off = "tests/c.py::Class::cut_off"
     gpu_tests.summary({*results, cut_off}, results, 1.0)
     printed = "trainer3  exit 1\n  FAILED tests/d.py::of the details\n" + capsys.readouterr().out
-    found = gpu_tests.left_of(printed, set())
+    found = {test for tests in gpu_tests.listed(printed).values() for test in tests}
     assert found == {"tests/a.py::two[x-y z]", "tests/b.py::broken", cut_off}
     collected = {"tests/a.py": ["tests/a.py::one", "tests/a.py::two[x-y z]"], "tests/d.py": ["x"]}
     assert gpu_tests.among(collected, found) == {"tests/a.py": ["tests/a.py::two[x-y z]"]}

@@ -34,6 +34,7 @@ def check_cell(cell: dict[str, Any]) -> None:
     assert len(cell["pictures_ms"]) == 1
     assert cell["weights_bytes"] > 0
     assert cell["compile_s"] < cell["first_s"]
+    assert cell["run"].startswith("20")  # the day
 
 
 def test_cells_of_eager_are_measured_once(tmp_path: Path) -> None:

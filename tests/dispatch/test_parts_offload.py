@@ -4,6 +4,9 @@ afterwards."""
 from __future__ import annotations
 
 import copy
+import gc
+import mmap
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +20,8 @@ from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_off
 from torch import Tensor, nn
 
 import strop
+from strop.dispatch import budgeted_memory
+from strop.runtime.run import workspace
 from tests.budgeted import CLOSE, LANES, CountedMemory, lend_memory, wrong_in_threads
 from tests.dispatch.test_low_rank import activate, add
 from tests.dispatch.test_weights_budget import (
@@ -428,6 +433,97 @@ def test_threads_take_turns(memory: CountedMemory, kind: str) -> None:
     net, twin = compiled(kind, "offload first"), plain()
     given = [torch.randn(3, WIDTH, generator=torch.manual_seed(n)) for n in range(4)]
     assert not wrong_in_threads(net, given, [twin(x) for x in given], 10)
+
+
+class CountedPins:
+    """It counts what is pinned on the host, and how much of that is still there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = self.now = 0
+        self._pinned = budgeted_memory.pinned
+        monkeypatch.setattr(budgeted_memory, "pinned", self)
+
+    def __call__(self, size_bytes: int, *, for_gpu: bool) -> Tensor:
+        pages = mmap.mmap(-1, size_bytes)
+        self.count, self.now = self.count + 1, self.now + size_bytes
+        weakref.finalize(pages, self._give_back, size_bytes)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def _give_back(self, size_bytes: int) -> None:
+        self.now -= size_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_rest_are_pinned_once(
+    memory: CountedMemory, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A model whose weights go to the host at the end of each picture pins nothing anew for the
+    next one, nor is it looked at anew."""
+    pins = CountedPins(monkeypatch)
+    net, twin = compiled(kind, "offload first"), plain()
+    (served,) = strop.api.dispatchers_of(net).values()
+    check(net, twin)
+    served.rest()
+    check(net, twin)
+    served.rest()  # what lay apart when it was given is one piece now
+    count, scans = pins.count, served.state.num_scans
+    for factor in (0.5, 2.0):
+        net.blocks[1].q.weight.mul_(factor)  # while it rests
+        twin.blocks[1].q.weight.mul_(factor)
+        check(net, twin)
+        net.last.bias.data.add_(factor)  # while it does not
+        twin.last.bias.data.add_(factor)
+        served.rest()
+        assert memory.now == 0
+    assert (pins.count, served.state.num_scans) == (count, scans)
+    assert size_of(net) <= pins.now <= 1.5 * size_of(net)
+    net.blocks[0].q.weight.data = torch.ones(WIDTH, WIDTH)
+    twin.blocks[0].q.weight.data = torch.ones(WIDTH, WIDTH)
+    for _ in range(2):
+        check(net, twin)
+        served.rest()
+    net.blocks[0], twin.blocks[0] = plain().blocks[0], plain().blocks[0]
+    check(net, twin)
+    assert served.state.num_scans > scans
+    strop.restore(net)
+    check(net, twin)
+    assert memory.now == 0
+    del net, served
+    gc.collect()
+    assert pins.now == 0
+
+
+def test_working_memory_of_others_makes_room(memory: CountedMemory) -> None:
+    """What another model has worked in does not lie beside weights that come."""
+    net, twin = compiled("block", "offload first"), plain()
+    (served,) = strop.api.dispatchers_of(net).values()
+    other = strop.optimize(Wide().eval(), options=tiny.options(strict=True))
+    x = torch.randn(512, WIDTH)
+    for _ in range(2):
+        other(x)
+        assert working_bytes() > 100_000
+        check(net, twin)
+        assert working_bytes() == served.budget.working_bytes < 10_000
+        served.rest()
+    other(x)
+    torch.testing.assert_close(other(x), Wide.of(x), **CLOSE)
+
+
+class Wide(nn.Module):
+    """It keeps two large values while it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(x)
+
+    @staticmethod
+    def of(x: Tensor) -> Tensor:
+        wide = x @ x.T
+        return torch.softmax(wide, 1) @ torch.softmax(wide, 0) @ x
+
+
+def working_bytes() -> int:
+    spaces = [space for space in workspace._GROWING if space.device.type == "cpu"]
+    return sum(space.memory.numel() for space in spaces)
 
 
 @pytest.mark.parametrize("kind", ["block", "leaf"])

@@ -174,6 +174,23 @@ def test_arguments_on_the_host(way: str) -> None:
     assert dispatcher_in(net).counters.eager_calls == 0
 
 
+def test_working_memory_of_others_makes_room() -> None:
+    """What another model has worked in does not lie beside weights that come."""
+    x, large = inputs(64), inputs(65536)
+    other = strop.optimize(model().cuda().eval(), options=tiny.options(strict=True))
+    net = plain()
+    WAYS["blocks, with a stream"](net)
+    strop.optimize(net, options=tiny.options(strict=True))
+    with torch.no_grad():
+        expected = [other(large).clone(), net(x).clone()]
+        for _ in range(2):
+            dispatcher_in(net).rest()
+            assert torch.equal(other(large), expected[0])
+            assert held_bytes(x.device) > 2 * SPARE
+            assert torch.equal(net(x), expected[1])
+            assert held_bytes(x.device) <= SPARE
+
+
 def test_streams_of_the_user_take_turns() -> None:
     net, x = plain(), inputs(64)
     WAYS["blocks, with a stream"](net)

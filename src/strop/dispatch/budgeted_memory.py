@@ -14,8 +14,11 @@ from strop.runtime.run.pinned_memory import give_back_cached, pinned
 from strop.runtime.run.stream_plan import Block
 from strop.runtime.run.weight_layout import aligned
 from strop.runtime.run.weight_stream import Copy, Lane, StreamedBlock, lane_for
+from strop.runtime.run.workspace import rest_on
 
 HOST_PIECE_BYTES = 256 << 20  # that are pinned together, while weights are copied there
+
+Key = tuple[int, ...]  # the ids of a region's weights
 
 
 class BudgetedMemory:
@@ -25,6 +28,7 @@ class BudgetedMemory:
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self._host: list[Tensor] = []  # pinned pieces that regions lie in
+        self._berths: dict[Key, Tensor] = {}  # parts of these, kept for regions that come back
         self._device: list[Tensor] = []  # where that is a CPU too: what stands for its memory
         self._slots: Tensor | None = None
         self.lane: Lane | None = None  # which copies into the slots
@@ -64,10 +68,10 @@ class BudgetedMemory:
     # moving
 
     def take_home(self, regions: Sequence[Region]) -> None:
-        """Take regions to pinned memory of the host, one behind the other, a few at a time: their
-        old memory is free then."""
+        """Take regions to pinned memory of the host, which is what they had there before, or new
+        pieces of it, one behind the other, a few at a time: their old memory is free then."""
         some, size = list[Region](), 0
-        for region in (*regions, None):
+        for region in (*(r for r in regions if not self._has_returned(r)), None):
             if some and (region is None or size + region.size_bytes > HOST_PIECE_BYTES):
                 self._take_piece(some)
                 some, size = [], 0
@@ -82,6 +86,23 @@ class BudgetedMemory:
             region.move(piece[start : start + region.size_bytes])
             start += size
         self._host.append(piece)
+
+    def rest(self, regions: Regions) -> None:
+        """Take all regions that lie on the device to the host, where each gets the same memory
+        every time: a system pins memory more slowly than a GPU copies into it."""
+        going = [region for region in regions.all if self.is_resident(region)]
+        keys = {*map(_key, regions.all)}
+        self._berths = {key: berth for key, berth in self._berths.items() if key in keys}
+        self.take_home(going)
+        self._berths |= {_key(region): self._bytes(region) for region in going}
+
+    def _has_returned(self, region: Region) -> bool:
+        """Take a region to the memory of the host that is kept for it, if there is any."""
+        berth = self._berths.get(_key(region))
+        if berth is None or berth.numel() != region.size_bytes:
+            return False
+        region.move(berth)
+        return True
 
     def bring(self, region: Region) -> None:
         """Take a region to the device, where it stays."""
@@ -105,7 +126,12 @@ class BudgetedMemory:
     def let_go(self, regions: Regions) -> None:
         """Keep no memory in which nothing lies any more."""
         self._device = [memory for memory in self._device if _is_used(memory, regions)]
-        self._host = [memory for memory in self._host if _is_used(memory, regions)]
+        kept = {berth.untyped_storage().data_ptr() for berth in self._berths.values()}
+        self._host = [
+            memory
+            for memory in self._host
+            if memory.untyped_storage().data_ptr() in kept or _is_used(memory, regions)
+        ]
 
     def give_to_others(self, *, of_device: bool, of_host: bool = False) -> None:
         """Have memory that weights have left be free for everybody, and not kept for torch."""
@@ -113,6 +139,11 @@ class BudgetedMemory:
             torch.cuda.empty_cache()
         if of_host and self.is_gpu:
             give_back_cached()  # libraries may have pinned them, too
+
+    def make_room(self) -> None:
+        """Have working memory rest, in which other models have run: it would lie beside weights
+        that are about to come."""
+        rest_on(self.place)
 
     def wait(self) -> None:
         """Wait until no stream reads weights any more, which are about to leave the device."""
@@ -122,7 +153,7 @@ class BudgetedMemory:
     def forget(self) -> None:
         """Hold nothing, and leave weights where they are."""
         self.drop_slots()
-        self._host, self._device = [], []
+        self._host, self._device, self._berths = [], [], {}
 
     # reading
 
@@ -152,6 +183,10 @@ class BudgetedMemory:
 def device_memory(size_bytes: int, device: torch.device) -> Tensor:
     """Return memory of a device for weights. Tests count it."""
     return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+def _key(region: Region) -> Key:
+    return tuple(map(id, region.weights))
 
 
 def _joined(copies: Sequence[Copy]) -> tuple[Copy, ...]:

@@ -7,6 +7,7 @@ them, and what else the code reads (``global_guards``). It takes the host some 0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -341,6 +342,15 @@ class ModuleState:
         merged, padded = pieces_of(program.inputs, placed)
         self.merged.add(merged)
         self.padded.add(padded)
+
+    @contextmanager
+    def moved_by_us(self) -> Iterator[None]:
+        """Take where weights lie afterwards as known, if it was before: the next call need not look
+        at the module anew. Nothing may be bound to the weights any more."""
+        was_known = not self._memory.differs()
+        yield
+        if was_known:
+            self._memory = KnownMemory(self.tensors)
 
     def release_pieces(self) -> None:
         """Let go of all weights that lie as programs want them."""

@@ -272,10 +272,12 @@ class WeightsBudget:
         self._memory.let_go(regions)
         self._memory.hold_slots(plan.slot_bytes)
         self._memory.give_to_others(of_device=leaves, of_host=bool(going))
-        for number in sorted(plan.resident):
-            region = regions.all[number]
-            if not self._memory.is_resident(region) and not region.is_fixed:
-                self._memory.bring(region)
+        staying = (regions.all[number] for number in sorted(plan.resident))
+        coming = [r for r in staying if not self._memory.is_resident(r) and not r.is_fixed]
+        if coming:
+            self._memory.make_room()
+        for region in coming:
+            self._memory.bring(region)
         self._memory.let_go(regions)
         resident = [regions.all[n] for n in self._memory.resident(regions)]
         self._resident_bytes = sum(aligned(region.size_bytes) for region in resident)
@@ -292,7 +294,8 @@ class WeightsBudget:
         regions = Regions(self._state.tensors, ())  # it holds pieces that weights are parts of
         forget()
         self._memory.wait()
-        self._memory.take_home([r for r in regions.all if self._memory.is_resident(r)])
+        with self._state.moved_by_us():
+            self._memory.rest(regions)
         self._memory.let_go(regions)
         self._memory.drop_slots()
         self._resident_bytes = 0
