@@ -38,6 +38,8 @@ ROWS = {  # model, size or tokens, batch
     "bert": ("bert-base", (1, 128), 8),
     "resnet50": ("resnet50", (224, 224), 8),
     "sd15-train": ("sd15-unet", (512, 512), 4),
+    "sdxl-train": ("sdxl-unet", (1024, 1024), 1),
+    "sd3-train": ("sd3-medium", (1024, 1024), 1),
     "resnet50-train": ("resnet50", (224, 224), 8),
     "resnet50-bn-train": ("resnet50", (224, 224), 8),
     "bert-train": ("bert-base", (1, 128), 8),

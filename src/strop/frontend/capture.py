@@ -29,6 +29,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -404,6 +405,7 @@ def _traced(
     blocks = RepeatedBlocks(module, origins, watch, reads, numbers)
     with (
         no_effects(module, private=False),
+        _use_lazy_graph_module(True),  # nobody runs the graph: its code need not be compiled
         tracing(module, mode, reads, origins, watch.entered),
         python_floats() if numbers.values else nullcontext(),
         # what torch takes writes out of is wrapped, and has no node of its own

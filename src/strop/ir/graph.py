@@ -23,7 +23,7 @@ from strop.ir.ops import OPS, Kind, Op, of_nothing
 
 Shape = tuple[Expr, ...]
 _serial = itertools.count()
-_SERIAL, _TERMS = attrgetter("serial"), attrgetter("terms")
+_TERMS = attrgetter("terms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Builder:
             op, inputs, order, attrs = "expand", (none,), None, {}
         # attributes as text: 1, 1.0 and True are equal, and so are 0.0 and -0.0
         text = repr(sorted(attrs.items())) if attrs else ""
-        key = (op, tuple(map(_SERIAL, inputs)), text, sizes, dtype, order)
+        key = (op, inputs, text, sizes, dtype, order)
         made = self._made.get(key)
         if made is not None and not OPS[op].is_placed:
             return made
@@ -247,11 +247,16 @@ class Builder:
     def copy_of(self, node: Node, inputs: tuple[Node, ...]) -> Node:
         """Copy ``node`` over other inputs. Views fold; a changed operand shape is the caller's
         duty."""
-        if node.op == "reshape":
+        if node.op == "reshape" and _may_fold(node, inputs[0]):
             return self.reshape(inputs[0], node.shape)
         if node.op == "permute":
             return self.permute(inputs[0], node.attrs["dims"])
         return self._make(node.op, inputs, node.shape, node.dtype, node.order, node.attrs)
+
+
+def _may_fold(reshape: Node, x: Node) -> bool:
+    """Tell whether a reshape over another operand may be none, or one that reads what x reads."""
+    return x.op == "reshape" or x.shape != reshape.inputs[0].shape
 
 
 def _needs_nothing(op: str, inputs: Sequence[Node]) -> bool:
@@ -282,14 +287,20 @@ def broadcast(what: str, *shapes: Shape) -> Shape:
 Rule = Callable[[Builder, Node, tuple[Node, ...]], Node | None]
 
 
-def rewrite(graph: Graph, rule: Rule) -> Graph:
-    """Rebuild the graph: ``rule`` returns what replaces a node, or None to copy it."""
+def rewrite(graph: Graph, rule: Rule, only: Callable[[Node], bool] | None = None) -> Graph:
+    """Rebuild the graph: ``rule`` returns what replaces a node, or None to copy it. With ``only``,
+    it is asked about such nodes alone, and a graph without them stays as it is: to rebuild that
+    of a quantised model, which has 40,000 nodes, takes a quarter of a second."""
+    asked = None if only is None else frozenset(filter(only, graph.nodes))
+    if asked is not None and not asked:
+        return graph
     builder = Builder()
     new: dict[Node, Node] = {}
     for node in graph.nodes:
         builder.origin = node.origin
-        inputs = tuple(new[i] for i in node.inputs)
-        new[node] = rule(builder, node, inputs) or builder.copy_of(node, inputs)
+        inputs = tuple(map(new.__getitem__, node.inputs))
+        made = rule(builder, node, inputs) if asked is None or node in asked else None
+        new[node] = made or builder.copy_of(node, inputs)
     return finish(
         builder,
         [new[i] for i in graph.inputs],

@@ -23,15 +23,16 @@ PIECE = 8  # columns and depth are multiples of this: 16 bytes
 def activated_linear(graph: Graph, options: Options) -> Graph:
     users = graph.users()
 
-    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+    def is_last(node: Node) -> bool:
         linear = node.inputs[0] if node.op == GELU_TANH else None
         if linear is None or len(users[linear]) > 1 or linear in graph.outputs:
-            return None
-        if node.dtype != linear.dtype or not can_end_in_gelu(linear, graph):
-            return None
+            return False
+        return node.dtype == linear.dtype and can_end_in_gelu(linear, graph)
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         return b.make("linear_gelu", inputs[0].inputs, node.shape, node.dtype)
 
-    return rewrite(graph, rule)
+    return rewrite(graph, rule, is_last)
 
 
 def can_end_in_gelu(linear: Node, graph: Graph) -> bool:

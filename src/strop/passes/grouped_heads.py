@@ -18,23 +18,28 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def grouped_heads(graph: Graph, options: Options) -> Graph:
-    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        if (
-            node.dtype not in HALF
-            or node.op != "attention"
-            or any(len(x.shape) != 4 for x in inputs[:3])
-        ):
-            return None
-        q, k, v, *mask = inputs
-        times = _times(k)
-        if times is None or q.shape[1] != k.shape[1] or _times(v) != times:
-            return None
-        fewer = (_once(b, x, times) for x in (k, v))
-        return b.make(
-            node.op, (q, *fewer, *mask), node.shape, node.dtype, order=node.order, **node.attrs
-        )
+    return rewrite(graph, _rule, _has_repeated)
 
-    return rewrite(graph, rule)
+
+def _has_repeated(node: Node) -> bool:
+    """Tell whether it is attention whose heads of keys and values are repeated alike."""
+    if node.op != "attention" or node.dtype not in HALF:
+        return False
+    q, k, v = node.inputs[:3]
+    if any(len(x.shape) != 4 for x in (q, k, v)) or q.shape[1] != k.shape[1]:
+        return False
+    times = _times(k)
+    return times is not None and _times(v) == times
+
+
+def _rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node:
+    q, k, v, *mask = inputs
+    times = _times(k)
+    assert times is not None
+    fewer = (_once(b, x, times) for x in (k, v))
+    return b.make(
+        node.op, (q, *fewer, *mask), node.shape, node.dtype, order=node.order, **node.attrs
+    )
 
 
 def _times(x: Node) -> Expr | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from strop.ir.affine import base_of, reduced_runs
-from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.ir.graph import Graph, Node, rewrite
 from strop.ir.ops import Kind
 from strop.ir.parts import join
 from strop.options import Options
@@ -20,12 +20,12 @@ Users = Mapping[Node, Sequence[Node]]
 def joined_parts(graph: Graph, options: Options) -> Graph:
     users = graph.users()
 
-    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+    def is_stored_in_parts(node: Node) -> bool:
         if node.op != "cat" or not is_of_apart(node, graph.hints):
-            return None
-        return join(b, node, inputs) if is_read_by_calls(node, graph.outputs, users) else None
+            return False
+        return is_read_by_calls(node, graph.outputs, users)
 
-    return rewrite(graph, rule)
+    return rewrite(graph, join, is_stored_in_parts)
 
 
 def is_read_by_calls(node: Node, results: Collection[Node], users: Users) -> bool:

@@ -23,17 +23,18 @@ def looked_up_rows(graph: Graph, options: Options) -> Graph:
             users[operand].append(node)
     results = frozenset(graph.outputs)
 
-    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+    def is_of_few(node: Node) -> bool:
         if node.op != "take" or not _looks_up_rows(node):
-            return None
+            return False
         table = node.inputs[0]
         if table in results or any(user.op != "take" for user in users[table]):
-            return None
-        if node.numel.eval(graph.hints) >= table.numel.eval(graph.hints):
-            return None
+            return False
+        return node.numel.eval(graph.hints) < table.numel.eval(graph.hints)
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         return _rows(b, inputs[0], node, inputs[1])
 
-    return rewrite(graph, rule)
+    return rewrite(graph, rule, is_of_few)
 
 
 def _looks_up_rows(node: Node) -> bool:

@@ -15,18 +15,22 @@ from strop.passes.linear_add import is_kernel_next, is_sum
 def low_rank_add(graph: Graph, options: Options) -> Graph:
     users, outputs = graph.users(), set(graph.outputs)
 
-    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+    def side(node: Node) -> int | None:
+        """Return which operand of a sum is a low-rank part that nothing else reads."""
         if not is_sum(node) or node in outputs or is_kernel_next(node, users):
             return None
-        for which, part in enumerate(node.inputs):
-            alike = {(n.shape, n.dtype) for n in (node, *node.inputs)}
-            if _is_low_rank(part) and len(users[part]) == 1 and len(alike) == 1:
-                return b.make(
-                    "linear_add", (*inputs[which].inputs, inputs[1 - which]), node.shape, node.dtype
-                )
-        return None
+        if len({(n.shape, n.dtype) for n in (node, *node.inputs)}) > 1:
+            return None
+        parts = enumerate(node.inputs)
+        return next((n for n, x in parts if _is_low_rank(x) and len(users[x]) == 1), None)
 
-    return rewrite(graph, rule)
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        which = side(node)
+        assert which is not None
+        operands = *inputs[which].inputs, inputs[1 - which]
+        return b.make("linear_add", operands, node.shape, node.dtype)
+
+    return rewrite(graph, rule, lambda node: side(node) is not None)
 
 
 def _is_low_rank(node: Node) -> bool:

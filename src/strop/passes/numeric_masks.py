@@ -21,17 +21,21 @@ ROW = 16  # elements, of which torch's kernel wants all rows to begin at multipl
 
 
 def numeric_masks(graph: Graph, options: Options) -> Graph:
-    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        if node.op != "attention" or len(inputs) <= MASK:
-            return None
-        q, k, _, mask = inputs
-        if mask.dtype is not torch.bool or q.dtype is not torch.float32:
-            return None
-        numbers = _numbers(b, mask, (*q.shape[:-1], k.shape[-2]))
-        operands = (*inputs[:MASK], numbers)
-        return b.make("attention", operands, node.shape, node.dtype, order=node.order, **node.attrs)
+    return rewrite(graph, _rule, _reads_marks)
 
-    return rewrite(graph, rule)
+
+def _reads_marks(node: Node) -> bool:
+    """Tell whether it is attention of fp32 whose mask says True or False."""
+    if node.op != "attention" or len(node.inputs) <= MASK:
+        return False
+    return node.inputs[MASK].dtype is torch.bool and node.inputs[0].dtype is torch.float32
+
+
+def _rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node:
+    q, k, _, mask = inputs
+    numbers = _numbers(b, mask, (*q.shape[:-1], k.shape[-2]))
+    operands = (*inputs[:MASK], numbers)
+    return b.make("attention", operands, node.shape, node.dtype, order=node.order, **node.attrs)
 
 
 def _numbers(b: Builder, mask: Node, scores: Shape) -> Node:
