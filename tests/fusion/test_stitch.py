@@ -51,6 +51,8 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "norm_of_sum": (norm_of_sum, 1),
     "norm_beside_a_call": (norm_beside_a_call, 0),
     "statistics_are_a_result": (lambda x, w: (norm(x, w), x.mean((1, 2))), 1),
+    "statistics_of_others": (lambda x, w: x - x.mean((1, 2))[:, None, None].flip(3), 1),
+    "statistics_looked_up": (lambda x, w: x - x.mean((1, 2))[:, w.long()][:, None, None], 0),
     "nothing_normalised": (lambda x, w: x.mean((1, 2)) * w, 0),
 }
 
@@ -119,7 +121,7 @@ def interpreted(kernel: LoopKernel, tensors: Sequence[Tensor], env: Env, most: i
 
 
 @pytest.mark.parametrize("most", [64, 256])
-@pytest.mark.parametrize("name", ["norm", "norm_of_sum"])
+@pytest.mark.parametrize("name", ["norm", "norm_of_sum", "statistics_of_others"])
 def test_triton(name: str, most: int):
     graph, fusion, found = planned(name)
     args = arguments(ENVS[0], torch.float32)

@@ -26,6 +26,17 @@ def case(
 
 
 FOUND = {
+    # pieces of a cat went to the kernel whose elements one of them looks up
+    "pieces_that_look_up": case(
+        "b s 4",
+        "v0 = F.pad(x0, (0, 1), value=1)",
+        "v1 = F.layer_norm(v0, v0.shape[-1:])",
+        "v2 = torch.empty_like(v1)",
+        "v2[:, :, 0::2] = torch.sin(v1 + 0)[:, :, 0::2]",
+        "v2[:, :, 1::2] = torch.sin(v1 + 1)[:, :, 1::2]",
+        results="v2",
+        sizes=(SIZES, {"b": 2, "s": 6}),
+    ),
     # the guard of roll's cat, inside of softmax's own sum
     "softmax_rolled": case("4", "v0 = x0.softmax(0)", "v1 = v0.roll(1, 0) + v0", results="v1"),
     # one loop for the sums of a row and of the row before it

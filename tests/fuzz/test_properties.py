@@ -14,7 +14,9 @@ from torch import Tensor
 
 from strop.backend import Compiled
 from strop.debug.reference import evaluate, input_values
+from strop.fusion.legality import looks_into
 from strop.fusion.planner import computed_by, is_fusible
+from strop.fusion.stitch import stitches
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import Kind
 from strop.ir.program import Program, Step
@@ -93,6 +95,10 @@ def check_plan(compiled: Compiled) -> None:
             assert calls[node] == 1, node
         elif is_fusible(node):
             assert node in recomputed, node
+    wholes = (stitch.whole for stitch in stitches(graph, plan))
+    for group in (*plan.groups, *wholes):
+        made = computed_by(group, set(stores))
+        assert not any(looks_into(node, made) for node in made), group
     assert set(stores) <= set(members)
 
 

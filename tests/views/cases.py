@@ -351,7 +351,7 @@ INDEXING: dict[str, Case] = {
     "embedding_bag_max": _kernel(
         lambda i, w: F.embedding_bag(i, w, mode="max") * 2, "i5: b h", "5 6"
     ),
-    "embedding_bag_offsets": _library(
+    "embedding_bag_offsets": _kernel(
         lambda i, w: F.embedding_bag(i.flatten(), w, torch.arange(2) * 2), "i5: b h", "5 6"
     ),
     "index_put": _library(lambda x, i, y: x.index_put((i,), y), "5 6", "i5: 3", "3 6"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from strop.fusion.parallelism import GPU, Workers, is_cut
@@ -155,9 +155,14 @@ def refusal(node: Node, draft: DraftGroup, schedules: Schedules) -> str | None:
     return "beside a column reduction, not before it"
 
 
+def looks_into(node: Node, nodes: Collection[Node]) -> bool:
+    """Tell whether a node looks up elements of one of these, which other programs of a kernel would
+    compute."""
+    return any(base_of(source) in nodes for source in node.inputs[: LOOKED_INTO.get(node.op, 0)])
+
+
 def _refuse_lookup(node: Node, draft: DraftGroup) -> str | None:
-    looked_into = node.inputs[: LOOKED_INTO.get(node.op, 0)]
-    if any(base_of(source) in draft.nodes for source in looked_into):
+    if looks_into(node, draft.nodes):
         return "looks up elements that other programs of this kernel compute"
     is_apart = has_own_loops(node) and draft.schedule is not Schedule.POINTWISE
     return LOOPS_APART if is_apart else None

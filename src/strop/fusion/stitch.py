@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from strop.fusion.legality import looks_into
 from strop.fusion.plan import FusionPlan, Group, Stitch
-from strop.fusion.planner import loaded
+from strop.fusion.planner import computed_by, loaded
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
@@ -33,6 +34,9 @@ def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
             continue
         reader = _only_reader(group, readers)
         if reader is None or not _covers(group, reader):
+            continue
+        made = frozenset(group.nodes)
+        if any(looks_into(node, made) for node in computed_by(reader, stored)):
             continue
         host = _place(plan.steps, number, plan.steps.index(reader), loads, readers)
         if host is None:
