@@ -28,7 +28,7 @@ class BudgetedMemory:
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self._host: list[Tensor] = []  # pinned pieces that regions lie in
-        self._berths: dict[Key, Tensor] = {}  # parts of these, kept for regions that come back
+        self._reserved: dict[Key, Tensor] = {}  # parts of these, for regions that come back
         self._device: list[Tensor] = []  # where that is a CPU too: what stands for its memory
         self._slots: Tensor | None = None
         self.lane: Lane | None = None  # which copies into the slots
@@ -92,16 +92,16 @@ class BudgetedMemory:
         every time: a system pins memory more slowly than a GPU copies into it."""
         going = [region for region in regions.all if self.is_resident(region)]
         keys = {*map(_key, regions.all)}
-        self._berths = {key: berth for key, berth in self._berths.items() if key in keys}
+        self._reserved = {key: own for key, own in self._reserved.items() if key in keys}
         self.take_home(going)
-        self._berths |= {_key(region): self._bytes(region) for region in going}
+        self._reserved |= {_key(region): self._bytes(region) for region in going}
 
     def _has_returned(self, region: Region) -> bool:
         """Take a region to the memory of the host that is kept for it, if there is any."""
-        berth = self._berths.get(_key(region))
-        if berth is None or berth.numel() != region.size_bytes:
+        own = self._reserved.get(_key(region))
+        if own is None or own.numel() != region.size_bytes:
             return False
-        region.move(berth)
+        region.move(own)
         return True
 
     def bring(self, region: Region) -> None:
@@ -126,7 +126,7 @@ class BudgetedMemory:
     def let_go(self, regions: Regions) -> None:
         """Keep no memory in which nothing lies any more."""
         self._device = [memory for memory in self._device if _is_used(memory, regions)]
-        kept = {berth.untyped_storage().data_ptr() for berth in self._berths.values()}
+        kept = {own.untyped_storage().data_ptr() for own in self._reserved.values()}
         self._host = [
             memory
             for memory in self._host
@@ -153,7 +153,7 @@ class BudgetedMemory:
     def forget(self) -> None:
         """Hold nothing, and leave weights where they are."""
         self.drop_slots()
-        self._host, self._device, self._berths = [], [], {}
+        self._host, self._device, self._reserved = [], [], {}
 
     # reading
 

@@ -18,7 +18,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def grouped_heads(graph: Graph, options: Options) -> Graph:
-    return rewrite(graph, _rule, _has_repeated)
+    return rewrite(graph, _over_fewer_heads, _has_repeated)
 
 
 def _has_repeated(node: Node) -> bool:
@@ -32,7 +32,7 @@ def _has_repeated(node: Node) -> bool:
     return times is not None and _times(v) == times
 
 
-def _rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node:
+def _over_fewer_heads(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node:
     q, k, v, *mask = inputs
     times = _times(k)
     assert times is not None

@@ -21,7 +21,7 @@ ROW = 16  # elements, of which torch's kernel wants all rows to begin at multipl
 
 
 def numeric_masks(graph: Graph, options: Options) -> Graph:
-    return rewrite(graph, _rule, _reads_marks)
+    return rewrite(graph, _by_numbers, _reads_marks)
 
 
 def _reads_marks(node: Node) -> bool:
@@ -31,7 +31,7 @@ def _reads_marks(node: Node) -> bool:
     return node.inputs[MASK].dtype is torch.bool and node.inputs[0].dtype is torch.float32
 
 
-def _rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node:
+def _by_numbers(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node:
     q, k, _, mask = inputs
     numbers = _numbers(b, mask, (*q.shape[:-1], k.shape[-2]))
     operands = (*inputs[:MASK], numbers)
