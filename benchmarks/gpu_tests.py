@@ -125,12 +125,13 @@ def end_all(workers: Sequence[Worker], deadline: float) -> bool:
     return is_terminated
 
 
-def listed(text: str) -> dict[str, list[str]]:
-    """Return the tests that ``summary`` has printed in ``text``, by file. There are none if
-    processes have printed it."""
+def listed(text: str, only: Sequence[str]) -> dict[str, list[str]]:
+    """Return the tests below ``only`` that ``summary`` has printed in ``text``, by file. There are
+    none if processes have printed it."""
     found = defaultdict[str, list[str]](list)
     for test in NOT_GREEN.findall(text):
-        found[test.split("::")[0]].append(test)
+        if any(re.match(rf"{re.escape(place.rstrip('/'))}(/|::|\[|$)", test) for place in only):
+            found[test.split("::")[0]].append(test)
     return found
 
 
@@ -145,19 +146,19 @@ def chosen(
     ini: Path, only: Sequence[str], rest_of: str | None
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Return the tests to run that may share the GPU, and those that need it alone, by file."""
-    before = listed(rest_of or "")
-    found = before or collected(ini, SHARED, only)
-    files = [file for file in with_marker(only) if not before or file in before]
+    is_summary = rest_of is not None and not RESULT.search(rest_of)
+    found = listed(rest_of or "", only) if is_summary else collected(ini, SHARED, only)
+    files = [file for file in with_marker(only) if not is_summary or file in found]
     alone = collected(ini, ALONE, files) if files else {}
-    if before:
-        rest = {test for tests in before.values() for test in tests}
-        alone = among(alone, rest)
-        found = among(found, rest - {test for tests in alone.values() for test in tests})
+    if is_summary:
+        alone = among(alone, {test for tests in found.values() for test in tests})
     elif rest_of is not None:
-        every = {test for each in (*found.values(), *alone.values()) for test in each}
+        every = {test for tests in (*found.values(), *alone.values()) for test in tests}
         rest = left_of(rest_of, every)
         found, alone = among(found, rest), among(alone, rest)
-    return found, alone
+    by_itself = {test for tests in alone.values() for test in tests}
+    shared = {test for tests in found.values() for test in tests} - by_itself
+    return among(found, shared), alone
 
 
 def among(found: dict[str, list[str]], others: set[str]) -> dict[str, list[str]]:

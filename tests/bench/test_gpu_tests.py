@@ -20,8 +20,15 @@ def test_what_was_not_green_is_read_from_what_a_run_has_printed(
     cut_off = "tests/c.py::Class::cut_off"
     gpu_tests.summary({*results, cut_off}, results, 1.0)
     printed = "trainer3  exit 1\n  FAILED tests/d.py::of the details\n" + capsys.readouterr().out
-    found = {test for tests in gpu_tests.listed(printed).values() for test in tests}
+    found = {test for tests in gpu_tests.listed(printed, ["tests"]).values() for test in tests}
     assert found == {"tests/a.py::two[x-y z]", "tests/b.py::broken", cut_off}
+    assert gpu_tests.listed(printed, ["tests/b"]) == {}
+    assert gpu_tests.listed(printed, ["tests/c.py::Class"]) == {"tests/c.py": [cut_off]}
+    assert gpu_tests.listed(printed, ["tests/"]).keys() == {
+        "tests/a.py",
+        "tests/b.py",
+        "tests/c.py",
+    }
     collected = {"tests/a.py": ["tests/a.py::one", "tests/a.py::two[x-y z]"], "tests/d.py": ["x"]}
     assert gpu_tests.among(collected, found) == {"tests/a.py": ["tests/a.py::two[x-y z]"]}
 

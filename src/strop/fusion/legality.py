@@ -136,7 +136,7 @@ def refusal(node: Node, draft: DraftGroup, schedules: Schedules) -> str | None:
     """Return why ``node`` cannot join ``draft``, or None when it can."""
     if node.kind is Kind.REDUCTION:
         return _refuse_reduction(node, draft, schedules)
-    if (reason := _refuse_lookup(node, draft)) is not None:
+    if (reason := refuse_lookup(node, draft.nodes, draft.schedule)) is not None:
         return reason
     if draft.schedule is Schedule.POINTWISE:
         return None if node.numel == draft.domain else "another number of elements"
@@ -161,10 +161,12 @@ def looks_into(node: Node, nodes: Collection[Node]) -> bool:
     return any(base_of(source) in nodes for source in node.inputs[: LOOKED_INTO.get(node.op, 0)])
 
 
-def _refuse_lookup(node: Node, draft: DraftGroup) -> str | None:
-    if looks_into(node, draft.nodes):
+def refuse_lookup(node: Node, members: Collection[Node], schedule: Schedule) -> str | None:
+    """Return why ``node`` cannot be in a kernel with these members, or None: it would look up
+    elements of them, or wants loops of its own."""
+    if looks_into(node, members):
         return "looks up elements that other programs of this kernel compute"
-    is_apart = has_own_loops(node) and draft.schedule is not Schedule.POINTWISE
+    is_apart = has_own_loops(node) and schedule is not Schedule.POINTWISE
     return LOOPS_APART if is_apart else None
 
 

@@ -16,13 +16,12 @@ import torch
 from strop.fusion.cost import Reading, has_loops, is_cheaper_again, times_computed
 from strop.fusion.legality import (
     DraftGroup,
-    has_own_loops,
     is_fusible,
     join,
-    looks_into,
     loop_of,
     reduction_schedules,
     refusal,
+    refuse_lookup,
 )
 from strop.fusion.parallelism import Workers, workers_of
 from strop.fusion.plan import FusionPlan, Group, Refusal
@@ -242,7 +241,7 @@ class _Grouping:
         if pieces & self.results or any(not members.issuperset(self.readers[m]) for m in pieces):
             return False
         inside = {*draft.nodes, *pieces}
-        if any(looks_into(piece, inside) or has_own_loops(piece) for piece in pieces):
+        if any(refuse_lookup(piece, inside, draft.schedule) for piece in pieces):
             return False
         for at in between:
             self.drafts[at] = None
